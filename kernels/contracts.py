@@ -175,7 +175,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Steering:
+class CacheState:
     """Device-side integers that tell a captured call where it stands; all int64.
 
     length (B,) committed tokens in the states; path (B, K) nodes of the last tree, of which the
@@ -197,7 +197,7 @@ class Steering:
     shared: dict[Any, Any] | None = None
     ready: str = "none"
 
-    def of_a_call(self, ready: str) -> Steering:
+    def of_a_call(self, ready: str) -> CacheState:
         """Return a copy for one call, whose layers share the index plan."""
         return replace(self, shared={}, ready=ready)
 

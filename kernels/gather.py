@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Stream
+from stree_kernels.contracts import CacheState, Stream
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, two_sums, warps, with_parts
 
@@ -58,7 +58,7 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
 
 
 def take_roots(
-    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, steering: Steering
+    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, cache_state: CacheState
 ) -> Tensor:
     """`naive.take_roots` in one launch; last strides are 1, and the stream is rows and parts."""
     source, (added, also) = stream.source, two_sums(stream.added)
@@ -69,7 +69,7 @@ def take_roots(
     root_kernel[(batch,)](
         source, added, also, source.numel(), stream.scale, stream.eps, num_nodes, width,
         block, block.stride(0), active.view(torch.uint8), tokens, tokens.stride(0),
-        steering.length, steering.path_length, steering.parity, out,
+        cache_state.length, cache_state.path_length, cache_state.parity, out,
         PARTS=0 if added is None else len(added), MORE_PARTS=0 if also is None else len(also),
         BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(source),
     )  # fmt: skip

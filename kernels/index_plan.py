@@ -4,7 +4,7 @@ Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache
 width, G query heads a key head, D attention head dim.
 
 The plan follows from topology and steering, which are the same in every layer. A call keeps it in
-`Steering.shared`. Where the host may read values without waiting, the plan also leaves out work
+`CacheState.shared`. Where the host may read values without waiting, the plan also leaves out work
 that has no effect: paths are as long as the longest row's, and no key moves to its own place.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 
 T = TypeVar("T")
 Index = tuple[Tensor, ...]
@@ -28,9 +28,9 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def once(steering: Steering, what: tuple[Any, ...], find: Callable[[], T]) -> T:
+def once(cache_state: CacheState, what: tuple[Any, ...], find: Callable[[], T]) -> T:
     """Return the result of `find`, computed by the first layer of this call that asks for it."""
-    shared = steering.shared
+    shared = cache_state.shared
     if shared is None:
         return find()
     if what not in shared:
@@ -38,10 +38,10 @@ def once(steering: Steering, what: tuple[Any, ...], find: Callable[[], T]) -> T:
     return shared[what]
 
 
-def accepted_path(steering: Steering) -> tuple[Tensor, Tensor | None]:
+def accepted_path(cache_state: CacheState) -> tuple[Tensor, Tensor | None]:
     """The last tree's accepted nodes (B, K), 0 where they do not count, and which count (B, K);
     None for all of them."""
-    path, lengths = steering.path, steering.path_length
+    path, lengths = cache_state.path, cache_state.path_length
     if on_host(path):
         known = lengths.tolist()
         path = path.narrow(1, 0, max(1, *known))
@@ -78,7 +78,7 @@ def conv_places(
     rows: Tensor,
     tail: int,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     start: int,
     first: int,
     num_new: int,
@@ -86,22 +86,22 @@ def conv_places(
     """For nodes first … first + num_new − 1, with windows of those from `start`; tail, W − 1."""
 
     def find() -> ConvPlaces:
-        chosen = topology.windows.index_select(0, steering.variant)
+        chosen = topology.windows.index_select(0, cache_state.variant)
         windows = chosen[:, start : first + num_new].long()
         # Whatever the windows of padding hold: a node's last input is its own
         windows[..., -1] = torch.arange(tail + start, tail + first + num_new, device=windows.device)
         if first:
             before = torch.arange(tail + first, device=windows.device).expand(len(windows), -1)
-            before = _counted(before, rows.shape[2], steering.parity)
+            before = _counted(before, rows.shape[2], cache_state.parity)
             windows = _counted(windows, tail + first + num_new)
             return ConvPlaces(
-                before, windows, 0, None, tail + first, steering.parity, tail + first
+                before, windows, 0, None, tail + first, cache_state.parity, tail + first
             )  # fmt: skip
-        last = path_places(rows, tail, steering, num_new)
+        last = path_places(rows, tail, cache_state, num_new)
         if last.counts is None:
             windows = windows + last.path
         else:  # what is newest of the path is where that ends
-            lengths = steering.path_length[:, None, None]
+            lengths = cache_state.path_length[:, None, None]
             windows = windows + torch.where(windows < tail, lengths, last.path)
         ordered = torch.arange(last.path + num_new, device=windows.device)[:, None]
         ordered = ordered + torch.arange(tail + 1, device=windows.device)
@@ -111,23 +111,23 @@ def conv_places(
         windows = torch.cat([along, windows], dim=1)
         return replace(last, windows=_counted(windows, tail + last.path + num_new))
 
-    return once(steering, ("conv", rows.shape[:3], tail, start, first, num_new), find)
+    return once(cache_state, ("conv", rows.shape[:3], tail, start, first, num_new), find)
 
 
-def path_places(rows: Tensor, tail: int, steering: Steering, num_new: int = 0) -> ConvPlaces:
+def path_places(rows: Tensor, tail: int, cache_state: CacheState, num_new: int = 0) -> ConvPlaces:
     """For the accepted path, and as many new nodes in order, of which the first comes after it."""
-    path, counts = accepted_path(steering)
+    path, counts = accepted_path(cache_state)
     steps = torch.arange(tail, device=path.device)
     before = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
-    before = _counted(before, rows.shape[2], steering.parity)
+    before = _counted(before, rows.shape[2], cache_state.parity)
     length = path.shape[1]
     kept: Tensor | int = length
     if counts is not None:
-        newest = steering.path_length[:, None] + steps
+        newest = cache_state.path_length[:, None] + steps
         new = torch.arange(tail + length, tail + length + num_new, device=path.device)
         ends = torch.cat([newest, new.expand(len(path), -1)], dim=1)
         kept = _counted(ends, tail + length + num_new)
-    return ConvPlaces(before, None, length, counts, kept, 1 - steering.parity, 0)
+    return ConvPlaces(before, None, length, counts, kept, 1 - cache_state.parity, 0)
 
 
 def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
@@ -140,15 +140,15 @@ def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
 
 
 def ancestors_of(
-    topology: Topology, steering: Steering, first: int, num_new: int, dtype: torch.dtype
+    topology: Topology, cache_state: CacheState, first: int, num_new: int, dtype: torch.dtype
 ) -> Tensor:
     """(B, N, N), 1 where j is i or an ancestor of i, else 0; N = first + num_new."""
 
     def find() -> Tensor:
         nodes = first + num_new
-        return topology.ancestors.index_select(0, steering.variant)[:, :nodes, :nodes].to(dtype)
+        return topology.ancestors.index_select(0, cache_state.variant)[:, :nodes, :nodes].to(dtype)
 
-    return once(steering, ("ancestors", first, num_new, dtype), find)
+    return once(cache_state, ("ancestors", first, num_new, dtype), find)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class AttentionPlaces:
 
 def attention_places(
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     num_new: int,
     bound: int,
@@ -183,19 +183,19 @@ def attention_places(
     """Args as in `naive.attend_tree`; num_heads, of queries and of keys; dtype, of the mask."""
 
     def find() -> AttentionPlaces:
-        length, moves, most = steering.length, None, bound
+        length, moves, most = cache_state.length, None, bound
         if first == 0:
-            moves = moved_slots(length, steering.path, steering.path_length)
-            length = length + steering.path_length
+            moves = moved_slots(length, cache_state.path, cache_state.path_length)
+            length = length + cache_state.path_length
         nodes = first + num_new
-        depths = topology.depths.index_select(0, steering.variant)[:, first:nodes]
+        depths = topology.depths.index_select(0, cache_state.variant)[:, first:nodes]
         positions = length[:, None] + depths
         angles = rotary.index_select(1, positions.flatten())
         angles = whole_heads(angles.view(2, len(length), 1, num_new, -1))
         slots = length[:, None] + torch.arange(first, nodes, device=length.device)
         if on_host(length):
             most = min(bound, max(length.tolist()) + nodes)
-        chosen = topology.ancestors.index_select(0, steering.variant)[:, first:nodes, :nodes]
+        chosen = topology.ancestors.index_select(0, cache_state.variant)[:, first:nodes, :nodes]
         mask, unused = attention_mask(length, chosen, most, dtype)
         if mask is not None:
             mask = mask.repeat(1, groups, 1)[:, None]
@@ -203,7 +203,7 @@ def attention_places(
         return AttentionPlaces(moves, slots, angles, most, mask, unused)
 
     num_kv_heads, groups = num_heads[1], num_heads[0] // num_heads[1]
-    return once(steering, ("attention", first, num_new, bound, num_heads, dtype), find)
+    return once(cache_state, ("attention", first, num_new, bound, num_heads, dtype), find)
 
 
 def whole_heads(rotary: Tensor) -> Tensor:

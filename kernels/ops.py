@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stree_kernels import naive
 from stree_kernels.contracts import (
+    CacheState,
     Derived,
     Drafts,
     GatedDeltaShape,
@@ -27,7 +28,6 @@ from stree_kernels.contracts import (
     MixerWeights,
     Sampling,
     Scaled,
-    Steering,
     Stream,
     Topology,
 )
@@ -199,12 +199,12 @@ def mamba_tree(
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     out: Tensor | None = None,
 ) -> Tensor:
     """Run `naive.mamba_tree`; `derived` is from `new_derived`."""
-    arguments = (state, weights, shape, topology, steering)
+    arguments = (state, weights, shape, topology, cache_state)
     if not fused(projected.device, projected.dtype, shape.largest_dim):
         return naive.mamba_tree(projected, rows, *arguments, first, out)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
@@ -223,11 +223,11 @@ def gated_delta_tree(
     weights: GatedDeltaWeights,
     shape: GatedDeltaShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """Run `naive.gated_delta_tree`; `derived` is from `new_derived`."""
-    arguments = (updates, state, weights, shape, topology, steering, first)
+    arguments = (updates, state, weights, shape, topology, cache_state, first)
     if not fused(projected.device, projected.dtype, shape.largest_dim):
         return naive.gated_delta_tree(projected, rows, *arguments)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
@@ -247,10 +247,10 @@ def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     return (_kernel(module, "linear") if serves else naive.linear)(x, weight)
 
 
-def advance(steering: Steering, like: Tensor) -> None:
+def advance(cache_state: CacheState, like: Tensor) -> None:
     """Run `naive.advance`; `like` is a tensor of the call that ends."""
     serves = fused(like.device, like.dtype)
-    (_kernel("pointwise", "advance") if serves else naive.advance)(steering)
+    (_kernel("pointwise", "advance") if serves else naive.advance)(cache_state)
 
 
 def draw_children(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Added, Steering
+from stree_kernels.contracts import Added, CacheState
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 
 # What was fastest on an H200, or as fast as the rest
@@ -123,12 +123,12 @@ def activated(y: Tensor, kind: str) -> Tensor:
     return out
 
 
-def advance(steering: Steering) -> None:
+def advance(cache_state: CacheState) -> None:
     """`naive.advance` in one launch."""
-    batch = steering.length.shape[0]
+    batch = cache_state.length.shape[0]
     advance_kernel[(1,)](
-        steering.length, steering.path_length, steering.parity, batch,
-        BLOCK=triton.next_power_of_2(batch), num_warps=1, **overlapping(steering.length),
+        cache_state.length, cache_state.path_length, cache_state.parity, batch,
+        BLOCK=triton.next_power_of_2(batch), num_warps=1, **overlapping(cache_state.length),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig
 from stree.model_words import described, placed
 from stree.prompts import chat_ids, text_ids
-from stree.tree_policy.names import GROWTHS, as_growth
+from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.console.command_line import PlainParser, input_path
 
@@ -101,7 +101,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def welcome(self) -> None:
-        models = described(self.decoder.target, self.decoder.drafter, self.decoder.growth)
+        models = described(self.decoder.target, self.decoder.drafter, self.decoder.tree_policy)
         ends = ends_of(self.decoder.eos_token_ids)
         self.say(f"{models}, {ends}, {placed(self.decoder.target)}")
         if sum(each.numel() for each in self.decoder.target.parameters()) <= LARGEST_BABBLER:
@@ -124,7 +124,9 @@ class Chat:
             self.say("there is no drafter, so decoding is plain anyway: see --drafter and --tree")
         elif line == SWITCH:
             self.is_plain = not self.is_plain
-            self.say("plain decoding" if self.is_plain else f"decoding with {self.decoder.growth}")
+            self.say(
+                "plain decoding" if self.is_plain else f"decoding with {self.decoder.tree_policy}"
+            )
         elif line == "/reset":
             self.messages = []
             self.say("forgotten")
@@ -168,7 +170,7 @@ class Chat:
         stats = output.stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()
-        how = "plain" if self.is_plain else f"tree {decoder.modes or decoder.tree.name}"
+        how = "plain" if self.is_plain else f"tree {decoder.adaptive_trees or decoder.tree.name}"
         seed = "" if output.seed is None else f" · seed {output.seed}"
         self.say(f"{_figures(stats)} · {how}{seed}{' · stopped' if stop else ''}")
         return self.tokenizer.decode(words.tokens, skip_special_tokens=True)
@@ -227,7 +229,7 @@ def build_parser() -> PlainParser:
     add = parser.add_argument
     add("target", help="checkpoint folder, or a name on the hub")
     add("--drafter", help=f"{DRAFTERS}; a folder may be a name on the hub")
-    add("--tree", help=f"{GROWTHS} (default: as the drafter's profile says)")
+    add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
     add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
     add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -251,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.max_new_tokens, options.temperature, options.top_k, options.top_p,
         min_p=options.min_p, repetition_penalty=options.repetition_penalty, seed=options.seed,
     )  # fmt: skip
-    tree = options.tree and as_growth(options.tree, input_path)
+    tree = options.tree and as_tree_policy(options.tree, input_path)
     with warnings.catch_warnings(record=True) as told:
         decoder = stree.load(
             input_path(options.target), options.drafter and input_path(options.drafter),

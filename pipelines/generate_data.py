@@ -25,12 +25,12 @@ from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, load_model
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import UsageError, exit_with_reason
-from stree.drafters.cross_tokenizer import Retokenised
-from stree.drafters.model import Drawing
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
-from stree.tree_policy.adaptive import Modes, deepest_of, largest_of, trees_of
-from stree.tree_policy.names import GROWTHS, as_growth
+from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of, largest_of, trees_of
+from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import NAMES as VERIFIERS
 from stree.verifiers import named, require_tree
@@ -38,7 +38,7 @@ from stree_pipelines.console.command_line import CommandParser, input_path
 from stree_pipelines.console.input_checks import drafter as drafter_there
 from stree_pipelines.console.input_checks import folder, require_there, source, template
 from stree_pipelines.console.input_checks import tree as tree_there
-from stree_pipelines.console.progress import EvaluationProgress, measured_costs
+from stree_pipelines.console.progress import EvaluationProgress, measured_step_times
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
@@ -76,7 +76,7 @@ def build_parser() -> CommandParser:
     add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")  # fmt: skip
-    add("--tree", type=str, default="paper", help=f"that the drafter fills: {GROWTHS}")
+    add("--tree", type=str, default="paper", help=f"that the drafter fills: {TREE_POLICIES}")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
     add("--chat_template", "--chat-template", type=str | None,
@@ -119,15 +119,15 @@ def main(arguments: list[str] | None = None) -> None:
     sizes: dict[str, Any] = dict(
         num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
     )
-    decoder = BatchDecoder(target, drafter, generation.growth, verifier=spec.verifier, **sizes)
+    decoder = BatchDecoder(target, drafter, generation.tree_policy, verifier=spec.verifier, **sizes)
     progress.say(str(decoder.room))
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }  # fmt: skip
-    if decoder.modes is not None:
+    if decoder.adaptive_trees is not None:
         hottest = max(range(spec.samples), key=spec.temperature)
         asked = generation.request(hottest).generation
-        costs = measured_costs(decoder, str(decoder.modes), asked, progress.say)
+        costs = measured_step_times(decoder, str(decoder.adaptive_trees), asked, progress.say)
         made_with["measuring_costs_s"] = costs.took_s
     if drafter is not None and options["compare"] > 0 and workers.is_main:
         plain = BatchDecoder(target, **sizes)
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def load_drafter(
     called: str, device: torch.device, dtype: torch.dtype, tokenizer: Any
-) -> Drawing | NGram | Retokenised:
+) -> ModelDrafterSpec | NGram | CrossTokenizerSpec:
     name = DrafterName.parse(called)
     model = None if name.folder is None else load_model(name.folder, device, dtype)
     return name.make(model, tokenizer)
@@ -176,38 +176,39 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     ])  # fmt: skip
     config = load_config(target)
     tokenizer = load_tokenizer(target)
-    growth: TokenTree | Modes = TokenTree.chain(0, "root")
+    tree_policy: TokenTree | AdaptiveTrees = TokenTree.chain(0, "root")
     identity, verifier = None, GenerationSpec.verifier
     if drafter is not None:
         identity, verifier = DrafterIdentity.at(drafter), options["verifier"]
         identity.require_fit(target)
         for remark in identity.remarks(target, options["max_length"]):
             progress.say(remark)
-        growth = as_growth(options["tree"], input_path)
-        tosses = not getattr(named(verifier), "any_growth", False)
-        if isinstance(growth, Modes) and tosses and max(options["temperatures"]) > 0:
+        tree_policy = as_tree_policy(options["tree"], input_path)
+        tosses = not getattr(named(verifier), "any_dynamic_tree", False)
+        if isinstance(tree_policy, AdaptiveTrees) and tosses and max(options["temperatures"]) > 0:
             raise UsageError(
-                f"--verifier {verifier} tosses coins by the tree of a step, which --tree {growth} "
-                "chooses by what other rows do, so answers would differ by --num_rows: take the "
-                "verifier coupled, or name one tree"
+                f"--verifier {verifier} tosses coins by the tree of a step, which "
+                f"--tree {tree_policy} chooses by what other rows do, so answers would "
+                "differ by --num_rows: take the verifier coupled, or name one tree"
             )
-        for each in trees_of(growth):
+        for each in trees_of(tree_policy):
             require_tree(named(verifier), each)
-        require_fillable(tree_of(growth), identity.name)
-    deepest = deepest_of(growth)
+        require_fillable(tree_of(tree_policy), identity.name)
+    deepest = deepest_of(tree_policy)
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )
     room = min(options["max_length"], config.num_positions or options["max_length"])
     kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)
-    if isinstance(growth, Modes) and room_to_time(deepest, room, context_of(room)) < 1:
+    if isinstance(tree_policy, AdaptiveTrees) and room_to_time(deepest, room, context_of(room)) < 1:
         raise UsageError(
-            f"--tree {growth} is chosen by measured costs, and {room} tokens are too few to time "
-            f"steps of {deepest} in: raise --max_length, or name one tree or shallower ones"
+            f"--tree {tree_policy} is chosen by measured costs, and {room} tokens "
+            f"are too few to time steps of {deepest} in: raise --max_length, "
+            "or name one tree or shallower ones"
         )
     if len(kept) < len(prompts):
         progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
-    tree = tree_of(growth)
+    tree = tree_of(tree_policy)
     spec = GenerationSpec(
         target_sha256=checkpoint_sha256(target),
         drafter_sha256=None if identity is None else identity.sha256,
@@ -222,7 +223,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
             "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
         )},
     )  # fmt: skip
-    generation = Generation(options["out"], spec, kept, growth)
+    generation = Generation(options["out"], spec, kept, tree_policy)
     for sample in range(min(spec.samples, len(spec.temperatures))):
         generation.request(sample)  # refuses settings that no decoding could use
     return generation
@@ -232,8 +233,8 @@ def describe(
     options: dict[str, Any], generation: Generation, on_cuda: bool, dtype: torch.dtype
 ) -> None:
     """What it takes; raises CannotWrite or OutOfMemory when that is not there."""
-    spec, growth = generation.spec, generation.growth
-    nodes = largest_of(growth).num_nodes
+    spec, tree_policy = generation.spec, generation.tree_policy
+    nodes = largest_of(tree_policy).num_nodes
     drafter = DrafterName.parse(options["drafter"] or "ngram")
     folders = {"target": options["target"], "drafter": drafter.folder}
     models = {name: load_config(each) for name, each in folders.items() if each}

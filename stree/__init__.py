@@ -1,5 +1,6 @@
 """Speculative tree decoding for state-space and hybrid language models."""
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,16 @@ CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers
 
 __all__ = [
     "CUSTOM_GENERATE",
-    "Bandit",
+    "AdaptiveTrees",
+    "BanditTrees",
     "BatchDecoder",
-    "Costs",
     "Decoder",
     "GenerationConfig",
     "GenerationOutput",
     "HybridConfig",
     "HybridModel",
-    "Modes",
     "Request",
+    "StepTimes",
     "TokenTree",
     "TransformersDecoder",
     "__version__",
@@ -39,21 +40,21 @@ if TYPE_CHECKING:
     from stree.loading import load
     from stree.models.config import HybridConfig
     from stree.models.model import HybridModel
-    from stree.tree_policy.adaptive import Modes
-    from stree.tree_policy.bandit import Bandit
-    from stree.tree_policy.step_times import Costs
+    from stree.tree_policy.adaptive import AdaptiveTrees
+    from stree.tree_policy.bandit import BanditTrees
+    from stree.tree_policy.step_times import StepTimes
     from stree.trees.token_tree import TokenTree
 else:
     _PLACES = {
-        "Bandit": "tree_policy.bandit",
+        "BanditTrees": "tree_policy.bandit",
         "BatchDecoder": "batching.batch_decoder",
-        "Costs": "tree_policy.step_times",
+        "StepTimes": "tree_policy.step_times",
         "Decoder": "decoder",
         "GenerationConfig": "generation",
         "GenerationOutput": "generation",
         "HybridConfig": "models.config",
         "HybridModel": "models.model",
-        "Modes": "tree_policy.adaptive",
+        "AdaptiveTrees": "tree_policy.adaptive",
         "Request": "batching.sequences",
         "TokenTree": "trees.token_tree",
         "TransformersDecoder": "hf_model",
@@ -62,12 +63,21 @@ else:
         "load": "loading",
     }
 
+    _OLD_NAMES = {"Bandit": "BanditTrees", "Costs": "StepTimes", "Modes": "AdaptiveTrees"}
+
     def __getattr__(name: str) -> Any:
-        """Import what is asked for, and PyTorch with it: `stree --help` needs neither."""
+        """Import a public name when it is first asked for: `stree --help` needs no PyTorch.
+
+        Names of version 0.1 work for one more version, with a `DeprecationWarning`.
+        """
+        if name in _OLD_NAMES:
+            new = _OLD_NAMES[name]
+            warnings.warn(f"stree.{name} is called stree.{new} now", DeprecationWarning, 2)
+            name = new
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
     def __dir__() -> list[str]:
-        """With what was not asked for yet, for completion in a shell or notebook."""
+        """List all public names, for completion in a shell or notebook."""
         return sorted({*globals(), *__all__})

@@ -17,17 +17,17 @@ from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.words import ends_of
 from stree.drafters import Drafter
-from stree.drafters.cross_tokenizer import Retokenised
-from stree.drafters.model import Drawing
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.model_words import described, placed
 from stree.models.model import HybridModel
 from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.settings import Asked, asked_for, asked_of_texts, end_of
-from stree.tree_policy.adaptive import Modes, largest_of
-from stree.tree_policy.names import as_growth
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.adaptive import AdaptiveTrees, largest_of
+from stree.tree_policy.names import as_tree_policy
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier
 from stree_kernels import ops
@@ -42,8 +42,8 @@ class Decoder:
         target: A `HybridModel`.
         drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
             one, decoding is plain.
-        tree: The token tree (default with a drafter: the paper's), or `Modes`, whose costs are
-            measured first (`measure_costs`).
+        tree: The token tree (default with a drafter: the paper's), or `AdaptiveTrees`, whose costs
+            are measured first (`measure_step_times`).
         max_length: Tokens of the longest sequence, prompt included; none goes beyond the target's
             positions.
         tokenizer: For texts, and for stop strings.
@@ -61,8 +61,13 @@ class Decoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
-        tree: TokenTree | Modes | str | None = None,
+        drafter: HybridModel
+        | ModelDrafterSpec
+        | NGram
+        | CrossTokenizerSpec
+        | Drafter
+        | None = None,
+        tree: TokenTree | AdaptiveTrees | str | None = None,
         *,
         max_length: int = 2048,
         tokenizer: Any = None,
@@ -70,7 +75,7 @@ class Decoder:
         backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
-        tree = None if tree is None else as_growth(tree)
+        tree = None if tree is None else as_tree_policy(tree)
         if tree is not None and largest_of(tree).num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         self.batch = BatchDecoder(
@@ -83,7 +88,7 @@ class Decoder:
         self.eos_token_ids = self.batch.eos_token_ids
 
     def __repr__(self) -> str:
-        models = described(self.target, self.drafter, self.batch.growth)
+        models = described(self.target, self.drafter, self.batch.tree_policy)
         ends = ends_of(self.eos_token_ids)
         return f"Decoder({models}, max_length {self.max_length}, {ends}, {placed(self.target)})"
 
@@ -372,14 +377,14 @@ class Decoder:
         self.batch.prepare()
         self.batch.phase_clock = PhaseClock(self.target.device)
 
-    def measure_costs(
+    def measure_step_times(
         self,
         context: int | None = None,
         num_steps: int = 8,
         generation: GenerationConfig = GenerationConfig(),
-    ) -> Costs:
-        """Time steps with each tree that may be chosen (`BatchDecoder.measure_costs`)."""
-        return self.batch.measure_costs(context, num_steps, generation=generation)
+    ) -> StepTimes:
+        """Time steps with each tree that may be chosen (`BatchDecoder.measure_step_times`)."""
+        return self.batch.measure_step_times(context, num_steps, generation=generation)
 
     def forget(self) -> None:
         """Let the choice of trees begin anew (`BatchDecoder.forget`)."""
@@ -400,7 +405,7 @@ def generate(
     inputs: Sequence[int],
     generation_config: Any = None,
     *,
-    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -415,7 +420,7 @@ def generate(
     inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
     generation_config: Any = None,
     *,
-    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -430,7 +435,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -445,7 +450,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -459,7 +464,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,

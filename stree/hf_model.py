@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.memory_report import Room
+from stree.batching.memory_report import MemoryReport
 from stree.batching.sequences import Request, SampleRequest, SharedPrompt
 from stree.batching.serve import Served
 from stree.batching.step_timing import length_to_time
@@ -26,8 +26,8 @@ from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import UsageError, one_line
 from stree.drafters import Drafter
-from stree.drafters.cross_tokenizer import Retokenised
-from stree.drafters.model import Drawing
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.names import DrafterName
 from stree.drafters.ngram import NGram
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
@@ -37,8 +37,8 @@ from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import prompts_of
 from stree.settings import end_of
-from stree.tree_policy.adaptive import Modes, deepest_of
-from stree.tree_policy.names import as_growth, refuse_unknown
+from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of
+from stree.tree_policy.names import as_tree_policy, refuse_unknown
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier, named
 
@@ -57,7 +57,7 @@ _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stoppin
 def from_transformers(
     model: Any,
     drafter: Any = None,
-    tree: TokenTree | Modes | str | None = None,
+    tree: TokenTree | AdaptiveTrees | str | None = None,
     *,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
@@ -86,7 +86,7 @@ def from_transformers(
     """
     refuse_unknown("from_transformers", unknown)
     target = shared_model(model)
-    tree = None if tree is None else as_growth(tree)
+    tree = None if tree is None else as_tree_policy(tree)
     return TransformersDecoder(
         model, target, _drafter(drafter, target), tree, verifier,
         backtracking=backtracking, num_prefixes=num_prefixes,
@@ -105,14 +105,14 @@ def _require_tensor(ids: Any) -> None:
 
 def _drafter(
     given: Any, target: HybridModel
-) -> HybridModel | Drawing | NGram | Retokenised | Drafter | None:
+) -> HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None:
     if isinstance(given, str | os.PathLike):
         name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
         own = None
         if name.folder is not None:
             own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
         return name.make(own, None)
-    made = HybridModel | Drawing | NGram | Retokenised
+    made = HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec
     if given is None or isinstance(given, made) or hasattr(given, "draft"):
         return given
     return shared_model(given)
@@ -128,8 +128,13 @@ class TransformersDecoder:
         self,
         model: Any,
         target: HybridModel,
-        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
-        tree: TokenTree | Modes | None = None,
+        drafter: HybridModel
+        | ModelDrafterSpec
+        | NGram
+        | CrossTokenizerSpec
+        | Drafter
+        | None = None,
+        tree: TokenTree | AdaptiveTrees | None = None,
         verifier: str | Verifier = "coupled",
         *,
         backtracking: str = "replay",
@@ -153,7 +158,7 @@ class TransformersDecoder:
         return f"TransformersDecoder({models}, {placed(self.target)})"
 
     @property
-    def room(self) -> Room | None:
+    def room(self) -> MemoryReport | None:
         """How many sequences the last call had buffers for, how many more there is memory for, and
         why; None before the first. A call with more, or longer ones, makes larger buffers."""
         return None if self._batch is None else self._batch.room
@@ -277,7 +282,7 @@ class TransformersDecoder:
         longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )  # fmt: skip
-        if isinstance(self.tree, Modes):
+        if isinstance(self.tree, AdaptiveTrees):
             longest = max(longest, length_to_time(deepest_of(self.tree)))
         batch = self._batch
         if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
@@ -291,10 +296,10 @@ class TransformersDecoder:
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
             asked = requests[0].generation
-            if isinstance(self.tree, Modes) and self.tree.costs.misfit(
+            if isinstance(self.tree, AdaptiveTrees) and self.tree.costs.misfit(
                 self.target, self.tree.trees, asked.temperature, num_rows
             ):
-                batch.measure_costs(generation=asked)
+                batch.measure_step_times(generation=asked)
             self._batch = batch
         return batch
 
@@ -414,7 +419,7 @@ def generate(
     model: Any,
     *,
     drafter: Any = None,
-    tree: TokenTree | Modes | str | None = None,
+    tree: TokenTree | AdaptiveTrees | str | None = None,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
     num_prefixes: int = 0,

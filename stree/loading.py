@@ -24,9 +24,9 @@ from stree.generation import GenerationConfig, require_whole
 from stree.models.joint import require_backtracking
 from stree.models.layers.part import has_products_in_8_bits
 from stree.speculation_profile import FOLDER, load_profile
-from stree.tree_policy.adaptive import Modes, largest_of, trees_of
-from stree.tree_policy.names import as_growth, choice_of, refuse_unknown
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.adaptive import AdaptiveTrees, largest_of, trees_of
+from stree.tree_policy.names import as_tree_policy, choice_of, refuse_unknown
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import Verifier, named
 
@@ -39,7 +39,7 @@ def load(
     target: str | os.PathLike[str],
     drafter: str | os.PathLike[str] | None = None,
     *,
-    tree: TokenTree | Modes | str | None = None,
+    tree: TokenTree | AdaptiveTrees | str | None = None,
     temperature: float = 0.0,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = torch.float32,
@@ -58,7 +58,7 @@ def load(
     drafter: str | os.PathLike[str] | None = None,
     *,
     num_rows: int,
-    tree: TokenTree | Modes | str | None = None,
+    tree: TokenTree | AdaptiveTrees | str | None = None,
     temperature: float = 0.0,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = torch.float32,
@@ -74,7 +74,7 @@ def load(
     target: str | os.PathLike[str],
     drafter: str | os.PathLike[str] | None = None,
     *,
-    tree: TokenTree | Modes | str | None = None,
+    tree: TokenTree | AdaptiveTrees | str | None = None,
     temperature: float = 0.0,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = torch.float32,
@@ -94,14 +94,14 @@ def load(
             checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`). Before a name with
             a folder, `float8:` has the model draft with its head in 8 bits, `independent:` has it
             draw each sibling from all of its distribution, and `top:` has it draft its best tokens
-            (`stree.drafters.model.Drawing`). None decodes plainly.
+            (`stree.drafters.model.ModelDrafterSpec`). None decodes plainly.
         tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
-            (`Modes`), or by what each was worth, "bandit A or B" (`Bandit`). A few steps of each
-            are timed here, unless the choice has costs of such steps: of this device, in this
-            dtype, greedy or sampled. None takes what the drafter's measured profile recommends for
-            this kind of device and temperature, its costs included, which is no drafter at all
-            where plain decoding was fastest, and may be the folder in another form, such as
-            `float8:`, where that was.
+            (`AdaptiveTrees`), or by what each was worth, "bandit A or B" (`BanditTrees`). A few
+            steps of each are timed here, unless the choice has costs of such steps: of this device,
+            in this dtype, greedy or sampled. None takes what the drafter's measured profile
+            recommends for this kind of device and temperature, its costs included, which is no
+            drafter at all where plain decoding was fastest, and may be the folder in another form,
+            such as `float8:`, where that was.
             Where nothing was measured that fits, or other files than these two checkpoints, it
             takes the paper's tree, and a warning says which of the two; n-grams have no profile and
             no warning.
@@ -143,14 +143,14 @@ def load(
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)
-            if isinstance(found.tree, Modes) and (verifier or backtracking):
-                found.tree.costs = Costs()  # they are of the profile's own
+            if isinstance(found.tree, AdaptiveTrees) and (verifier or backtracking):
+                found.tree.costs = StepTimes()  # they are of the profile's own
             name, tree, verifier = found.drafter, found.tree, verifier or found.verifier
             backtracking, remark = backtracking or found.backtracking, found.remark
         elif tree is None:
             tree = TokenTree.paper()
         else:
-            tree = as_growth(tree)
+            tree = as_tree_policy(tree)
         if drafter_folder is not None and not name.retokenised:
             require_same_tokenizer(target_folder, drafter_folder)
             for doubt in partner_remarks(target_folder, drafter_folder, max_length):
@@ -161,7 +161,7 @@ def load(
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, tokenizer)
     elif tree is not None:
-        tree = as_growth(tree)
+        tree = as_tree_policy(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
     if not eos_token_ids(model.config, tokenizer):
@@ -175,13 +175,13 @@ def load(
         verifier=verifier or "coupled", backtracking=backtracking or "replay",
         num_prefixes=num_prefixes,
     )  # fmt: skip
-    if isinstance(tree, Modes) and (
+    if isinstance(tree, AdaptiveTrees) and (
         misfit := tree.costs.misfit(model, tree.trees, temperature, num_rows or 1)
     ):
         if tree.costs.seconds:
             remark = f"costs of steps are given, but {misfit}: they are measured here"
             warn(remark)
-        decoder.measure_costs(generation=generation)
+        decoder.measure_step_times(generation=generation)
     return decoder
 
 
@@ -215,7 +215,7 @@ class _Measured(NamedTuple):
     ask for in all that."""
 
     drafter: DrafterName
-    tree: TokenTree | Modes
+    tree: TokenTree | AdaptiveTrees
     verifier: str | None = None
     backtracking: str | None = None
     remark: str = ""
@@ -264,17 +264,17 @@ def _measured(
         measured = replace(measured, float8=False)
         remark = f"its profile recommends {form}, but GPUs of before compute capability 8.9 have "
         remark += "no products in 8 bits: it drafts with its head as it is stored"
-    tree: TokenTree | Modes = found.tree.to_token_tree()
+    tree: TokenTree | AdaptiveTrees = found.tree.to_token_tree()
     if choice_of(found.tree.name) is not None:
         try:
-            tree = as_growth(found.tree.name)
+            tree = as_tree_policy(found.tree.name)
         except NotFound as error:  # a file's tree, of which a profile has no shape
             return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
     if not measured.grows and any(isinstance(each, BeamTree) for each in trees_of(tree)):
         remark += f", and {found.tree.name} grows, for siblings no two of which are alike"
         return unmeasured._replace(remark=f"{remark}: {otherwise}")
-    if isinstance(tree, Modes) and found.costs is not None and not remark:
-        tree.costs = Costs.of_record(found.costs)
+    if isinstance(tree, AdaptiveTrees) and found.costs is not None and not remark:
+        tree.costs = StepTimes.of_record(found.costs)
     return _Measured(measured, tree, found.verifier, found.backtracking, remark)
 
 

@@ -54,14 +54,14 @@ class Tree(Record):
         return TokenTree(self.parents, self.name) if tree is None else tree
 
 
-class StepTimes(Record):
+class TreeStepTimes(Record):
     """Seconds of a step with a tree (`plain`: without), by number of rows."""
 
     tree: Tree
     seconds: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
 
 
-class CostsRecord(Record):
+class StepTimesRecord(Record):
     """Saved step times (`stree.tree_policy.step_times`), with device, dtype and temperature.
 
     catch_up_s: seconds that a drafter takes to read, for one row, what plain steps left.
@@ -71,7 +71,7 @@ class CostsRecord(Record):
     dtype: str
     temperature: Annotated[float, Field(ge=0)]
     catch_up_s: Annotated[float, Field(ge=0)]
-    trees: tuple[StepTimes, ...]
+    trees: tuple[TreeStepTimes, ...]
 
 
 class Measurement(Record):
@@ -127,7 +127,7 @@ class Recommendation(Record):
     verifier: str | None = None
     backtracking: str | None = None
     drafter: Form | None = None
-    costs: CostsRecord | None = None
+    costs: StepTimesRecord | None = None
     acceptance_length: float
     speedup: float
     speedup_interval: Interval | None

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
     interpreted.do_once_what_comes_out_the_same()
 
-from stree.batching.runners import Graphs
+from stree.batching.runners import GraphRunner
 
 LONGEST = (
     "test_slurm.py",
@@ -83,8 +83,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def captured_on_cpu(monkeypatch):
     """Steps are graphs, as on a GPU: captured functions simply run whenever they are replayed."""
-    monkeypatch.setattr("stree.batching.runners.Capture", Replayed)
-    monkeypatch.setattr("stree.batching.batch_decoder.executor_of", Graphs)
+    monkeypatch.setattr("stree.batching.runners.CudaGraph", Replayed)
+    monkeypatch.setattr("stree.batching.batch_decoder.runner_of", GraphRunner)
     monkeypatch.setattr(
         "stree.batching.prefillers.LEAST_READ", 2
     )  # padding takes time without a GPU

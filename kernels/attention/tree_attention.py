@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 from stree_kernels.launch import follow, lead, load_kept, overlapping
 from stree_kernels.products.linear import device_of, precision_of, product
 
@@ -45,7 +45,7 @@ def attend_tree(
     values: Tensor,
     rotary: Tensor,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     bound: int,
     scale: float | None = None,
@@ -93,8 +93,8 @@ def attend_tree(
         keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
         rotary, rotary.stride(0), rotary.stride(1),
         topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
-        steering.length, steering.path, steering.path.stride(0), steering.path_length,
-        steering.variant, steering.rows, first, num_new, outs, sums, sums.stride(0), num_rows,
+        cache_state.length, cache_state.path, cache_state.path.stride(0), cache_state.path_length,
+        cache_state.variant, cache_state.rows, first, num_new, outs, sums, sums.stride(0), num_rows,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
@@ -108,7 +108,7 @@ def attend_tree(
     attend_warps = ATTEND_WARPS if head_dim <= 128 or alone else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
         *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
-        SKIPS=skips, READY=steering.ready, STAGES=STAGES if staged else 1,
+        SKIPS=skips, READY=cache_state.ready, STAGES=STAGES if staged else 1,
         num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS, **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 
 BLOCK_CHANNELS = 64  # as in tree_conv.py, no other was measured here
@@ -26,7 +26,7 @@ def short_conv_tree(
     weight: Tensor,
     bias: Tensor | None,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """`naive.short_conv_tree` in one launch; projected's and rows' last strides are 1."""
@@ -38,9 +38,9 @@ def short_conv_tree(
         rows, rows.stride(0), rows.stride(1), rows.stride(2),
         weight, weight.stride(0), weight.stride(1), bias, out,
         topology.windows, topology.windows.shape[1],
-        steering.path, steering.path.stride(0), steering.path_length, steering.variant,
-        steering.parity, first, num_new, channels,
-        WIDTH=weight.shape[1], NEW=first == 0, READY=steering.ready,
+        cache_state.path, cache_state.path.stride(0), cache_state.path_length, cache_state.variant,
+        cache_state.parity, first, num_new, channels,
+        WIDTH=weight.shape[1], NEW=first == 0, READY=cache_state.ready,
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES, num_warps=4, **overlapping(projected),
     )  # fmt: skip
     return out

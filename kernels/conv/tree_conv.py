@@ -11,7 +11,7 @@ twins are in `naive.mamba_tree`. A gated-delta layer's call begins with the same
 replay (`convolve`).
 
 The last tree's inputs are still read while the new tree's are written: hence two buffers, and
-`Steering.parity` says which is which.
+`CacheState.parity` says which is which.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.contracts import (
+    CacheState,
     Derived,
     GatedDeltaShape,
     GatedDeltaWeights,
     MixerShape,
     MixerWeights,
-    Steering,
     Topology,
 )
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
@@ -48,7 +48,7 @@ def replay_and_convolve(
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
@@ -60,7 +60,7 @@ def replay_and_convolve(
     heads = shape.num_heads
     block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
     return _launch(
-        kept, rows, derived, state, weights, shape, topology, steering, first,
+        kept, rows, derived, state, weights, shape, topology, cache_state, first,
         columns=shape.xbc_dims, dt_limit=shape.dt_limit,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
@@ -76,7 +76,7 @@ def convolve(
     weights: GatedDeltaWeights,
     shape: GatedDeltaShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """Convolve for a gated-delta layer, whose state the next launch replays.
@@ -85,7 +85,7 @@ def convolve(
     `naive.gated_delta_tree` does, and derived. Returns v (B, Q, H·V).
     """
     return _launch(
-        kept, rows, derived, None, weights, shape, topology, steering, first,
+        kept, rows, derived, None, weights, shape, topology, cache_state, first,
         columns=shape.conv_dims, dt_limit=(0.0, math.inf),
         HEAD_DIM=1, D_STATE=1, HEADS_A_X=1, HEADS_A_B=1, HEAD_BLOCKS=1, BLOCK_P=16, BLOCK_S=16,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _launch(
     weights: MixerWeights | GatedDeltaWeights,
     shape: MixerShape | GatedDeltaShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     *,
     columns: tuple[int, int, int],
@@ -134,15 +134,16 @@ def _launch(
         weights.conv, weights.conv.stride(0), weights.conv.stride(1), weights.conv_bias,
         weights.dt_bias, weights.A_log,
         topology.ancestors.view(torch.uint8), topology.windows, topology.depths.shape[1],
-        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
-        steering.variant, steering.parity,
+        cache_state.path, cache_state.path.stride(0), cache_state.path.shape[1],
+        cache_state.path_length,
+        cache_state.variant, cache_state.parity,
         first, num_new, min(xb.shape[2], steps.shape[3]), num_replays, num_blocks,
         HEADS=heads, WIDTH=shape.width,
         X_REPEATS=x_channels // columns[0], B_REPEATS=b_channels // columns[1],
         B_COLUMN=columns[0], C_COLUMN=columns[0] + columns[1], DT_COLUMN=shape.num_channels,
         B_CHANNEL=x_channels, C_CHANNEL=x_channels + b_channels,
         NUM_CHANNELS=x_channels + b_channels + c_channels,
-        DT_MIN=dt_limit[0], DT_MAX=dt_limit[1], REPLAY=first == 0, READY=steering.ready,
+        DT_MIN=dt_limit[0], DT_MAX=dt_limit[1], REPLAY=first == 0, READY=cache_state.ready,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         BLOCK_C=block_c, BLOCK_Q=block_q, BLOCK_STEPS=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),

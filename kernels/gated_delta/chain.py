@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
+from stree_kernels.contracts import (
+    CacheState,
+    Derived,
+    GatedDeltaShape,
+    GatedDeltaWeights,
+    Topology,
+)
 from stree_kernels.conv.tree_conv import convolve
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.naive.gated_delta import NORM_EPS
@@ -30,12 +36,12 @@ def gated_delta_chain(
     weights: GatedDeltaWeights,
     shape: GatedDeltaShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
 ) -> Tensor:
     """`naive.gated_delta_tree` of chains, as `topology` must be, in two launches."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
-    v = convolve(kept, rows, derived, weights, shape, topology, steering, 0)
+    v = convolve(kept, rows, derived, weights, shape, topology, cache_state, 0)
     y = torch.empty_like(v)
     qk, steps = derived.xb, derived.steps
     assert state.stride(3) == updates.stride(3) == 1 and updates.shape[1] >= num_new
@@ -47,7 +53,8 @@ def gated_delta_chain(
         updates, updates.stride(0), updates.stride(1), updates.stride(2),
         state, state.stride(0), state.stride(1), state.stride(2),
         y, y.stride(0), y.stride(1), weights.A_log,
-        steering.path, steering.path.stride(0), steering.path_length, steering.parity, num_new,
+        cache_state.path, cache_state.path.stride(0), cache_state.path_length, cache_state.parity,
+        num_new,
         KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
         HEADS_A_KEY=shape.num_heads // shape.num_key_heads, K_CHANNEL=shape.conv_dims[0],
         SCALE=shape.key_dim**-0.5, EPS=NORM_EPS,

@@ -23,7 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
+from stree_kernels.contracts import (
+    CacheState,
+    Derived,
+    GatedDeltaShape,
+    GatedDeltaWeights,
+    Topology,
+)
 from stree_kernels.conv.tree_conv import convolve
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.naive.gated_delta import NORM_EPS
@@ -45,14 +51,14 @@ def gated_delta_tree(
     weights: GatedDeltaWeights,
     shape: GatedDeltaShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """`naive.gated_delta_tree` in two launches, of more than `FEW` and at most
     `MOST_PAIRED` nodes in three; y (B, Q, H·V) in projected's dtype."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
-    v = convolve(kept, rows, derived, weights, shape, topology, steering, first)
+    v = convolve(kept, rows, derived, weights, shape, topology, cache_state, first)
     y = torch.empty_like(v)
     qk, steps = derived.xb, derived.steps
     num_slots = min(qk.shape[2], steps.shape[3], updates.shape[1])
@@ -73,7 +79,7 @@ def gated_delta_tree(
             qk, qk.stride(0), qk.stride(1), qk.stride(2),
             steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
             b, b.stride(0), b.stride(1), pairs, pairs.stride(0), *tree,
-            steering.variant, steering.parity, first, num_new, num_columns,
+            cache_state.variant, cache_state.parity, first, num_new, num_columns,
             num_warps=2, **rule,
         )  # fmt: skip
     block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
@@ -84,8 +90,9 @@ def gated_delta_tree(
         updates, updates.stride(0), updates.stride(1), updates.stride(2),
         state, state.stride(0), state.stride(1), state.stride(2),
         y, y.stride(0), y.stride(1), pairs, 0 if pairs is None else pairs.stride(0), *tree,
-        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
-        steering.variant, steering.parity, first, num_new, num_slots,
+        cache_state.path, cache_state.path.stride(0), cache_state.path.shape[1],
+        cache_state.path_length,
+        cache_state.variant, cache_state.parity, first, num_new, num_slots,
         VALUE_DIM=shape.value_dim, SCALE=shape.key_dim**-0.5, BLOCK_V=block_v,
         BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(kept.dtype),
         num_warps=2 if num_new <= FEW else 4, **rule,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
 from stree_kernels.conv.tree_conv import replay_and_convolve
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.mamba.streamed_scan import gated_by_silu, mamba_streamed, streams
@@ -27,16 +27,16 @@ def mamba_chain(
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     out: Tensor | None = None,
 ) -> Tensor:
     """`naive.mamba_tree` of new chains, as `topology` must be, in two launches."""
     batch, num_new, _ = projected.shape
     if streams(state, num_new):
-        where = (weights, shape, topology, steering, out)
+        where = (weights, shape, topology, cache_state, out)
         return mamba_streamed(projected, rows, derived, state, *where, as_chain=True)
     kept = projected[..., shape.d_inner :]
-    C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, 0)
+    C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, cache_state, 0)
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
@@ -49,7 +49,7 @@ def mamba_chain(
         state, state.stride(0), state.stride(1), state.stride(2),
         y, y.stride(0), y.stride(1),
         projected if shape.gated else None, projected.stride(0), projected.stride(1),
-        weights.A_log, weights.D, steering.parity, num_new,
+        weights.A_log, weights.D, cache_state.parity, num_new,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
 from stree_kernels.conv.tree_conv import (
     advanced,
     advanced_along,
@@ -65,7 +65,7 @@ def mamba_streamed(
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     out: Tensor | None = None,
     *,
     as_chain: bool = False,
@@ -74,7 +74,7 @@ def mamba_streamed(
     in projected's dtype."""
     batch, num_new, _ = projected.shape
     kept = projected[..., shape.d_inner :]
-    C = replay_and_convolve(kept, rows, derived, None, weights, shape, topology, steering, 0)
+    C = replay_and_convolve(kept, rows, derived, None, weights, shape, topology, cache_state, 0)
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
@@ -96,15 +96,16 @@ def mamba_streamed(
         projected if shape.gated else None, projected.stride(0), projected.stride(1),
         weights.A_log, weights.D,
         topology.ancestors.view(torch.uint8), topology.depths.shape[1],
-        steering.variant, steering.parity, num_new,
-        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
+        cache_state.variant, cache_state.parity, num_new,
+        cache_state.path, cache_state.path.stride(0), cache_state.path.shape[1],
+        cache_state.path_length,
         min(xb.shape[2], steps.shape[3]),
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim,
         BLOCK_P=block_p, BLOCK_S=block_s, STAGES=stages,
         CHAIN=num_new if as_chain else 0, BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES,
-        LONG_PATHS=steering.path.shape[1] > 16,
+        LONG_PATHS=cache_state.path.shape[1] > 16,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(kept),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
 from stree_kernels.conv.tree_conv import replay_and_convolve
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.mamba.streamed_scan import gated_by_silu, mamba_streamed, pair_scores, streams
@@ -33,7 +33,7 @@ def mamba_tree(
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -41,13 +41,15 @@ def mamba_tree(
     batch, num_new, _ = projected.shape
     if streams(state, num_new, first):
         return mamba_streamed(
-            projected, rows, derived, state, weights, shape, topology, steering, out
+            projected, rows, derived, state, weights, shape, topology, cache_state, out
         )
     xb, steps = derived.xb, derived.steps
     kept = projected[..., shape.d_inner :]
     block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
     query_blocks = triton.cdiv(num_new, block_q)
-    C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, first)
+    C = replay_and_convolve(
+        kept, rows, derived, state, weights, shape, topology, cache_state, first
+    )
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
@@ -63,7 +65,7 @@ def mamba_tree(
         projected if shape.gated else None, projected.stride(0), projected.stride(1),
         weights.A_log, weights.D,
         topology.ancestors.view(torch.uint8), topology.depths.shape[1],
-        steering.variant, steering.parity, first, num_new, query_blocks,
+        cache_state.variant, cache_state.parity, first, num_new, query_blocks,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 from stree_kernels.index_plan import Index, attention_places, moved_slots
 from stree_kernels.naive.dtypes import as_dtype
 
@@ -23,7 +23,7 @@ def attend_tree(
     values: Tensor,
     rotary: Tensor,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     bound: int,
     scale: float | None = None,
@@ -41,15 +41,15 @@ def attend_tree(
     Returns (B, Q, H·D) in qkv's dtype.
     """
     batch, num_new, _ = qkv.shape
-    if steering.rows is not None:
+    if cache_state.rows is not None:
         return _attend_rows(
-            qkv, (keys, values), rotary, topology, steering, first, bound, scale, out
+            qkv, (keys, values), rotary, topology, cache_state, first, bound, scale, out
         )
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
     num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
     places = attention_places(
-        topology, steering, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype
+        topology, cache_state, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype
     )
     rotated = rotate(heads.narrow(1, 0, num_heads + num_kv_heads), *places.rotary)
     new = rotated.narrow(1, num_heads, num_kv_heads), heads.narrow(1, -num_kv_heads, num_kv_heads)
@@ -69,19 +69,19 @@ def _attend_rows(
     caches: tuple[Tensor, Tensor],
     rotary: Tensor,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     bound: int,
     scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
     """`attend_tree` of some sequences of a cache, on copies that have a slot for each node."""
-    rows, count = steering.rows, caches[0].shape[2]
+    rows, count = cache_state.rows, caches[0].shape[2]
     assert rows is not None
     room = (0, 0, 0, first + qkv.shape[1])
     keys, values = (F.pad(cache.index_select(0, rows), room) for cache in caches)
-    steering = replace(steering, rows=None)
-    y = attend_tree(qkv, keys, values, rotary, topology, steering, first, bound, scale, out)
+    cache_state = replace(cache_state, rows=None)
+    y = attend_tree(qkv, keys, values, rotary, topology, cache_state, first, bound, scale, out)
     for cache, each in zip(caches, (keys, values), strict=True):
         cache.index_copy_(0, rows, each[:, :, :count])
     return y

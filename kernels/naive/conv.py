@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 from stree_kernels.index_plan import ConvPlaces, conv_places, path_places
 from stree_kernels.naive.dtypes import as_dtype, widened
 
@@ -63,7 +63,7 @@ def short_conv_tree(
     weight: Tensor,
     bias: Tensor | None,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """A gated causal depthwise convolution, C·conv(B·x), of nodes first … first + Q − 1 of a tree,
@@ -79,7 +79,7 @@ def short_conv_tree(
     opened, gate, values = projected.chunk(3, dim=-1)
     inputs = opened * values
     places = conv_places(
-        rows, weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1]
+        rows, weight.shape[1] - 1, topology, cache_state, first, first, inputs.shape[1]
     )
     line = torch.cat([held_at(rows, places.before), inputs], dim=1)
     write_kept(rows, places, line)
@@ -87,9 +87,9 @@ def short_conv_tree(
     return gate * convolve(seen, weight, bias)
 
 
-def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
+def short_conv_replay(rows: Tensor, tail: int, cache_state: CacheState) -> Tensor:
     """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
-    places = path_places(rows, tail, steering)
+    places = path_places(rows, tail, cache_state)
     return kept_of(held_at(rows, places.before), places)
 
 

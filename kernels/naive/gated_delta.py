@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import GatedDeltaShape, GatedDeltaWeights, Steering, Topology
+from stree_kernels.contracts import CacheState, GatedDeltaShape, GatedDeltaWeights, Topology
 from stree_kernels.naive.conv import tree_conv
 from stree_kernels.naive.dtypes import accumulation_dtype
 
@@ -162,7 +162,7 @@ def gated_delta_tree(
     weights: GatedDeltaWeights,
     shape: GatedDeltaShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """Everything between a gated-delta layer's projections, for nodes first … first + Q − 1 of a
@@ -173,16 +173,16 @@ def gated_delta_tree(
 
     Args: projected (B, Q, H·V + C + 2·H), z, what `rows` keeps, and b; rows
     (2, B, W − 1 + N, C + H) raw conv inputs and a of [committed tail, nodes], twice:
-    `steering.parity` says where the last tree is, and the caller flips it after all layers; updates
-    (B, N, H, V), u of the tree's nodes, once, because the replay has read it before it is written;
-    state (B, H, K, V).
+    `cache_state.parity` says where the last tree is, and the caller flips it after all layers;
+    updates (B, N, H, V), u of the tree's nodes, once, because the replay has read it before it is
+    written; state (B, H, K, V).
     Returns y (B, Q, H·V) in projected's dtype, before the gated norm. Writes rows, updates and
     state.
     """
     batch, num_new, _ = projected.shape
-    half = steering.parity
+    half = cache_state.parity
     if first == 0:
-        tail = gated_delta_replay(rows, updates, state, weights, shape, steering)
+        tail = gated_delta_replay(rows, updates, state, weights, shape, cache_state)
         half = 1 - half
         rows[half, :, : shape.tail] = tail[None]
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
@@ -192,7 +192,7 @@ def gated_delta_tree(
     beta = b.to(accumulation_dtype(b.dtype)).sigmoid()
     outputs = []
     for row in range(batch):  # each sequence may have its own tree
-        variant = steering.variant[row : row + 1]
+        variant = cache_state.variant[row : row + 1]
         windows = topology.windows.index_select(0, variant)[0, :last].long()
         ancestors = topology.ancestors.index_select(0, variant)[0, :last, :last]
         line = seen[row : row + 1]
@@ -213,15 +213,15 @@ def gated_delta_replay(
     state: Tensor,
     weights: GatedDeltaWeights,
     shape: GatedDeltaShape,
-    steering: Steering,
+    cache_state: CacheState,
 ) -> Tensor:
     """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
 
     Args as in `gated_delta_tree`. Returns the new tail, (B, W − 1, C + H), for the caller to write.
     """
-    seen = rows.index_select(0, steering.parity)[0]
+    seen = rows.index_select(0, cache_state.parity)[0]
     sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
-    path, path_length = steering.path, steering.path_length
+    path, path_length = cache_state.path, cache_state.path_length
     steps = torch.arange(path.shape[1], device=path.device)
     counts = steps < path_length[:, None]
     path = torch.where(counts, path, 0)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import Steering, Stream
+from stree_kernels.contracts import CacheState, Stream
 from stree_kernels.naive.pointwise import add_rms_norm, advance, rms_norm
 
 
@@ -47,7 +47,7 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
 
 
 def take_roots(
-    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, steering: Steering
+    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, cache_state: CacheState
 ) -> Tensor:
     """End the call that reads certain tokens, and begin drafts after each row's last, its root.
 
@@ -57,9 +57,9 @@ def take_roots(
     rows. Returns the norm (B, 1, D) after the roots.
     """
     hidden = norm(stream)
-    advance(steering)
+    advance(cache_state)
     count = torch.where(active, block[:, 0], 0)
-    steering.path_length.copy_(count)
+    cache_state.path_length.copy_(count)
     count = count.clamp(min=1)[:, None]
     tokens[:, :1] = block.gather(1, count)
     return hidden.gather(1, (count - 1)[..., None].expand(-1, -1, hidden.shape[2]))

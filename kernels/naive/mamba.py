@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.contracts import CacheState, MixerShape, MixerWeights, Topology
 from stree_kernels.index_plan import ancestors_of, conv_places, path_places
 from stree_kernels.naive.conv import convolve, held_at, kept_of, seen_of, write_kept
 from stree_kernels.naive.dtypes import as_dtype, widened
@@ -199,7 +199,7 @@ def mamba_tree(
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
-    steering: Steering,
+    cache_state: CacheState,
     first: int,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -209,13 +209,13 @@ def mamba_tree(
     and the new one's inputs go to the other half of `rows`. Else the tree grows.
 
     Args: projected (B, Q, H·P + C + H), z and then what `rows` keeps; rows (2, B, W − 1 + N, C + H)
-    raw conv inputs and dt of [committed tail, nodes], twice: `steering.parity` says where the last
-    tree is, and the caller flips it after all layers; state (B, H, P, S); out, where y
+    raw conv inputs and dt of [committed tail, nodes], twice: `cache_state.parity` says where the
+    last tree is, and the caller flips it after all layers; state (B, H, P, S); out, where y
     is to be.
     Returns y (B, Q, H·P) in projected's dtype, gated if `shape` says so. Writes `rows` and `state`.
     """
     num_new = projected.shape[1]
-    places = conv_places(rows, shape.tail, topology, steering, 0, first, num_new)
+    places = conv_places(rows, shape.tail, topology, cache_state, 0, first, num_new)
     line = torch.cat([held_at(rows, places.before), projected[..., shape.d_inner :]], dim=1)
     write_kept(rows, places, line)
     x, dt, B, C = _scan_inputs(seen_of(line, places.windows, shape.width), weights, shape)
@@ -223,7 +223,7 @@ def mamba_tree(
     if first == 0:
         replay(state, x[:, :path], dt[:, :path], A, B[:, :path], places.counts)
         x, dt, B = x[:, path:], dt[:, path:], B[:, path:]
-    ancestors = ancestors_of(topology, steering, first, num_new, dt.dtype)
+    ancestors = ancestors_of(topology, cache_state, first, num_new, dt.dtype)
     C = C.narrow(1, path + first, num_new)
     y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state).flatten(-2)
     if shape.gated:
@@ -232,13 +232,13 @@ def mamba_tree(
 
 
 def mamba_replay(
-    rows: Tensor, state: Tensor, weights: MixerWeights, shape: MixerShape, steering: Steering
+    rows: Tensor, state: Tensor, weights: MixerWeights, shape: MixerShape, cache_state: CacheState
 ) -> Tensor:
     """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
 
     Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
     """
-    places = path_places(rows, shape.tail, steering)
+    places = path_places(rows, shape.tail, cache_state)
     line = held_at(rows, places.before)
     x, dt, B, _ = _scan_inputs(seen_of(line, places.windows, shape.width), weights, shape)
     replay(state, x, dt, _negative(weights.A_log), B, places.counts)

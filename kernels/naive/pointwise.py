@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import Added, Steering
+from stree_kernels.contracts import Added, CacheState
 from stree_kernels.naive.dtypes import widened
 
 
@@ -94,8 +94,8 @@ def activated(y: Tensor, kind: str) -> Tensor:
     return F.gelu(gate) * up
 
 
-def advance(steering: Steering) -> None:
+def advance(cache_state: CacheState) -> None:
     """The end of a tree call: the path that it replayed is committed, its own tree is the last."""
-    steering.length.add_(steering.path_length)
-    steering.path_length.zero_()
-    steering.parity.bitwise_xor_(1)
+    cache_state.length.add_(cache_state.path_length)
+    cache_state.path_length.zero_()
+    cache_state.parity.bitwise_xor_(1)

@@ -1,4 +1,4 @@
-"""Judging drafts by what they were drawn from, without a distribution in memory (Triton).
+"""RejectionSampling drafts by what they were drawn from, without a distribution in memory (Triton).
 
 Three kernels for all rules of `naive.accept_drafts`, the naive twin:
 

@@ -12,7 +12,7 @@ from typing import Any
 from stree.chat_encoding import named_template
 from stree.common.errors import NotFound
 from stree.drafters.names import DrafterName
-from stree.tree_policy.names import as_growth
+from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.data.conversations import require_source
 from stree_pipelines.evaluation.benchmarks import find_benchmark
@@ -64,7 +64,7 @@ def drafter(option: str, name: str) -> Iterator[Look]:
 
 
 def tree(option: str, name: str) -> Look:
-    return option, partial(as_growth, name, input_path)
+    return option, partial(as_tree_policy, name, input_path)
 
 
 def template(option: str, name: str | None) -> Iterator[Look]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stree.batching.batch_decoder import BatchDecoder
     from stree.decoder import Decoder
     from stree.generation import GenerationConfig
-    from stree.tree_policy.step_times import Costs
+    from stree.tree_policy.step_times import StepTimes
 
 LINE_EVERY_S = 10.0
 
@@ -106,19 +106,19 @@ class _LineTask(_Task):
         print(line, file=self.stream, flush=True)
 
 
-def measured_costs(
+def measured_step_times(
     decoder: Decoder | BatchDecoder,
     choice: str,
     generation: GenerationConfig,
     say: Callable[[str], None],
-) -> Costs:
-    """`measure_costs`, told before and after: with graphs of many rows and trees it takes long.
-    choice, the trees by their names; generation, what is going to be asked for."""
+) -> StepTimes:
+    """`measure_step_times`, told before and after: with graphs of many rows and trees it takes
+    long. choice, the trees by their names; generation, what is going to be asked for."""
     say(
         f"measuring what steps cost, plain and with {choice}, at T = {generation.temperature:g}, "
         "to choose by"
     )
-    costs = decoder.measure_costs(generation=generation)
+    costs = decoder.measure_step_times(generation=generation)
     say(str(costs))
     return costs
 

@@ -18,7 +18,7 @@ from stree.common.errors import BadData, UsageError
 from stree.common.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.common.plain_data import parse_json
 from stree.generation import GenerationConfig, GenerationOutput
-from stree.tree_policy.adaptive import Modes
+from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data.conversations import LINE_SUFFIXES, Turn, read_conversations
@@ -165,10 +165,10 @@ class Generation:
 
     def __init__(
         self, folder: str | Path, spec: GenerationSpec, prompts: Sequence[Prompt],
-        growth: TokenTree | Modes,
+        tree_policy: TokenTree | AdaptiveTrees,
     ) -> None:  # fmt: skip
         self.folder, self.spec = Path(folder), spec
-        self.prompts, self.growth = prompts, growth
+        self.prompts, self.tree_policy = prompts, tree_policy
         self._require_same_data()
 
     def missing(self) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from stree.tree_policy.names import GROWTHS
+from stree.tree_policy.names import TREE_POLICIES
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.console.command_line import CommandParser, PlainParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (
         float, "of tokens that prompt or answer has, greedy or not, by every method; 1: none"
     ),
-    "tree": (str, f"of stree: {GROWTHS}"),
+    "tree": (str, f"of stree: {TREE_POLICIES}"),
     "verifier": (str, ", ".join(VERIFIERS)),
     "backtracking": (
         str, "replay what the last call has kept of the accepted path, or joint: feed it again"

@@ -16,13 +16,14 @@ from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.files import MANIFEST_NAME, verify_manifest
 from stree.common.plain_data import read_json
+from stree.drafters import SiblingSampling
 from stree.drafters.cross_tokenizer import require_tokens_alone
 from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.joint import require_backtracking
-from stree.tree_policy.adaptive import Modes
-from stree.tree_policy.names import as_growth
+from stree.tree_policy.adaptive import AdaptiveTrees
+from stree.tree_policy.names import as_tree_policy
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import named, require_tree
 from stree_pipelines.console.command_line import input_path
@@ -38,18 +39,18 @@ NUM_FIRST_PROMPTS = 4  # or as many as are answered at once
 @dataclass(frozen=True)
 class ChosenTree(TokenTree):
     """Several trees, of which each step has the one that pays most by measured cost, or none
-    (`stree.Modes`), by a name such as "chain-2 or beam-4-5-16"; or the one that a bandit takes
-    (`stree.Bandit`): "bandit chain-2 or beam-4-5-16".
+    (`stree.AdaptiveTrees`), by a name such as "chain-2 or beam-4-5-16"; or the one that a bandit
+    takes (`stree.BanditTrees`): "bandit chain-2 or beam-4-5-16".
 
     `parents` is a shape that holds all of theirs: what is recorded of the steps are depths.
     """
 
     choices: tuple[TokenTree, ...] = ()
-    policy: type[Modes] = Modes
+    policy: type[AdaptiveTrees] = AdaptiveTrees
 
     @classmethod
-    def of(cls, modes: Modes) -> ChosenTree:
-        choices = modes.trees[1:]  # the first is plain decoding
+    def of(cls, adaptive_trees: AdaptiveTrees) -> ChosenTree:
+        choices = adaptive_trees.trees[1:]  # the first is plain decoding
         ranks: dict[tuple[int, ...], None] = {}  # of the children on the path to each node
         for tree in choices:
             paths: list[tuple[int, ...]] = [()]
@@ -58,7 +59,7 @@ class ChosenTree(TokenTree):
             ranks |= dict.fromkeys(paths)
         nodes = sorted(ranks, key=lambda path: (len(path), path))
         parents = (nodes.index(path[:-1]) for path in nodes[1:])
-        return cls((-1, *parents), str(modes), choices, type(modes))
+        return cls((-1, *parents), str(adaptive_trees), choices, type(adaptive_trees))
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,15 @@ class EvaluationSettings:
 
 def tree_named(name: str) -> TokenTree:
     """A tree, or a choice, by the name that all doors take. Raises `UsageError`."""
-    return tree_of(as_growth(name, input_path))
+    return tree_of(as_tree_policy(name, input_path))
 
 
-def tree_of(growth: TokenTree | Modes) -> TokenTree:
+def tree_of(tree_policy: TokenTree | AdaptiveTrees) -> TokenTree:
     """As which records have it."""
-    return ChosenTree.of(growth) if isinstance(growth, Modes) else growth
+    return ChosenTree.of(tree_policy) if isinstance(tree_policy, AdaptiveTrees) else tree_policy
 
 
-def growth_of(tree: TokenTree) -> TokenTree | Modes:
+def policy_of(tree: TokenTree) -> TokenTree | AdaptiveTrees:
     """What a decoder is made with, anew for each: a choice learns."""
     return tree.policy(tree.choices) if isinstance(tree, ChosenTree) else tree
 
@@ -167,12 +168,15 @@ def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
 def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -> str:
     """What identifies a drafter that is not just its folder: by the files of its model, if any, the
     corpus' text, and how they draft."""
+    siblings = name.siblings.name
+    if name.siblings is SiblingSampling.DETERMINISTIC:
+        siblings = "POINT"  # the name that committed rows are hashed with
     return config_hash({
         "model": model_sha256, "context": name.context,
         "corpus": hashlib.sha256(corpus.encode()).hexdigest(),
         **({"retokenised": True} if name.retokenised else {}),
         **({"head": "float8"} if name.float8 else {}),
-        **({} if name.draws_in_turn else {"siblings": name.siblings.name}),
+        **({} if name.draws_in_turn else {"siblings": siblings}),
     })  # fmt: skip
 
 

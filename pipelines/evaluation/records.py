@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from stree.common.errors import BadData
 from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
-from stree.speculation_profile import CostsRecord, Record, Tree, first_fault
+from stree.speculation_profile import Record, StepTimesRecord, Tree, first_fault
 from stree.trees.token_tree import MAX_NODES
 
 SCHEMA_VERSION = 1
@@ -127,7 +127,7 @@ class ResultRow(Record):
     # Where trees were chosen, before anything was timed; None for rows that a resumed run completed
     # without it
     measuring_costs_s: NonNegative | None = None
-    costs: CostsRecord | None = None  # by which they were chosen
+    costs: StepTimesRecord | None = None  # by which they were chosen
     rows_per_call: NonNegative | None = None  # rows from before it was recorded: 1
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None

@@ -19,12 +19,12 @@ from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import topology_of
 from stree_kernels import naive, ops
 from stree_kernels.contracts import (
+    CacheState,
     Derived,
     GatedDeltaShape,
     GatedDeltaWeights,
     MixerShape,
     MixerWeights,
-    Steering,
 )
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.lab.benches.options import device_of, require_numbers, require_results_file
@@ -74,12 +74,12 @@ def measure(
     return rows
 
 
-def _steering(num_nodes: int, context: int, device: torch.device) -> Steering:
+def _cache_state(num_nodes: int, context: int, device: torch.device) -> CacheState:
     def whole(value: int) -> torch.Tensor:
         return torch.full((1,), value, device=device)
 
     path = torch.arange(num_nodes, device=device)[None]
-    return Steering(whole(context), path, whole(min(3, num_nodes)), whole(0), whole(0))
+    return CacheState(whole(context), path, whole(min(3, num_nodes)), whole(0), whole(0))
 
 
 def _normal(*shape: int, device: torch.device) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _scan(
     name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     shape = MIXERS[name]
-    steering, topology = _steering(num_nodes, context, device), _chain(num_nodes, device)
+    cache_state, topology = _cache_state(num_nodes, context, device), _chain(num_nodes, device)
     groups = shape.scan_groups
     conv_dim = groups[0] * shape.head_dim + (groups[1] + groups[2]) * shape.d_state
     per_head = [_normal(shape.num_heads, device=device) for _ in range(3)]
@@ -111,7 +111,7 @@ def _scan(
         xb = _normal(2, 1, num_nodes, conv_dim - groups[2] * shape.d_state, device=device)
         steps = torch.rand(2, 1, 2, num_nodes, shape.num_heads, device=device)
         state = torch.randn(1, shape.num_heads, shape.head_dim, shape.d_state, device=device)
-        rest = (state, weights, shape, topology, steering, 0)
+        rest = (state, weights, shape, topology, cache_state, 0)
         sets.append((projected, rows, Derived(xb, steps), rest))
     functions: dict[str, Callable[[], object]] = {
         "naive": lambda: [naive.mamba_tree(a, b, *rest) for a, b, _, rest in sets]
@@ -138,7 +138,7 @@ def _gated_delta(
     name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     shape = GATED_DELTAS[name]
-    steering, topology = _steering(num_nodes, context, device), _chain(num_nodes, device)
+    cache_state, topology = _cache_state(num_nodes, context, device), _chain(num_nodes, device)
     heads, channels = shape.num_heads, shape.num_channels
     sets = []
     for _ in range(layers):
@@ -153,7 +153,7 @@ def _gated_delta(
         steps[:, :, 1] *= -1  # log-decays
         updates = torch.randn(1, num_nodes, heads, shape.value_dim, device=device)
         state = torch.randn(1, heads, shape.key_dim, shape.value_dim, device=device)
-        rest = (updates, state, weights, shape, topology, steering, 0)
+        rest = (updates, state, weights, shape, topology, cache_state, 0)
         sets.append((projected, rows, Derived(qk, steps), rest))
     functions: dict[str, Callable[[], object]] = {
         "naive": lambda: [naive.gated_delta_tree(a, b, *rest) for a, b, _, rest in sets]
@@ -196,14 +196,14 @@ def _attention(
     name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     heads, kv_heads, dim = HEADS[name]
-    steering, topology = _steering(num_nodes, context, device), _chain(num_nodes, device)
+    cache_state, topology = _cache_state(num_nodes, context, device), _chain(num_nodes, device)
     slots = context + 2 * num_nodes
     angles = torch.rand(2, slots, dim // 2, device=device)
     sets = [
         (
             _normal(1, num_nodes, (heads + 2 * kv_heads) * dim, device=device),
             *(_normal(1, kv_heads, slots, dim, device=device) for _ in range(2)),
-            angles, topology, steering, 0, slots,
+            angles, topology, cache_state, 0, slots,
         )
         for _ in range(layers)
     ]  # fmt: skip

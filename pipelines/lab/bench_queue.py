@@ -15,7 +15,7 @@ from pathlib import Path
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 from stree.common.errors import exit_with_reason
-from stree.tree_policy.names import GROWTHS
+from stree.tree_policy.names import TREE_POLICIES
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS
@@ -58,7 +58,7 @@ def build_parser() -> CommandParser:
         help="of clearing: requests that clear the queue (default: as many as rows)")  # fmt: skip
     add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
         help="of clearing: seconds after which the first request clears it")  # fmt: skip
-    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
+    add("--tree", type=str, default="paper", help=f"of stree: {TREE_POLICIES}")
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="a request")

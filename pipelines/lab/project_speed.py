@@ -15,7 +15,7 @@ from stree.common.errors import exit_with_reason
 from stree.common.files import write_atomically
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.lab.bench_report import rows_of_file
-from stree_pipelines.lab.papers.projection import StepTimes, read_places, tables
+from stree_pipelines.lab.papers.projection import PairTimes, read_places, tables
 
 CHOICES = "chain-4 or paper or beam-4-3-32 or beam-4-5-32"
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = [row for file in options.times for row in rows_of_file(Path(input_path(file)))]
     places = read_places(Path(input_path(options.comparison)))
-    made = tables(places, StepTimes(rows), options.tree)
+    made = tables(places, PairTimes(rows), options.tree)
     text = "\n".join(each.to_markdown() for each in made)
     print(text)
     if options.out:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stree.checkpoints.load_save import load_config, load_model
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import Features, require_features_of
+from stree.models.hidden_states import HiddenStateTap, require_features_of
 from stree.models.model import HybridModel
 from stree.models.slicing import (
     Layers,
@@ -190,7 +190,7 @@ class Distillation(Training):
         """Tokens are weighed for the gradient only: a validation is about all of them alike."""
         tokens, mask = batch["tokens"], shift_left(self.counted_mask(batch))
         # The target's before the drafter's, whose activations stay for the backward pass.
-        features = Features(self.exported.config.feature_layers)
+        features = HiddenStateTap(self.exported.config.feature_layers)
         target_hidden = self._target_hidden(batch, features)
         hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
         head = self.exported.head_weight
@@ -231,14 +231,14 @@ class Distillation(Training):
         generator = torch.Generator(self.exported.device)
         return generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    def _target_hidden(self, batch: Batch, features: Features) -> Tensor | None:
+    def _target_hidden(self, batch: Batch, features: HiddenStateTap) -> Tensor | None:
         """(B, T, D) of a live target."""
         if self.frozen is None:
             return None
         inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
         return self.frozen.hidden_states(inputs, batch["tokens"].device, features)
 
-    def _drafter_hidden(self, batch: Batch, features: Features) -> list[Tensor]:
+    def _drafter_hidden(self, batch: Batch, features: HiddenStateTap) -> list[Tensor]:
         """(B, T, D) of the drafter, and of its passes ahead if there are any. In a validation each
         token is read with its feature, in one pass."""
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]

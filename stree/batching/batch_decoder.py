@@ -20,32 +20,32 @@ import torch
 
 from stree import verifiers
 from stree.batching.checks import not_finite, require_partners, require_room, require_target
-from stree.batching.memory_report import Room
+from stree.batching.memory_report import MemoryReport
 from stree.batching.prefill import PREFILL_CHUNK, Prefill
-from stree.batching.prefix_cache import Prefixes
-from stree.batching.runners import executor_of
+from stree.batching.prefix_cache import PrefixCache
+from stree.batching.runners import runner_of
 from stree.batching.sequences import (
-    Launch,
-    Prepared,
-    Progress,
-    Report,
+    InFlightStep,
     Request,
+    RunningSequence,
     SampleRequest,
+    StepInputs,
+    StepOutput,
     requests_of,
 )
 from stree.batching.serve import Served, serve
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.batching.step import Step
-from stree.batching.step_timing import context_of, measure_costs, row_counts
+from stree.batching.step_timing import context_of, measure_step_times, row_counts
 from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
 from stree.common.clock import PhaseClock, recorded
 from stree.common.errors import UsageError, naming_what_does_not_fit
-from stree.common.lru import LastUsed
+from stree.common.lru import LRUCache
 from stree.common.words import counted
 from stree.drafters import Drafter
-from stree.drafters.cross_tokenizer import Retokenised
-from stree.drafters.model import Drawing, ModelDrafter
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafter, ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.generation import (
     DecodingStats,
@@ -59,16 +59,16 @@ from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.settings import asked_of_texts, settings_of
-from stree.tree_policy.adaptive import PLAIN, Modes, deepest_of, largest_of, trees_of
-from stree.tree_policy.names import as_growth, require_growth_of
-from stree.tree_policy.step_times import Costs
-from stree.trees.build import tree_batch
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees, deepest_of, largest_of, trees_of
+from stree.tree_policy.names import as_tree_policy, require_policy_of
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import BeamTree, TokenTree, as_tree
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 from stree_kernels import ops
 
-MAX_PREPARED = 16  # steps' rows and forests that are kept, one for each tree
+MAX_PREPARED = 16  # steps' rows and tree batches that are kept, one for each tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class BatchDecoder:
         drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
             one, decoding is plain.
         tree: What requests decode with that name none (default with a drafter: the paper's), or
-            `Modes`, which choose one for each step (call `measure_costs` first).
+            `AdaptiveTrees`, which choose one for each step (call `measure_step_times` first).
         num_rows: How many sequences at once.
         max_length: Tokens of the longest sequence, prompt included.
         max_nodes: Nodes of the largest tree of any request (default: of `tree`).
@@ -122,8 +122,13 @@ class BatchDecoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
-        tree: TokenTree | Modes | str | None = None,
+        drafter: HybridModel
+        | ModelDrafterSpec
+        | NGram
+        | CrossTokenizerSpec
+        | Drafter
+        | None = None,
+        tree: TokenTree | AdaptiveTrees | str | None = None,
         *,
         num_rows: int = 8,
         max_length: int = 2048,
@@ -144,15 +149,15 @@ class BatchDecoder:
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         else:
-            tree = as_growth(tree)
+            tree = as_tree_policy(tree)
         if isinstance(drafter, HybridModel):
-            drafter = Drawing(drafter)
-        model = drafter.model if isinstance(drafter, Drawing | NGram) else None
+            drafter = ModelDrafterSpec(drafter)
+        model = drafter.model if isinstance(drafter, ModelDrafterSpec | NGram) else None
         self._num_drafted = target.config.vocab_size
         if model is not None:
             require_partners(target, model)
             self._num_drafted = model.config.head_size
-        self.modes = tree if isinstance(tree, Modes) else None
+        self.adaptive_trees = tree if isinstance(tree, AdaptiveTrees) else None
         choices, tree = trees_of(tree), largest_of(tree)
         if drafter is None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
@@ -174,7 +179,7 @@ class BatchDecoder:
             f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
             f"{num_rows} × buffers for {max_length} tokens and {self.max_nodes} nodes",
         ):
-            if isinstance(drafter, Drawing | NGram | Retokenised):
+            if isinstance(drafter, ModelDrafterSpec | NGram | CrossTokenizerSpec):
                 read = [each.num_inner for each in choices if isinstance(each, BeamTree)]
                 most = max([self.max_nodes, *read])
                 drafter = drafter.for_decoder(target, num_rows, max_length, most)
@@ -194,38 +199,38 @@ class BatchDecoder:
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
-        self.rows = Rows.new(num_rows, self.max_nodes, target.device)
+        self.rows = BatchState.new(num_rows, self.max_nodes, target.device)
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
         self._readings: deque[tuple[Any, Any]] = deque()  # when they began and were done
         step = Step(target, self.cache, drafter, self.verifier)
-        self.executor = executor_of(step)
-        self.prefixes: Prefixes | None = None
+        self.runner = runner_of(step)
+        self.prefixes: PrefixCache | None = None
         if num_prefixes:
-            hand_over = self.executor.hand_over
-            self.prefixes = Prefixes(num_prefixes, self.cache, drafter, hand_over)
-        self.prefill = Prefill(self.executor, self.rows, self.prefixes)
+            hand_over = self.runner.hand_over
+            self.prefixes = PrefixCache(num_prefixes, self.cache, drafter, hand_over)
+        self.prefill = Prefill(self.runner, self.rows, self.prefixes)
         self.lock = RLock()  # held by a thread while it changes anything
-        self._sequences: dict[int, Progress] = {}
-        self._launched: deque[Launch] = deque()  # steps that are not collected
+        self._sequences: dict[int, RunningSequence] = {}
+        self._launched: deque[InFlightStep] = deque()  # steps that are not collected
         self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
         # Of the last steps, by the tree that idle rows had in them
-        self._prepared: LastUsed[TokenTree, Prepared] = LastUsed(MAX_PREPARED)
+        self._prepared: LRUCache[TokenTree, StepInputs] = LRUCache(MAX_PREPARED)
 
     @property
-    def growth(self) -> TokenTree | Modes:
+    def tree_policy(self) -> TokenTree | AdaptiveTrees:
         """The tree, or what chooses one in each step."""
-        return self.modes or self.tree
+        return self.adaptive_trees or self.tree
 
     def __repr__(self) -> str:
-        models = described(self.target, self.drafter, self.growth)
+        models = described(self.target, self.drafter, self.tree_policy)
         size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
         return f"BatchDecoder({models}, {size}, {placed(self.target)})"
 
     @property
-    def room(self) -> Room:
+    def room(self) -> MemoryReport:
         """How many sequences there are rows for, how many more would fit, and why, to print."""
-        return Room.of([self])
+        return MemoryReport.of([self])
 
     @property
     def num_free_rows(self) -> int:
@@ -258,7 +263,7 @@ class BatchDecoder:
         self._sequences[row] = sequence  # last: whatever fails before, the row is still free
         return row
 
-    def _progress_of(self, request: Request) -> Progress:
+    def _progress_of(self, request: Request) -> RunningSequence:
         """Return a request's host side. Raises `UsageError` when it cannot be served."""
         if not isinstance(request, Request):
             raise UsageError(
@@ -272,11 +277,11 @@ class BatchDecoder:
                 f"num_return_sequences is {generation.num_return_sequences}, and a row has one "
                 "answer: generate serves the request, or admit one for each answer"
             )
-        if tree is None and self.modes is None:
+        if tree is None and self.adaptive_trees is None:
             tree = self.tree
-        growth = tree or self.growth
-        require_growth_of(self.growth, growth)
-        deepest = deepest_of(growth)
+        tree_policy = tree or self.tree_policy
+        require_policy_of(self.tree_policy, tree_policy)
+        deepest = deepest_of(tree_policy)
         if tree is not None and tree.num_nodes > self.max_nodes:
             raise UsageError(
                 f"{tree} has {tree.num_nodes} nodes, the decoder was made for {self.max_nodes}: "
@@ -284,7 +289,7 @@ class BatchDecoder:
             )
         if deepest.num_nodes > 1 and self.drafter is None:
             raise UsageError(f"{deepest} needs a drafter to fill it")
-        for each in trees_of(growth):
+        for each in trees_of(tree_policy):
             verifiers.require_tree(self.verifier, each)
             if each.widest > (most := self._num_drafted):
                 raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
@@ -292,18 +297,18 @@ class BatchDecoder:
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         shared = request.shared if isinstance(request, SampleRequest) else None
-        return Progress(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
+        return RunningSequence(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
 
     @_one_at_a_time
     @torch.no_grad()
-    def step(self) -> list[Report]:
+    def step(self) -> list[StepOutput]:
         """Decode one step of every row whose prompt has been read, and read a piece of the others'.
 
         A row whose logits are not finite ends with its error; the others do not notice.
         """
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            decoding: dict[int, Progress] = {}
-            reading: dict[int, Progress] = {}
+            decoding: dict[int, RunningSequence] = {}
+            reading: dict[int, RunningSequence] = {}
             for row, each in self._sequences.items():
                 if each.reading:
                     reading[row] = each
@@ -311,8 +316,8 @@ class BatchDecoder:
                     decoding[row] = each
             while self._launched and next(self._living(self._launched[0]), None) is None:
                 self._take_launched()
-                self.executor.drop()
-            while decoding and len(self._launched) <= self.executor.ahead:
+                self.runner.drop()
+            while decoding and len(self._launched) <= self.runner.ahead:
                 trees = self._trees(decoding)
                 drafted = any(tree.num_nodes > 1 for tree in trees.values())
                 if drafted and any(each.behind for each in decoding.values()):
@@ -357,8 +362,8 @@ class BatchDecoder:
             sequence.shared.reader = None  # another row reads the prompt, unless that is done
         self.rows.active[row] = False
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
-        if self.modes is not None and sequence.tree is None and cut_short:
-            self.modes.learn_answer()  # for these tokens its prompt was read
+        if self.adaptive_trees is not None and sequence.tree is None and cut_short:
+            self.adaptive_trees.learn_answer()  # for these tokens its prompt was read
         keep = keep and sequence.finish_reason != "error" and not sequence.is_stale
         if keep and self.prefixes is not None:
             tokens = sequence.prompt + sequence.stop.tokens
@@ -371,7 +376,7 @@ class BatchDecoder:
             seed=asked.seed if asked.temperature else None,
         )  # fmt: skip
 
-    def _taken(self, row: int) -> Progress:
+    def _taken(self, row: int) -> RunningSequence:
         """Return the row's sequence. Raises `UsageError` for a row that is free."""
         if row not in self._sequences:
             raise UsageError(
@@ -390,7 +395,7 @@ class BatchDecoder:
 
     def _follow_weights(self) -> None:
         """Forget what was made with weights that have changed since: prefixes, graphs."""
-        if self.executor.follow_weights():
+        if self.runner.follow_weights():
             if self.prefixes is not None:
                 self.prefixes.clear()
             for each in self._sequences.values():
@@ -510,28 +515,28 @@ class BatchDecoder:
                 "step"
             )
 
-    def _living(self, launch: Launch) -> Iterator[int]:
+    def _living(self, launch: InFlightStep) -> Iterator[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""
         for row, (each, _) in launch.rows.items():
             if self._sequences.get(row) is each and not each.finish_reason:
                 yield row
 
-    def _take_launched(self) -> Launch:
+    def _take_launched(self) -> InFlightStep:
         """The oldest step that is on its way."""
         launch = self._launched.popleft()
         for each, tree in launch.rows.values():
             each.ahead -= tree.max_depth + 1
         return launch
 
-    def _read(self, row: int, sequence: Progress, whole: bool) -> None:
+    def _read(self, row: int, sequence: RunningSequence, whole: bool) -> None:
         """A piece of the row's prompt; after the last one it begins to decode."""
-        if sequence.tree is None and self.modes is not None and sequence.num_read == 0:
-            sequence.behind = not self.modes.drafts
+        if sequence.tree is None and self.adaptive_trees is not None and sequence.num_read == 0:
+            sequence.behind = not self.adaptive_trees.drafts
         logits = self.prefill.read(row, sequence, whole)
         if logits is not None:
             sequence.first = self.prefill.begin(row, sequence, logits)
 
-    def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[Report]:
+    def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[StepOutput]:
         """What rows have begun with and not told yet, as far as it is known, or of all of them."""
         reports = []
         for row in rows:
@@ -551,15 +556,15 @@ class BatchDecoder:
         prompts, as the first of them would otherwise do."""
         if not self._sequences:
             return
-        deepest = deepest_of(self.growth).max_depth + 1
+        deepest = deepest_of(self.tree_policy).max_depth + 1
         with ops.current(self.target.device):
             for row in self._sequences:
                 self.prepare_reading(row)
-            for tree in trees_of(self.growth):
+            for tree in trees_of(self.tree_policy):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
-                rows, forest, longest, position = self._step_of(self._sequences, trees)
-                for most in {longest, self._longest(forest, deepest)}:
-                    self.executor.prepare(rows, forest, most, position)
+                rows, tree_batch, longest, position = self._step_of(self._sequences, trees)
+                for most in {longest, self._longest(tree_batch, deepest)}:
+                    self.runner.prepare(rows, tree_batch, most, position)
 
     def prepare_reading(self, row: int) -> None:
         """The part of `prepare` that is for a row's prompt, if that is still to be read."""
@@ -567,51 +572,53 @@ class BatchDecoder:
             if (each := self._sequences[row]).reading:
                 self.prefill.prepare(row, each)
 
-    def _longest(self, forest: Forest, longest: int) -> int:
+    def _longest(self, tree_batch: TreeBatch, longest: int) -> int:
         """The most tokens of any block that a step is launched for, at least `longest`. Where trees
         are chosen step by step it takes two values a tree, so that few envelopes serve them all."""
-        if self.modes is not None and longest > forest.max_depth + 1:
-            return max(longest, deepest_of(self.modes).max_depth + 1)
+        if self.adaptive_trees is not None and longest > tree_batch.max_depth + 1:
+            return max(longest, deepest_of(self.adaptive_trees).max_depth + 1)
         return longest
 
     @_one_at_a_time
-    def measure_costs(
+    def measure_step_times(
         self,
         context: int | None = None,
         num_steps: int = 8,
         counts: Sequence[int] | None = None,
         generation: GenerationConfig = GenerationConfig(),
-    ) -> Costs:
+    ) -> StepTimes:
         """Time steps of so many rows (1, 2, 4, … unless told) with each tree that may be chosen,
         after `context` tokens (32, or a quarter of max_length where that is less), for requests
         such as `generation` (greedy ones, unless told); what is chosen from now on rests on it.
         Raises `UsageError` while rows are taken."""
-        if self.modes is None or self._sequences:
+        if self.adaptive_trees is None or self._sequences:
             raise UsageError(
-                "costs are measured of a decoder that was made with Modes, while no row is taken"
+                "step times are measured of a decoder that was made with adaptive trees, while no "
+                "row is taken"
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
             after = context_of(self.max_length) if context is None else context
             self._next = None  # chosen by other costs
             self.prefill.prepare_catching_up(0)
-            self.modes.costs = measure_costs(
-                self, self.modes.trees, after, num_steps, counts, generation
+            self.adaptive_trees.costs = measure_step_times(
+                self, self.adaptive_trees.trees, after, num_steps, counts, generation
             )
-        return self.modes.costs
+        return self.adaptive_trees.costs
 
     def forget(self) -> None:
         """Let what chooses trees, if anything does, begin anew, with nothing but the costs. What
         rows that are taken accept from now on is learned."""
         self._next = None
-        if self.modes is not None:
-            self.modes.forget()
+        if self.adaptive_trees is not None:
+            self.adaptive_trees.forget()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Around a warm-up: what chooses trees learns nothing of it (`Modes.forgetting`)."""
+        """Around a warm-up: what chooses trees learns nothing of it
+        (`AdaptiveTrees.forgetting`)."""
         self._next = None
         try:
-            with nullcontext() if self.modes is None else self.modes.forgetting():
+            with nullcontext() if self.adaptive_trees is None else self.adaptive_trees.forgetting():
                 yield
         finally:
             self._next = None
@@ -619,28 +626,28 @@ class BatchDecoder:
     @property
     def _num_step_rows(self) -> int:
         """How many rows a step has now, idle ones below the last that is taken included."""
-        return self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
+        return self.runner.num_rows(max(self._sequences) + 1, self.num_rows)
 
-    def _trees(self, decoding: dict[int, Progress]) -> dict[int, TokenTree]:
+    def _trees(self, decoding: dict[int, RunningSequence]) -> dict[int, TokenTree]:
         """The rows' trees in the next step."""
         self._choose_ahead(decoding)
         chosen = self.tree if self._next is None else self._next[1]
         return {row: each.tree or chosen for row, each in decoding.items()}
 
-    def _choose_ahead(self, decoding: dict[int, Progress]) -> None:
+    def _choose_ahead(self, decoding: dict[int, RunningSequence]) -> None:
         """Choose the next step's tree, unless that is done: while the device works, which would
         wait for it otherwise. What the steps on their way accept counts from the next choice on."""
-        if self.modes is None or all(each.tree is not None for each in decoding.values()):
+        if self.adaptive_trees is None or all(each.tree is not None for each in decoding.values()):
             return
         num_rows = self._num_step_rows
         if self._next is None or self._next[0] != num_rows:
-            self._next = num_rows, self.modes.choose(num_rows)
+            self._next = num_rows, self.adaptive_trees.choose(num_rows)
 
-    def _launch(self, decoding: dict[int, Progress], trees: dict[int, TokenTree]) -> None:
-        rows, forest, longest, position = self._step_of(decoding, trees)
-        clock, drafted = self.phase_clock, forest.num_nodes > 1
+    def _launch(self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]) -> None:
+        rows, tree_batch, longest, position = self._step_of(decoding, trees)
+        clock, drafted = self.phase_clock, tree_batch.num_nodes > 1
         mark = clock.mark if clock else _no_mark
-        self.executor.launch(rows, forest, longest, position, mark)
+        self.runner.launch(rows, tree_batch, longest, position, mark)
         if clock is not None:
             clock.end_call()
         left_behind = self.drafter is not None and not drafted
@@ -652,15 +659,15 @@ class BatchDecoder:
                 each.ahead += most
                 each.behind = each.behind or left_behind
                 launched[row] = each, tree
-        self._launched.append(Launch(launched, drafted))
+        self._launched.append(InFlightStep(launched, drafted))
 
     def _step_of(
-        self, decoding: dict[int, Progress], trees: dict[int, TokenTree]
-    ) -> tuple[Rows, Forest, int, int]:
+        self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]
+    ) -> tuple[BatchState, TreeBatch, int, int]:
         """What a step is launched with; all rows that are taken take part, or their buffers would
         fall behind."""
         batch = self._num_step_rows
-        # Idle rows have the others' tree: one forest serves while requests come and go
+        # Idle rows have the others' tree: one tree batch serves while requests come and go
         idle = next(iter(trees.values()))
         if any(tree != idle for tree in trees.values() if tree is not idle):
             idle = PLAIN
@@ -668,21 +675,21 @@ class BatchDecoder:
         generations = [each.generation for each in decoding.values()]
         prepared = self._prepared.get(idle)
         if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
-            forest = tree_batch(grown, self.target.device)
+            tree_batch = make_tree_batch(grown, self.target.device)
             rows = self.rows.narrow(0, batch, generations)
-            self._prepared[idle] = prepared = Prepared(grown, generations, rows, forest)
+            self._prepared[idle] = prepared = StepInputs(grown, generations, rows, tree_batch)
         prepared.generations = generations  # those of now are told from the next ones at a glance
-        rows, forest = prepared.rows, prepared.forest
-        longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
+        rows, tree_batch = prepared.rows, prepared.tree_batch
+        longest = self._longest(tree_batch, max(each.longest for each in self._sequences.values()))
         # Of a row that has ended, some of the last block may have been dropped
         position = max(
             each.position + each.ahead + (each.longest if each.finish_reason else 0)
             for row, each in self._sequences.items() if row in trees or each.finish_reason
         )  # fmt: skip
-        return rows, forest, longest, position
+        return rows, tree_batch, longest, position
 
-    def _collect(self) -> list[Report]:
-        launch, report = self._take_launched(), self.executor.collect()
+    def _collect(self) -> list[StepOutput]:
+        launch, report = self._take_launched(), self.runner.collect()
         firsts = self._first_tokens(self._living(launch), wait=True)  # from which it went on
         return firsts + [
             self._account(row, *launch.rows[row], launch.drafted, report[row])
@@ -690,8 +697,8 @@ class BatchDecoder:
         ]
 
     def _account(
-        self, row: int, sequence: Progress, tree: TokenTree, drafted: bool, report: list[int]
-    ) -> Report:
+        self, row: int, sequence: RunningSequence, tree: TokenTree, drafted: bool, report: list[int]
+    ) -> StepOutput:
         finite, count = report[:2]
         if finite != 1:
             return self._fail(row, sequence, "drafter" if finite == -1 else "target")
@@ -700,8 +707,8 @@ class BatchDecoder:
         stats = sequence.stats
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
-        if self.modes is not None:
-            self.modes.learn_path(tree, path)
+        if self.adaptive_trees is not None:
+            self.adaptive_trees.learn_path(tree, path)
             stats.calls_by_tree[tree.name] += 1
         result = self._keep(row, sequence, block)
         result.num_accepted = stats.count_call(tree, path, len(result.tokens))
@@ -709,24 +716,24 @@ class BatchDecoder:
             stats.decode_s = time.perf_counter() - sequence.since
         return result
 
-    def _keep(self, row: int, sequence: Progress, block: list[int]) -> Report:
+    def _keep(self, row: int, sequence: RunningSequence, block: list[int]) -> StepOutput:
         kept, sequence.finish_reason = sequence.stop.keep(block)
-        chosen_by = self.modes if sequence.tree is None else None
+        chosen_by = self.adaptive_trees if sequence.tree is None else None
         if chosen_by is not None:
             chosen_by.learn_tokens(len(kept))
         if sequence.finish_reason:
             self.rows.active[row] = False
             if chosen_by is not None:
                 chosen_by.learn_answer(*sequence.drafter_read_s)
-        return Report(row, kept, sequence.finish_reason)
+        return StepOutput(row, kept, sequence.finish_reason)
 
-    def _fail(self, row: int, sequence: Progress, who: str) -> Report:
+    def _fail(self, row: int, sequence: RunningSequence, who: str) -> StepOutput:
         sequence.finish_reason = "error"
         self.rows.active[row] = False
         models = [(name, model) for name, model, _ in self._models() if name == who]
         tokens = sequence.prompt + sequence.stop.tokens
         error = not_finite(who, models, sequence.stats.num_calls, tokens)
-        return Report(row, [], "error", error)
+        return StepOutput(row, [], "error", error)
 
     def _models(self) -> list[tuple[str, HybridModel, Any]]:
         """Those with weights, by what they are here, and the caches made for them."""

@@ -55,7 +55,7 @@ def require_room(
 
 def require_target(target: Any) -> None:
     """Raise `UsageError` for what cannot be decoded with: a name, a model of another library."""
-    if not hasattr(target, "forest_forward"):
+    if not hasattr(target, "tree_batch_forward"):
         raise UsageError(
             f"the target is a {type(target).__name__}, wanted a stree.HybridModel: "
             "stree.load(folder) makes a decoder with one"

@@ -23,7 +23,7 @@ class WithCaches(Protocol):
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryReport:
     """Rows that are there, and memory that is left.
 
     parts: bytes that a sequence takes in all decoders' caches, target's by part, then drafters'.
@@ -39,7 +39,7 @@ class Room:
     free_bytes: int
 
     @classmethod
-    def of(cls, decoders: Sequence[WithCaches]) -> Room:
+    def of(cls, decoders: Sequence[WithCaches]) -> MemoryReport:
         """Of decoders that have a row for each sequence, as the methods of an evaluation have."""
         device, parts = decoders[0].target.device, Counter[str]()
         for decoder in decoders:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batching.prefillers import LONGEST_PIECE, Pieces, piece_sizes
-from stree.batching.prefix_cache import Prefixes
-from stree.batching.runners import Eager, Graphs
-from stree.batching.sequences import Progress, SharedPrompt
-from stree.batching.state import NUM_SETTINGS, Asked, Rows, asked_by, bits_of
+from stree.batching.prefillers import LONGEST_PIECE, ChunkedPrefill, piece_sizes
+from stree.batching.prefix_cache import PrefixCache
+from stree.batching.runners import EagerRunner, GraphRunner
+from stree.batching.sequences import RunningSequence, SharedPrompt
+from stree.batching.state import NUM_SETTINGS, Asked, BatchState, asked_by, bits_of
 from stree.common.clock import recorded
-from stree.common.host_copy import Arrival
+from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import SavedPrefix
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import READ_AT_ONCE
 from stree_kernels import ops
 
@@ -43,17 +43,19 @@ class Prefill:
     """Reads what rows are given, for a step's target and drafter; prefixes that are kept are not
     read again."""
 
-    def __init__(self, executor: Eager | Graphs, rows: Rows, prefixes: Prefixes | None) -> None:
-        self.executor, self.step = executor, executor.step
+    def __init__(
+        self, runner: EagerRunner | GraphRunner, rows: BatchState, prefixes: PrefixCache | None
+    ) -> None:
+        self.runner, self.step = runner, runner.step
         self.rows, self.prefixes = rows, prefixes
         self._given = rows.position.new_zeros(1 + NUM_SETTINGS)  # a row, and what it is told
         self._logits: Tensor | None = None  # (1, V) after a prompt
 
-    def admit(self, row: int, sequence: Progress) -> None:
+    def admit(self, row: int, sequence: RunningSequence) -> None:
         """Give a row to a request: nothing of another is left, and its settings count."""
         vocabulary, drafter = self.step.target.config.vocab_size, self.step.drafter
         self._give(row, bits_of(sequence.generation))
-        self.executor.run("admit", self._admit)
+        self.runner.run("admit", self._admit)
         if drafter is not None and not drafter.capturable:
             drafter.clear(row)
         self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
@@ -65,7 +67,7 @@ class Prefill:
         if drafter is not None and drafter.capturable:
             drafter.clear(row)
 
-    def read(self, row: int, sequence: Progress, whole: bool) -> Tensor | None:
+    def read(self, row: int, sequence: RunningSequence, whole: bool) -> Tensor | None:
         """Read a piece of the row's prompt, or the whole of it; return the logits (1, V) after its
         last token when it was the last piece. A prompt that another row reads is waited for, and
         taken over."""
@@ -91,7 +93,7 @@ class Prefill:
             shared.read = self._hold(row, sequence, logits)
         return logits
 
-    def _hold(self, row: int, sequence: Progress, logits: Tensor) -> ReadPrompt:
+    def _hold(self, row: int, sequence: RunningSequence, logits: Tensor) -> ReadPrompt:
         """Copy what a row has that has just read its prompt."""
         length, drafter, drafted, following = len(sequence.prompt), self._along, None, None
         if drafter is not None and sequence.num_drafted_from == length:
@@ -100,7 +102,7 @@ class Prefill:
         target = SavedPrefix(length, self.step.cache.copies(row, length))
         return ReadPrompt(logits.clone(), target, drafted, following)
 
-    def _take_over(self, row: int, sequence: Progress, shared: SharedPrompt) -> Tensor:
+    def _take_over(self, row: int, sequence: RunningSequence, shared: SharedPrompt) -> Tensor:
         """Let a row begin with a prompt that another has read; return the logits (1, V) after it.
         Drafters that are more than a model read it themselves."""
         held: ReadPrompt = shared.read
@@ -121,13 +123,13 @@ class Prefill:
             sequence.num_drafted_from = len(sequence.prompt)
         return held.logits
 
-    def prepare(self, row: int, sequence: Progress) -> None:
+    def prepare(self, row: int, sequence: RunningSequence) -> None:
         """Make ready now what reading the row's prompt needs (graphs)."""
         step, reader, length = self.step, self.step.feature_drafter, len(sequence.prompt)
         read, drafted = sequence.num_read, sequence.num_drafted_from
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
-        prepare, drafter = self.executor.reader.prepare, step.drafter
+        prepare, drafter = self.runner.reader.prepare, step.drafter
         along = self._along
         ways = [(() if reader is None else reader.feature_layers, along)]
         if sequence.tree is None:  # the drafter may be left behind, and catch up later
@@ -135,7 +137,7 @@ class Prefill:
             self.prepare_catching_up(row)
         for layers, also in dict.fromkeys(ways):
             pieces = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
-        begun = self.executor.is_ready(_beginning(sequence))
+        begun = self.runner.is_ready(_beginning(sequence))
         if pieces and pieces[-1].given and not begun:  # as it will begin, but for the token
             self.begin(row, sequence, pieces[-1].given[0])
             self.rows.active[row] = False
@@ -147,7 +149,7 @@ class Prefill:
 
     def prepare_catching_up(self, row: int) -> None:
         """Make ready now what reading takes of whatever a drafter may have missed, by a row as
-        `Pieces.prepare` says."""
+        `ChunkedPrefill.prepare` says."""
         if isinstance(drafter := self.step.drafter, ModelDrafter):
             most = drafter.cache.max_length
             for size in piece_sizes(most):
@@ -155,31 +157,31 @@ class Prefill:
 
     def _prepare_drafter(self, drafter: ModelDrafter, row: int, start: int, count: int) -> None:
         model, cache, reads_inputs = drafter.model, drafter.cache, drafter.inputs is not None
-        self.executor.reader.prepare(model, cache, row, start, count, (), reads_inputs)
+        self.runner.reader.prepare(model, cache, row, start, count, (), reads_inputs)
 
-    def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
+    def _read_tokens(self, row: int, sequence: RunningSequence, tokens: Tensor) -> Tensor:
         """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
         that they have not; returns the logits (1, V) after the last."""
-        target, cache, executor = self.step.target, self.step.cache, self.executor
+        target, cache, runner = self.step.target, self.step.cache, self.runner
         drafter, along, reader = self.step.drafter, self._along, self.step.feature_drafter
         if sequence.behind:
             drafter = along = reader = None
         most = len(tokens) if reader is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
             piece, drafted = tokens[start : start + most], sequence.num_drafted_from
-            if along is not None and isinstance(executor.reader, Pieces):
+            if along is not None and isinstance(runner.reader, ChunkedPrefill):
                 timed = partial(self._timed, sequence)
                 if drafted < start:  # of a prefix that is kept, whose features are not
                     with timed():
                         self.let_drafter_read(row, tokens[drafted:start], None, drafted)
-                ahead, read_both = max(drafted - start, 0), executor.reader.read_both
+                ahead, read_both = max(drafted - start, 0), runner.reader.read_both
                 logits = read_both(
                     target, cache, along, row, piece, timed, start=start, ahead=ahead
                 )
             else:
-                features = None if reader is None else Features(reader.feature_layers)
+                features = None if reader is None else HiddenStateTap(reader.feature_layers)
                 asked = () if features is None else (features,)
-                logits = executor.reader.read_row(target, cache, row, piece, *asked, start=start)
+                logits = runner.reader.read_row(target, cache, row, piece, *asked, start=start)
                 unread = tokens[drafted : start + most]
                 if drafter is not None and len(unread):
                     known = None if features is None else features.values[0]
@@ -198,7 +200,7 @@ class Prefill:
         return drafter if type(drafter) is ModelDrafter else None
 
     @contextmanager
-    def _timed(self, sequence: Progress, caught_up: bool = False) -> Iterator[None]:
+    def _timed(self, sequence: RunningSequence, caught_up: bool = False) -> Iterator[None]:
         """Around what the drafter reads for a sequence, where the steps' trees are chosen by what
         that takes."""
         if sequence.tree is not None:
@@ -213,17 +215,17 @@ class Prefill:
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
     ) -> None:
         """Let the drafter read tokens (T,), with features as it takes them; start, as in
-        `Pieces.read_row`."""
+        `ChunkedPrefill.read_row`."""
         drafter: Any = self.step.drafter
         if isinstance(drafter, ModelDrafter):
-            read_row = partial(self.executor.reader.read_row, start=start)
+            read_row = partial(self.runner.reader.read_row, start=start)
             drafter.read(row, tokens, features, read_row)
         elif features is None:
             drafter.read(row, tokens)
         else:
             drafter.read(row, tokens, features)
 
-    def begin(self, row: int, sequence: Progress, logits: Tensor) -> Arrival:
+    def begin(self, row: int, sequence: RunningSequence, logits: Tensor) -> HostCopy:
         """Let a row decode from the token that the target chooses by the logits (1, V) after its
         prompt, if they are finite; returns the token and whether they are."""
         if self._logits is None:
@@ -233,11 +235,11 @@ class Prefill:
         self._give(row, torch.tensor([len(sequence.prompt)]))
         key, seen = _beginning(sequence), self.rows.seen
         _, asked = key
-        first = self.executor.run(key, partial(self._begin, self._logits, asked))
+        first = self.runner.run(key, partial(self._begin, self._logits, asked))
         assert first is not None
         if seen is not None:
             seen[self._given[:1], first[:1]] = True
-        return self.executor.hand_over(first)
+        return self.runner.hand_over(first)
 
     def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
         row, position = self._given[:1], self._given[1:2]
@@ -250,7 +252,7 @@ class Prefill:
         self.rows.place(row, position, first[:1], finite[0])
         return first
 
-    def catch_up(self, decoding: dict[int, Progress]) -> None:
+    def catch_up(self, decoding: dict[int, RunningSequence]) -> None:
         """Let the drafter read what it has missed; the host knows all of it by now."""
         assert self.step.drafter is not None
         for row, each in decoding.items():
@@ -274,6 +276,6 @@ class Prefill:
         return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
 
 
-def _beginning(sequence: Progress) -> tuple[str, Asked]:
-    """Which of an executor's tasks lets a row begin, and what its request asks for."""
+def _beginning(sequence: RunningSequence) -> tuple[str, Asked]:
+    """Which of an runner's tasks lets a row begin, and what its request asks for."""
     return "begin", asked_by([sequence.generation])

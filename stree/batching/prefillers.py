@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stree.common.lru import LastUsed
+from stree.common.lru import LRUCache
 from stree.models.cache import HybridCache
-from stree.models.chunk_pass import PieceRoom
-from stree.models.hidden_states import Features
+from stree.models.chunk_pass import PrefillScratch
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel, read_row
 from stree_kernels import ops
 
@@ -32,7 +32,7 @@ def piece_sizes(most: int) -> list[int]:
     return [1 << power for power in range(least, greatest + 1)]
 
 
-class Whole:
+class EagerPrefill:
     """Operations over whole sequences: the CPU, where it costs little to start one."""
 
     def read_row(
@@ -41,7 +41,7 @@ class Whole:
         cache: HybridCache,
         row: int,
         tokens: Tensor,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
         *,
         start: int | None = None,
@@ -49,7 +49,7 @@ class Whole:
         """See `stree.models.model.read_row`."""
         return read_row(model, cache, row, tokens, features, inputs)
 
-    def prepare(self, *reading: Any) -> list[Piece]:
+    def prepare(self, *reading: Any) -> list[PrefillGraph]:
         """Nothing has to be made ready."""
         return []
 
@@ -61,7 +61,7 @@ class Called:
         self.replay = function
 
 
-class Pieces:
+class ChunkedPrefill:
     """Read prompts in chunks of up to LONGEST_PIECE tokens, padded to a power of two (GPUs).
 
     A chunk is one call over a tree that is a chain (`stree.models.chunk_pass`): a host takes longer
@@ -72,7 +72,7 @@ class Pieces:
 
     def __init__(self, capture: CaptureType) -> None:
         self.capture = capture
-        self.pieces: LastUsed[Any, Piece] = LastUsed(MAX_KEPT)
+        self.pieces: LRUCache[Any, PrefillGraph] = LRUCache(MAX_KEPT)
 
     def read_row(
         self,
@@ -80,7 +80,7 @@ class Pieces:
         cache: HybridCache,
         row: int,
         tokens: Tensor,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
         *,
         start: int | None = None,
@@ -135,18 +135,18 @@ class Pieces:
         layers: tuple[int, ...] = (),
         reads_inputs: bool = False,
         drafter: ModelDrafter | None = None,
-    ) -> list[Piece]:
+    ) -> list[PrefillGraph]:
         """The pieces of `count` more tokens after `start`, captured when first asked for: by a row
         without a path that is pending, behind whose tokens padding is written. layers, those whose
         streams are asked for; drafter, if one is to read each piece, too."""
-        pieces: list[Piece] = []
+        pieces: list[PrefillGraph] = []
         for begin in range(start, start + count, LONGEST_PIECE):
             size = piece_sizes(start + count - begin)[-1]
             bound = _bound_of(cache, begin + size)
             drafter_bound = None if drafter is None else _bound_of(drafter.cache, begin + size)
             key = id(model), id(cache), size, bound, layers, reads_inputs, drafter_bound
             if key not in self.pieces:
-                piece = Piece(
+                piece = PrefillGraph(
                     model, cache, row, size, bound, layers, reads_inputs, self.capture,
                     beside=next(iter(self.pieces.values()), None),
                     room=self._room(model, cache, size),
@@ -158,13 +158,13 @@ class Pieces:
             pieces.append(self.pieces[key])
         return pieces
 
-    def _room(self, model: HybridModel, cache: HybridCache, size: int) -> PieceRoom:
+    def _room(self, model: HybridModel, cache: HybridCache, size: int) -> PrefillScratch:
         """Shared by the pieces of a cache and size."""
         for each in self.pieces.values():
             if (found := each.rooms.get(id(cache))) is not None and each.size == size:
                 return found
         with torch.inference_mode(False):  # it is written inside of it and outside
-            return PieceRoom(cache, size, model.config.d_conv)
+            return PrefillScratch(cache, size, model.config.d_conv)
 
 
 def _bound_of(cache: HybridCache, num_used: int) -> int:
@@ -173,7 +173,7 @@ def _bound_of(cache: HybridCache, num_used: int) -> int:
     return bucket if bucket >= cache.num_slots else -(-num_used // bucket) * bucket
 
 
-class Piece:
+class PrefillGraph:
     """Reads up to `size` tokens, of any row.
 
     It is captured with no token of the row that is about to read, which changes nothing of it.
@@ -184,7 +184,7 @@ class Piece:
     def __init__(
         self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
         layers: tuple[int, ...], reads_inputs: bool, capture: CaptureType,
-        beside: Piece | None, room: PieceRoom,
+        beside: PrefillGraph | None, room: PrefillScratch,
     ) -> None:  # fmt: skip
         self.model, self.size, device = model, size, cache.device
         with torch.inference_mode(False):  # they are written inside of it and outside
@@ -202,7 +202,7 @@ class Piece:
 
         @torch.no_grad()
         def read() -> None:
-            features = Features(layers)
+            features = HiddenStateTap(layers)
             last = model.prefill_padded(
                 tokens, count, whose, cache, room, bound, features=features, inputs=added
             )
@@ -218,7 +218,7 @@ class Piece:
         self.captured_drafter: Any = None  # what its drafter does
 
     def add_drafter(
-        self, drafter: ModelDrafter, bound: int, room: PieceRoom, capture: CaptureType
+        self, drafter: ModelDrafter, bound: int, room: PrefillScratch, capture: CaptureType
     ) -> None:
         """Let a drafter read the piece, too, in a replay of its own."""
         self.rooms[id(drafter.cache)] = room

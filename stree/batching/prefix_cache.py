@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.common.host_copy import Arrival
-from stree.common.lru import LastUsed
+from stree.common.host_copy import HostCopy
+from stree.common.lru import LRUCache
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import HybridCache, SavedPrefix
 
@@ -24,7 +24,7 @@ class _Copies:
     """What a row held when it was to be kept. Only the device knows of how many tokens that is."""
 
     tokens: tuple[int, ...]  # those of the row that count
-    lengths: Arrival  # the target's, of its pending path, and the drafter's
+    lengths: HostCopy  # the target's, of its pending path, and the drafter's
     target: list[tuple[Tensor, ...]]  # as of `HybridCache.copies`
     drafter: list[tuple[Tensor, ...]] | None
     following: Tensor | None  # what the drafter's next token is read with
@@ -37,7 +37,7 @@ class _Kept:
     following: Tensor | None = None  # what the drafter's next token is read with, if it is known
 
 
-class Prefixes:
+class PrefixCache:
     """The `most` prefixes that were used last, each as copies of what the caches held of it.
 
     cache, the target's; drafter, which reads a prefix again unless it is a `ModelDrafter`;
@@ -49,10 +49,10 @@ class Prefixes:
         most: int,
         cache: HybridCache,
         drafter: Any,
-        hand_over: Callable[[Tensor], Arrival],
+        hand_over: Callable[[Tensor], HostCopy],
     ) -> None:
         self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
-        self._kept: LastUsed[tuple[int, ...], _Kept] = LastUsed(most)
+        self._kept: LRUCache[tuple[int, ...], _Kept] = LRUCache(most)
         self._copied: deque[_Copies] = deque()  # whose lengths may be on their way
 
     def __len__(self) -> int:

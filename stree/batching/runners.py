@@ -17,64 +17,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.batching.prefillers import Called, Pieces, Whole
-from stree.batching.state import Rows
+from stree.batching.prefillers import Called, ChunkedPrefill, EagerPrefill
+from stree.batching.state import BatchState
 from stree.batching.step import Step
-from stree.common.host_copy import Arrival, Sent
-from stree.common.lru import LastUsed
+from stree.common.host_copy import AsyncHostCopy, HostCopy
+from stree.common.lru import LRUCache
 from stree.models.model import HybridModel
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
 
 MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
 Mark = Callable[[str], None]
 
 
-def executor_of(step: Step) -> Eager | Graphs:
+def runner_of(step: Step) -> EagerRunner | GraphRunner:
     """Graphs where target and drafter can be captured."""
     drafter = step.drafter
     capturable = drafter is None or drafter.capturable
-    return Graphs(step) if capturable and _on_gpu(step) else Eager(step)
+    return GraphRunner(step) if capturable and _on_gpu(step) else EagerRunner(step)
 
 
 def _on_gpu(step: Step) -> bool:
     return isinstance(step.target, HybridModel) and step.target.device.type == "cuda"
 
 
-class Eager:
+class EagerRunner:
     """Runs steps as they are asked for: the CPU, fp64, drafters that think on the host."""
 
     ahead = 0  # how many steps are launched before the one is read that they follow
-    hand_over = Arrival  # of values to the host
+    hand_over = HostCopy  # of values to the host
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reports: deque[Tensor] = deque()
-        self.reader = Pieces(Called) if _on_gpu(step) else Whole()
+        self.reader = ChunkedPrefill(Called) if _on_gpu(step) else EagerPrefill()
         self.done: set[Hashable] = set()
         self.weights = Weights(step)
 
     @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
-    def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
+    def launch(
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int, mark: Mark
+    ) -> None:
         """Start a step of some rows.
 
         longest, the most tokens of any row's block, and so nodes of its accepted path; position,
         where the root of any row stands at most, but for rows that have not begun; mark is told
         when a phase ends.
         """
-        bound, forest = position + forest.num_nodes, forest.own()
+        bound, tree_batch = position + tree_batch.num_nodes, tree_batch.own()
         longest_path: int | None = longest
         if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
             counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
             longest = max([1, *(count for active, count in counts if active)])
             longest_path = None
-        proposal = self.step.draft(rows, forest, longest, bound)
+        proposal = self.step.draft(rows, tree_batch, longest, bound)
         mark("draft")
-        report = new_report(rows, forest)
-        self.step.verify(rows, forest, proposal, bound, report, mark, longest_path)
+        report = new_report(rows, tree_batch)
+        self.step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
         self.reports.append(report)
 
-    def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> None:
+    def prepare(self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int) -> None:
         """Nothing has to be made ready."""
 
     def collect(self) -> list[list[int]]:
@@ -104,7 +106,7 @@ class Eager:
         return bool(self.weights.follow())
 
 
-class Graphs:
+class GraphRunner:
     """Runs steps as two CUDA graphs, of the draft and of the rest, without the host in between.
 
     Tokens, accepted paths and all lengths stay on the device; the host reads a report of each step
@@ -112,34 +114,38 @@ class Graphs:
     """
 
     ahead = 1
-    hand_over = Sent
+    hand_over = AsyncHostCopy
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.bucket = ops.bucket(step.cache.num_slots, step.target.device, step.target.dtype)
-        self.envelopes: LastUsed[Any, Envelope] = LastUsed(MAX_KEPT)
+        self.envelopes: LRUCache[Any, StepGraphs] = LRUCache(MAX_KEPT)
         self.captured: set[Any] = set()  # keys of all that were, dropped ones included
         self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights = Weights(step)
-        self.reader = Pieces(Capture)
-        self.tasks: dict[Hashable, Capture] = {}
+        self.reader = ChunkedPrefill(CudaGraph)
+        self.tasks: dict[Hashable, CudaGraph] = {}
 
-    def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
-        """As `Eager.launch`; the next report is on its way when this returns."""
-        envelope = self.prepare(rows, forest, longest, position)
-        self.launched.append(envelope.replay(forest, mark))
+    def launch(
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int, mark: Mark
+    ) -> None:
+        """As `EagerRunner.launch`; the next report is on its way when this returns."""
+        envelope = self.prepare(rows, tree_batch, longest, position)
+        self.launched.append(envelope.replay(tree_batch, mark))
 
-    def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> Envelope:
+    def prepare(
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int
+    ) -> StepGraphs:
         """The graphs of such steps, captured when first asked for."""
-        longest = max(longest, forest.max_depth + 1)
-        num_used, num_slots = position + forest.num_nodes, self.step.cache.num_slots
+        longest = max(longest, tree_batch.max_depth + 1)
+        num_used, num_slots = position + tree_batch.num_nodes, self.step.cache.num_slots
         bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
         chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
-        key = (len(rows.active), forest.shape, longest, *chosen_by, bound)
+        key = (len(rows.active), tree_batch.shape, longest, *chosen_by, bound)
         if key not in self.envelopes:
             self._warn_of_more(key)
-            self.envelopes[key] = Envelope(self.step, rows, forest, longest, bound)
+            self.envelopes[key] = StepGraphs(self.step, rows, tree_batch, longest, bound)
         return self.envelopes[key]
 
     def _warn_of_more(self, key: Any) -> None:
@@ -164,14 +170,14 @@ class Graphs:
         self.launched.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
-        """As `Eager.run`; captured when a key is first asked for. What it returns the next run
-        with that key overwrites."""
+        """As `EagerRunner.run`; captured when a key is first asked for. What it returns the next
+        run with that key overwrites."""
         if key not in self.tasks:
-            self.tasks[key] = Capture(self.step.cache.device, task)
+            self.tasks[key] = CudaGraph(self.step.cache.device, task)
         return self.tasks[key].replay()
 
     def is_ready(self, key: Hashable) -> bool:
-        """As `Eager.is_ready`."""
+        """As `EagerRunner.is_ready`."""
         return key in self.tasks
 
     def num_rows(self, taken: int, most: int) -> int:
@@ -179,7 +185,7 @@ class Graphs:
         return min(1 << (taken - 1).bit_length(), most)
 
     def follow_weights(self) -> bool:
-        """Follow weights as `Eager` does, and drop the graphs of weights that have moved.
+        """Follow weights as `EagerRunner` does, and drop the graphs of weights that have moved.
 
         Graphs hold the addresses of weights.
         """
@@ -234,38 +240,44 @@ def _weights_of(model: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-class Envelope:
+class StepGraphs:
     """The graphs of steps of as many rows, with trees of one shape.
 
     They are captured, and rehearsed, while all rows are idle: such a step changes nothing but that
     paths which were accepted before are replayed, as the next step would do.
     """
 
-    def __init__(self, step: Step, rows: Rows, forest: Forest, longest: int, bound: int) -> None:
-        self.forest = forest.static()
+    def __init__(
+        self, step: Step, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int
+    ) -> None:
+        self.tree_batch = tree_batch.static()
         device = rows.active.device
-        self.report = new_report(rows, forest)
+        self.report = new_report(rows, tree_batch)
         shape = self.report.shape
         self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
         self.arrived = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
         active = rows.active.clone()
         rows.active.zero_()
-        self.draft: Capture | None = None
-        if step.drafts(forest):
-            self.draft = Capture(device, lambda: step.draft(rows, self.forest, longest, bound))
+        self.draft: CudaGraph | None = None
+        if step.drafts(tree_batch):
+            self.draft = CudaGraph(
+                device, lambda: step.draft(rows, self.tree_batch, longest, bound)
+            )
             proposal = self.draft.outputs
         else:
-            proposal = step.draft(rows, self.forest, longest, bound)
-        self.rest = Capture(
+            proposal = step.draft(rows, self.tree_batch, longest, bound)
+        self.rest = CudaGraph(
             device,
-            lambda: step.verify(rows, self.forest, proposal, bound, self.report, longest=longest),
+            lambda: step.verify(
+                rows, self.tree_batch, proposal, bound, self.report, longest=longest
+            ),
         )
         rows.active.copy_(active)
 
-    def replay(self, forest: Forest, mark: Mark) -> tuple[Tensor, Any]:
+    def replay(self, tree_batch: TreeBatch, mark: Mark) -> tuple[Tensor, Any]:
         """Start a step; returns where its report arrives, and the event of that."""
-        self.forest.hold(forest)
+        self.tree_batch.hold(tree_batch)
         if self.draft is not None:
             self.draft.replay()
         mark("draft")
@@ -278,7 +290,7 @@ class Envelope:
         return self.pinned[self.turn], self.arrived[self.turn]
 
 
-class Capture:
+class CudaGraph:
     """A function of static tensors, captured once and replayed without host work.
 
     It is run twice beforehand, so that libraries and lazy constants are ready. It shares the memory
@@ -287,7 +299,7 @@ class Capture:
     """
 
     def __init__(
-        self, device: torch.device, function: Callable[[], Any], beside: Capture | None = None
+        self, device: torch.device, function: Callable[[], Any], beside: CudaGraph | None = None
     ) -> None:
         with ops.current(device), no_garbage_collected():
             stream = torch.cuda.Stream()
@@ -321,6 +333,6 @@ def no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-def new_report(rows: Rows, forest: Forest) -> Tensor:
-    shape = (len(rows.active), 2 + 2 * (forest.max_depth + 1))
+def new_report(rows: BatchState, tree_batch: TreeBatch) -> Tensor:
+    shape = (len(rows.active), 2 + 2 * (tree_batch.max_depth + 1))
     return torch.zeros(shape, dtype=torch.long, device=rows.active.device)

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.common.errors import StreeError, UsageError
-from stree.common.host_copy import Arrival
+from stree.common.host_copy import HostCopy
 from stree.generation import DecodingStats, GenerationConfig, StopRule
 from stree.prompts import one_prompt
 from stree.settings import asked_for, settings_of
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SharedPrompt:
     """A prompt that several rows begin with, and one of them reads."""
 
     left: int  # rows that are still to begin with it
-    reader: Progress | None = None
+    reader: RunningSequence | None = None
     read: Any = (
         None  # `stree.batching.prefill.ReadPrompt`, as soon as it is read, until no row is left
     )
@@ -88,7 +88,7 @@ def requests_of(
 
 
 @dataclass(slots=True)
-class Report:
+class StepOutput:
     """What a step gave a row: its new tokens, how many of them, the first, are drafts that were
     accepted, and why it ends ("" while it goes on; "error", with the error beside)."""
 
@@ -100,7 +100,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunningSequence:
     """The host's side of a row."""
 
     prompt: list[int]
@@ -121,7 +121,7 @@ class Progress:
     finish_reason: str = ""
     is_stale: bool = False  # weights were changed since it was admitted
     since: float = field(default_factory=time.perf_counter)
-    first: Arrival | None = None  # the token after the prompt, and whether its logits are finite
+    first: HostCopy | None = None  # the token after the prompt, and whether its logits are finite
 
     @property
     def reading(self) -> bool:
@@ -144,19 +144,19 @@ class Progress:
 
 
 @dataclass
-class Prepared:
-    """Rows and forest of a step, and the trees and settings that they were made of: mostly they are
-    the next step's, too."""
+class StepInputs:
+    """Rows and tree batch of a step, and the trees and settings that they were made of: mostly they
+    are the next step's, too."""
 
     trees: list[TokenTree]
     generations: list[GenerationConfig]
-    rows: Rows
-    forest: Forest
+    rows: BatchState
+    tree_batch: TreeBatch
 
 
 @dataclass
-class Launch:
+class InFlightStep:
     """A step that was started: of which sequences, with which trees, whether the drafter ran."""
 
-    rows: dict[int, tuple[Progress, TokenTree]]
+    rows: dict[int, tuple[RunningSequence, TokenTree]]
     drafted: bool

@@ -6,18 +6,18 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stree.batching.sequences import Report, Request
+from stree.batching.sequences import Request, StepOutput
 from stree.common.errors import UsageError
 from stree.generation import GenerationOutput
 
 
-class Rows(Protocol):
+class BatchDecoderLike(Protocol):
     """The rows that `serve` gives to requests: a `BatchDecoder`, or one under a clock."""
 
     @property
     def num_free_rows(self) -> int: ...
     def admit(self, request: Request) -> int: ...
-    def step(self) -> list[Report]: ...
+    def step(self) -> list[StepOutput]: ...
     def release(self, row: int, keep: bool = False) -> GenerationOutput: ...
 
 
@@ -36,7 +36,7 @@ class Served:
     number: int
     request: Request
     row: int
-    report: Report
+    report: StepOutput
     output: GenerationOutput | None = None
     _release: Callable[[Served], GenerationOutput] = field(repr=False, kw_only=True)
 
@@ -51,7 +51,7 @@ class Served:
 
 
 def serve(
-    decoder: Rows,
+    decoder: BatchDecoderLike,
     requests: Iterable[Request | None],
     on_admitted: Callable[[int], object] = lambda row: None,
 ) -> Generator[Served, None, None]:
@@ -89,7 +89,7 @@ def serve(
                 if request is None:
                     break
                 row = decoder.admit(request)
-                under_way[row] = Served(number, request, row, Report(row, []), _release=release)
+                under_way[row] = Served(number, request, row, StepOutput(row, []), _release=release)
                 number += 1
                 on_admitted(row)
             if not under_way:

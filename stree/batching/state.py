@@ -24,7 +24,7 @@ Asked = tuple[bool, bool, bool, bool]
 
 
 @dataclass
-class Rows:
+class BatchState:
     """Settings of B sequences and the tokens that their next step begins with.
 
     active (B,) bool: an idle row's step changes nothing of it. temperature (B,), 0 is greedy,
@@ -56,7 +56,7 @@ class Rows:
     settings: Tensor | None = None  # (6, B) int64: what `set` writes, in one copy to the device
 
     @classmethod
-    def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> Rows:
+    def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> BatchState:
         """Idle rows, for blocks of up to `longest` tokens."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -126,14 +126,14 @@ class Rows:
         self.block[row, 1] = root
         self.active[row] = active
 
-    def narrow(self, first: int, count: int, generations: Iterable[GenerationConfig]) -> Rows:
+    def narrow(self, first: int, count: int, generations: Iterable[GenerationConfig]) -> BatchState:
         """Some of the rows, as views; generations, what those of them are for that are active."""
         sampled, filtered, ranked, penalised = asked_by(generations)
 
         def view(tensor: Tensor) -> Tensor:
             return tensor if len(tensor) == count else tensor.narrow(0, first, count)
 
-        return Rows(
+        return BatchState(
             view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
             view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
             view(self.root), view(self.block), sampled, filtered, ranked, penalised,
@@ -141,13 +141,13 @@ class Rows:
             None if self.settings is None else self.settings.narrow(1, first, count),
         )  # fmt: skip
 
-    def at(self, row: Tensor, asked: Asked) -> Rows:
+    def at(self, row: Tensor, asked: Asked) -> BatchState:
         """A copy of one row, (1,) int64 on the device."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, row)
 
-        return Rows(
+        return BatchState(
             copy(self.active), copy(self.temperature), copy(self.top_k), copy(self.top_p),
             copy(self.min_p), copy(self.repetition_penalty), copy(self.seed), copy(self.position),
             copy(self.root), copy(self.block), *asked,
@@ -185,7 +185,7 @@ class Rows:
         Ties with the k-th stay; top-p is the smallest set of tokens whose probability at the row's
         temperature reaches it; min-p leaves those that have at least that share of the best one's,
         as in `transformers`. drafts (B, n, D), which tokens stand between the root and what logits
-        (B, n, V) are of (`Forest.drafts_of`); the same again, or the root's, for none. ids (V,),
+        (B, n, V) are of (`TreeBatch.drafts_of`); the same again, or the root's, for none. ids (V,),
         ascending: the tokens that the logits are of, where these are some only.
         """
         logits = self._penalised(logits, drafts, ids)
@@ -225,7 +225,7 @@ class Rows:
 
 
 def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
-    """`sampled`, `filtered`, `ranked` and `penalised` of `Rows`, for such requests."""
+    """`sampled`, `filtered`, `ranked` and `penalised` of `BatchState`, for such requests."""
     generations = list(generations)
     sampling = [each for each in generations if each.temperature > 0]
     ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
@@ -235,7 +235,7 @@ def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
 
 
 def bits_of(generation: GenerationConfig) -> Tensor:
-    """(6,) int64, the settings of a row as they lie in `Rows.settings`."""
+    """(6,) int64, the settings of a row as they lie in `BatchState.settings`."""
     of = generation
     floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]
     wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.drafters import Drafter, FeatureDrafter, Proposal
-from stree.models.hidden_states import Features
-from stree.trees.tree_batch import Forest
+from stree.models.hidden_states import HiddenStateTap
+from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 
 
@@ -33,24 +33,24 @@ class Step:
     drafter: Drafter | None
     verifier: Verifier
 
-    def drafts(self, forest: Forest) -> bool:
+    def drafts(self, tree_batch: TreeBatch) -> bool:
         """Whether there is anything to draft."""
-        return self.drafter is not None and forest.num_nodes > 1
+        return self.drafter is not None and tree_batch.num_nodes > 1
 
     @torch.no_grad()
-    def draft(self, rows: Rows, forest: Forest, longest: int, bound: int) -> Proposal:
+    def draft(self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int) -> Proposal:
         """Fill the rows' trees. longest, the most tokens that any row's block has; bound, as in
         `HybridModel.tree_forward`."""
-        if not self.drafts(forest):
+        if not self.drafts(tree_batch):
             return Proposal(rows.root)
         assert self.drafter is not None
-        return self.drafter.draft(rows, forest, longest, bound, self.verifier.reads_logits)
+        return self.drafter.draft(rows, tree_batch, longest, bound, self.verifier.reads_logits)
 
     @torch.no_grad()
     def verify(
         self,
-        rows: Rows,
-        forest: Forest,
+        rows: BatchState,
+        tree_batch: TreeBatch,
         proposal: Proposal,
         bound: int,
         report: Tensor,
@@ -67,15 +67,15 @@ class Step:
         cache = self.cache.narrow(0, len(rows.active))
         cache.longest_path = longest
         # A drafter that misses a block reads it later, without features
-        reader = self.feature_drafter if self.drafts(forest) else None
-        features = None if reader is None else Features(reader.feature_layers)
+        reader = self.feature_drafter if self.drafts(tree_batch) else None
+        features = None if reader is None else HiddenStateTap(reader.feature_layers)
         asked = () if features is None else (features,)
-        logits = self.target.forest_forward(proposal.tokens, forest, cache, bound, *asked)
+        logits = self.target.tree_batch_forward(proposal.tokens, tree_batch, cache, bound, *asked)
         mark("verify")
-        self.verifier.accept(logits, proposal, forest, rows, cache, report)
+        self.verifier.accept(logits, proposal, tree_batch, rows, cache, report)
         rows.remember()
         if reader is not None and features is not None:
-            reader.take_features(features.values, rows, cache.path[:, : forest.max_depth + 1])
+            reader.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
         mark("accept")
 
     @property

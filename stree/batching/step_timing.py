@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.common.errors import UsageError
 from stree.common.words import device_name, dtype_name
 from stree.generation import GenerationConfig
 from stree.models.cache import SavedPrefix
-from stree.tree_policy.step_times import Costs
-from stree.trees.build import tree_batch
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
@@ -31,8 +31,8 @@ class Timed(Protocol):
     target: Any
     drafter: Any
     cache: Any
-    rows: Rows
-    executor: Any
+    rows: BatchState
+    runner: Any
     prefill: Any
     num_rows: int
     max_length: int
@@ -61,14 +61,14 @@ def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
 
 
 @torch.no_grad()
-def measure_costs(
+def measure_step_times(
     decoder: Timed,
     trees: Sequence[TokenTree],
     context: int,
     num_steps: int,
     counts: Sequence[int] | None = None,
     generation: GenerationConfig = GenerationConfig(),
-) -> Costs:
+) -> StepTimes:
     """Time a decoder's steps, whose rows are all free, of so many rows (by default 1, 2, 4, …) with
     each tree.
 
@@ -85,7 +85,7 @@ def measure_costs(
     first = decoder.cache.at(0)
     decoder.target.prefill(tokens[None], first)
     prefix = first.save()
-    costs = Costs(
+    costs = StepTimes(
         device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
         temperature=generation.temperature,
     )  # fmt: skip
@@ -101,11 +101,11 @@ def measure_costs(
                 )
             timed = min(num_steps, room) if turn else 0
             readings.append(_begin_after(decoder, count, prefix, tokens, generation))
-            forest = tree_batch([tree] * count, decoder.target.device)
+            tree_batch = make_tree_batch([tree] * count, decoder.target.device)
             rows = decoder.rows.narrow(0, count, [generation])
-            _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED))
+            _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED))
             started = decoder.now()
-            _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
+            _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
             if timed:
                 seconds[tree].append((decoder.now() - started) / timed)
         costs.catch_up = min(readings)
@@ -115,13 +115,17 @@ def measure_costs(
     return costs
 
 
-def _run_steps(decoder: Timed, rows: Rows, forest: Forest, context: int, steps: range) -> None:
+def _run_steps(
+    decoder: Timed, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
+) -> None:
     """The host is ahead of them, as it is where its reading is hidden."""
-    longest = forest.max_depth + 1
+    longest = tree_batch.max_depth + 1
     for step in steps:
         position = min(context + step * longest, decoder.max_length)
-        decoder.executor.launch(rows, forest, longest if step else 1, position, lambda phase: None)
-        decoder.executor.drop()
+        decoder.runner.launch(
+            rows, tree_batch, longest if step else 1, position, lambda phase: None
+        )
+        decoder.runner.drop()
 
 
 def _begin_after(

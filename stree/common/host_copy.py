@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Arrival:
+class HostCopy:
     """Values on their way to the host."""
 
     def __init__(self, values: Tensor) -> None:
@@ -22,7 +22,7 @@ class Arrival:
         return self.values.tolist()
 
 
-class Sent(Arrival):
+class AsyncHostCopy(HostCopy):
     """Values that a GPU copies to the host, behind all that was started before."""
 
     def __init__(self, values: Tensor) -> None:

@@ -15,7 +15,7 @@ MOST, MOST_LARGE = 256, 8  # results a function, for small trees and for large o
 LARGE = 256  # nodes above which a tree's mask is counted in megabytes
 
 
-class LastUsed(dict[K, V]):
+class LRUCache(dict[K, V]):
     """Holds the `most` values that were last set or got by []; the one used longest ago goes."""
 
     def __init__(self, most: int) -> None:

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.checkpoints.tokenizer import encode_text
 from stree.common.errors import UsageError
-from stree.drafters import Drawn, Proposal
+from stree.drafters import Proposal, SiblingSampling
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 
 MOST_OWN = 4  # of the drafter's tokens for one of the target's, at most
 
 
 @dataclass(frozen=True)
-class Retokenised:
+class CrossTokenizerSpec:
     """A drafter of another tokenizer to be, for any decoder.
 
     Args: model, which drafts; own, its tokenizer, and targets, the target's.
@@ -37,11 +37,11 @@ class Retokenised:
 
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
-    ) -> RetokenisingDrafter:
+    ) -> CrossTokenizerDrafter:
         vocabulary = target.config.vocab_size
         if isinstance(self.model, HybridModel):
             require_tokens_alone(self.model.config)
-        return RetokenisingDrafter(
+        return CrossTokenizerDrafter(
             self.model, self.own, self.targets, vocabulary, num_rows, MOST_OWN * max_length
         )
 
@@ -65,14 +65,14 @@ class _Text:
     num_read: int = 0
 
 
-class RetokenisingDrafter:
+class CrossTokenizerDrafter:
     """Fills trees with greedy continuations, one for each of the root's children: they begin with
     the drafter's best tokens. Where they share the target's tokens they share nodes.
 
     The drafter's cache has read whole words only, as what a word is cut into depends on its end.
     """
 
-    drawn = Drawn.POINT
+    drawn = SiblingSampling.DETERMINISTIC
     capturable = False
     grows = False
 
@@ -99,15 +99,15 @@ class RetokenisingDrafter:
         self.texts[row].tokens += tokens.tolist()
 
     def draft(
-        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
-        tokens = rows.root.expand(-1, forest.num_nodes).tolist()
+        tokens = rows.root.expand(-1, tree_batch.num_nodes).tolist()
         active = rows.active.tolist()
         for row, (count, *block) in enumerate(rows.block.tolist()):
             if active[row]:
                 self.texts[row].tokens += block[:count]
-                drafts = self._drafts(row, forest.trees[row])
-                _fill(tokens[row], forest.trees[row], drafts)
+                drafts = self._drafts(row, tree_batch.trees[row])
+                _fill(tokens[row], tree_batch.trees[row], drafts)
         return Proposal(torch.tensor(tokens, device=rows.root.device))
 
     def _drafts(self, row: int, tree: TokenTree) -> list[list[int]]:

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batching.state import Rows
-from stree.drafters import Drawn, Proposal
-from stree.models.chunk_pass import PieceRoom
-from stree.models.hidden_states import FeatureInput
+from stree.batching.state import BatchState
+from stree.drafters import Proposal, SiblingSampling
+from stree.models.chunk_pass import PrefillScratch
+from stree.models.hidden_states import HiddenStateProjection
 from stree.models.layer_caches import Which
 from stree.models.model import HybridModel, last_of, read_row
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import Forest, Level
+from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
 from stree_kernels.contracts import Sampling, Stream, Topology
 
 
 @dataclass(frozen=True)
-class Drawing:
+class ModelDrafterSpec:
     """A model drafter to be, for any decoder.
 
     Args: model, of the target's vocabulary; siblings, how it draws them: without replacement;
@@ -32,7 +32,7 @@ class Drawing:
     """
 
     model: HybridModel
-    siblings: Drawn = Drawn.WITHOUT_REPLACEMENT
+    siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
 
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
@@ -59,12 +59,12 @@ class ModelDrafter:
         num_rows: int,
         max_length: int,
         max_nodes: int,
-        siblings: Drawn = Drawn.WITHOUT_REPLACEMENT,
+        siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
     ) -> None:
         self.model, self.siblings = model, siblings
         self.drawn = siblings
         # What trees grow by are values of siblings that differ
-        self.grows = siblings is not Drawn.INDEPENDENT
+        self.grows = siblings is not SiblingSampling.INDEPENDENT
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.cache.variant.copy_(torch.arange(num_rows))
@@ -92,7 +92,7 @@ class ModelDrafter:
         read_row: Callable[..., Tensor] = read_row,
     ) -> None:
         """features (T', F), of the last T' tokens up to the last of these, as many as are known;
-        read_row, how an executor reads."""
+        read_row, how an runner reads."""
         inputs = None if self.inputs is None else self._inputs_of(row, len(tokens), features)
         read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
@@ -114,7 +114,7 @@ class ModelDrafter:
 
     @torch.no_grad()
     def read_padded(
-        self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, room: PieceRoom,
+        self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, room: PrefillScratch,
         bound: int, streams: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """`read` of the first of tokens (1, T) for graphs, as `HybridModel.prefill_padded`, but for
@@ -131,7 +131,7 @@ class ModelDrafter:
         left = count - skipped
         self.model.prefill_padded(tokens, left, row, self.cache, room, bound, inputs=inputs)
 
-    def take_features(self, features: Tensor, rows: Rows, path: Tensor) -> None:
+    def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
         """Remember what is added to the tokens of the rows' blocks: each token of a block comes
         after one of the accepted nodes, path (B, M); features (B, N, F) of all nodes."""
         assert self.inputs is not None
@@ -140,47 +140,53 @@ class ModelDrafter:
         # Beyond its length a path has nodes of other trees, and nobody reads what comes of them
         torch.where(active, self._reader.of_nodes(features, path), inputs, out=inputs)
 
-    def _inputs_of_drafts(self, hidden: Tensor, forest: Forest, number: int) -> Tensor:
+    def _inputs_of_drafts(self, hidden: Tensor, tree_batch: TreeBatch, number: int) -> Tensor:
         """What is added to the nodes of a level, (B, n, D), given hidden (B, m, D) of the level
         above."""
-        shape = *forest.levels[number].nodes.shape, hidden.shape[2]
+        shape = *tree_batch.levels[number].nodes.shape, hidden.shape[2]
         after = self._reader.of_drafts(hidden)
         if hidden.shape[1] == 1 or not self._reader.reads_own:
             return after[:, :1].expand(shape)
-        return after.gather(1, forest.above(number)[..., None].expand(shape))
+        return after.gather(1, tree_batch.above(number)[..., None].expand(shape))
 
     @property
-    def _reader(self) -> FeatureInput:
+    def _reader(self) -> HiddenStateProjection:
         return self.model.model.features
 
     def draft(
-        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
         batch, model = len(rows.active), self.model
-        if self.siblings is Drawn.POINT:  # the best tokens; what sampling leaves out is no matter
+        if (
+            self.siblings is SiblingSampling.DETERMINISTIC
+        ):  # the best tokens; what sampling leaves out is no matter
             rows, keep_logits = replace(rows, sampled=False, filtered=False), False
-        independent = self.siblings is Drawn.INDEPENDENT
+        independent = self.siblings is SiblingSampling.INDEPENDENT
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
-        bound = min(bound + max(longest, forest.num_drawn_from), cache.num_slots)
+        bound = min(bound + max(longest, tree_batch.num_drawn_from), cache.num_slots)
         chains = self._chains_of(batch, longest)
         block = rows.block[:, : 1 + longest]
         inputs = None if self.inputs is None else self.inputs[:batch, :longest]
         call = model.tree_call(block[:, 1:], chains, cache, bound=bound, inputs=inputs)
         stream = model.tree_stream(call, ends=False)
-        tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
-        if forest.pool is not None:
-            tokens = forest.pool
-        hidden: Tensor | Stream = ops.take_roots(stream, block, rows.active, tokens, cache.steering)
-        finite = torch.empty(batch, forest.num_drawn_from, dtype=torch.bool, device=tokens.device)
+        tokens = self._tokens[: batch * tree_batch.num_nodes].view(batch, -1)
+        if tree_batch.pool is not None:
+            tokens = tree_batch.pool
+        hidden: Tensor | Stream = ops.take_roots(
+            stream, block, rows.active, tokens, cache.cache_state
+        )
+        finite = torch.empty(
+            batch, tree_batch.num_drawn_from, dtype=torch.bool, device=tokens.device
+        )
         read = drawn = 0
         drawn_from = []
-        for number, level in enumerate(forest.levels):
+        for number, level in enumerate(tree_batch.levels):
             count = level.nodes.shape[1]
             if number:
-                forest.grow(number)
-                inner = forest.inner_topology(width)
+                tree_batch.grow(number)
+                inner = tree_batch.inner_topology(width)
                 if inputs is not None:
-                    inputs = self._inputs_of_drafts(_normed(hidden), forest, number)
+                    inputs = self._inputs_of_drafts(_normed(hidden), tree_batch, number)
                 call = model.tree_call(
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )
@@ -189,17 +195,17 @@ class ModelDrafter:
             chosen = (
                 level.noise_at(keep_logits), None if independent else rows.sampling, level.places,
                 tokens,
-                finite[:, drawn : drawn + count], level.nodes, forest.values,
+                finite[:, drawn : drawn + count], level.nodes, tree_batch.values,
             )  # fmt: skip
             if rows.leaves_out:
-                drafts = forest.drafts_at(rows, tokens, number)
+                drafts = tree_batch.drafts_at(rows, tokens, number)
                 logits = rows.kept(model.head_logits(_normed(hidden)), drafts, model.head_ids)
                 ops.choose_children(logits, *chosen, model.head_ids)
             else:
                 logits = model.draw_children(hidden, *chosen)
             if independent and rows.sampling is not None:
                 self._draw_each(logits, level, rows, rows.sampling, tokens, keep_logits)
-            forest.rate(number, logits, rows, tokens, model.head_ids)
+            tree_batch.rate(number, logits, rows, tokens, model.head_ids)
             drawn += count
             drawn_from.append(logits)
         all_logits = None
@@ -207,11 +213,11 @@ class ModelDrafter:
             all_logits = model.over_vocabulary(torch.cat(drawn_from, dim=1))
         points = None
         if independent:  # greedy rows have the best tokens, which differ
-            points = (rows.temperature == 0)[:, None].repeat(1, forest.num_nodes)
-        return Proposal(forest.finish(tokens), finite, all_logits, points, independent)
+            points = (rows.temperature == 0)[:, None].repeat(1, tree_batch.num_nodes)
+        return Proposal(tree_batch.finish(tokens), finite, all_logits, points, independent)
 
     def _draw_each(
-        self, logits: Tensor, level: Level, rows: Rows, sampling: Sampling, tokens: Tensor,
+        self, logits: Tensor, level: Level, rows: BatchState, sampling: Sampling, tokens: Tensor,
         unshared: bool,
     ) -> None:  # fmt: skip
         """Let rows that sample draw each child of a level's nodes from all of logits (B, n, K)."""
@@ -228,8 +234,8 @@ class ModelDrafter:
     def _chains_of(self, batch: int, length: int) -> Topology:
         """As many chains, which certain tokens are read as."""
         if (batch, length) not in self._chains:
-            forest = tree_batch([TokenTree.chain(length - 1)] * batch, self.model.device)
-            self._chains[batch, length] = forest.topology(self.model.config.d_conv)
+            tree_batch = make_tree_batch([TokenTree.chain(length - 1)] * batch, self.model.device)
+            self._chains[batch, length] = tree_batch.topology(self.model.config.d_conv)
         return self._chains[batch, length]
 
 

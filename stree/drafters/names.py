@@ -12,9 +12,9 @@ from typing import Any
 from stree.checkpoints.tokenizer import encode_text, load_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import read_text
-from stree.drafters import Drawn
-from stree.drafters.cross_tokenizer import Retokenised
-from stree.drafters.model import Drawing
+from stree.drafters import SiblingSampling
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.models.model import HybridModel
 
@@ -26,21 +26,21 @@ DRAFTERS = (
     "ngram:6 or ngram:6,FILE (from the text, and a corpus); FOLDER+ngram:6 (both in one tree)"
 )
 _TEXT, _FLOAT8 = "text:", "float8:"
-_SIBLINGS = {"independent:": Drawn.INDEPENDENT, "top:": Drawn.POINT}
+_SIBLINGS = {"independent:": SiblingSampling.INDEPENDENT, "top:": SiblingSampling.DETERMINISTIC}
 
 
 @dataclass(frozen=True)
 class DrafterName:
     """What a name asks for: a folder, n-grams (context of 0: none) with a corpus' file, or both;
     retokenised, a folder whose drafts are handed over as text; float8, one whose model drafts with
-    its head in 8 bits; siblings, how its model draws them (`stree.drafters.model.Drawing`)."""
+    its head in 8 bits; siblings, how its model draws them (`stree.drafters.model.ModelDrafterSpec`)."""
 
     folder: str | os.PathLike[str] | None
     context: int = 0
     corpus: str | None = None
     retokenised: bool = False
     float8: bool = False
-    siblings: Drawn = Drawn.WITHOUT_REPLACEMENT
+    siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
 
     @classmethod
     def parse(cls, name: str) -> DrafterName:
@@ -107,12 +107,12 @@ class DrafterName:
     @property
     def draws_in_turn(self) -> bool:
         """Siblings without replacement, as models do where a name asks for nothing else."""
-        return self.siblings is Drawn.WITHOUT_REPLACEMENT
+        return self.siblings is SiblingSampling.WITHOUT_REPLACEMENT
 
     @property
     def grows(self) -> bool:
         """Whether it fills trees that grow, as `Drafter.grows`."""
-        return self.is_folder and self.siblings is not Drawn.INDEPENDENT
+        return self.is_folder and self.siblings is not SiblingSampling.INDEPENDENT
 
     def corpus_text(self) -> str:
         """Raises `NotFound` without such a file."""
@@ -125,7 +125,9 @@ class DrafterName:
         except (OSError, ValueError) as error:
             raise UsageError(f"the corpus {self.corpus} cannot be read: {error}") from error
 
-    def make(self, model: HybridModel | None, tokenizer: Any) -> Drawing | NGram | Retokenised:
+    def make(
+        self, model: HybridModel | None, tokenizer: Any
+    ) -> ModelDrafterSpec | NGram | CrossTokenizerSpec:
         """For a decoder; model, of the folder, and tokenizer, the target's, or None. Raises
         `UsageError` where it is needed and not there."""
         if self.float8:
@@ -133,15 +135,16 @@ class DrafterName:
             model.put_head_in_8_bits()
         if self.is_folder:
             assert model is not None
-            return Drawing(model, self.siblings)
+            return ModelDrafterSpec(model, self.siblings)
         text = self.corpus_text()
         if tokenizer is None and (text or self.retokenised):
             raise UsageError(
                 "n-grams of a file need a tokenizer, and so do drafters of another one: make "
-                "stree.drafters.ngram.NGram or stree.drafters.cross_tokenizer.Retokenised yourself"
+                "stree.drafters.ngram.NGram or "
+                "stree.drafters.cross_tokenizer.CrossTokenizerSpec yourself"
             )
         if self.retokenised:
             assert model is not None and self.folder is not None
-            return Retokenised(model, load_tokenizer(self.folder), tokenizer)
+            return CrossTokenizerSpec(model, load_tokenizer(self.folder), tokenizer)
         corpus = tuple(encode_text(tokenizer, text) if text else ())
         return NGram(self.context, corpus, model, self.siblings)

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.batching.state import Rows
-from stree.drafters import Drawn, Proposal
+from stree.batching.state import BatchState
+from stree.drafters import Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.generation import require_whole
 from stree.models.layer_caches import Which, fill
 from stree.models.model import HybridModel
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 
 NOTHING = -1  # a slot of no token
 NUM_PLACES = 16  # of a corpus, for each count of tokens that match, at which a step looks
@@ -34,14 +34,14 @@ class NGram:
 
     Args: context, how many of the last tokens a place in the text is compared by; corpus, tokens of
     a text to draft from beside the sequence's own. model, a drafter for the rest of the tree, and
-    how it draws siblings (as of `Drawing`): then the n-grams fill the root's last child and what is
-    below it. Raises `UsageError` for a context that is no whole number of at least 1.
+    how it draws siblings (as of `ModelDrafterSpec`): then the n-grams fill the root's last child
+    and what is below it. Raises `UsageError` for a context that is no whole number of at least 1.
     """
 
     context: int = 6
     corpus: Sequence[int] = ()
     model: HybridModel | None = None
-    siblings: Drawn = Drawn.WITHOUT_REPLACEMENT
+    siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
 
     def __post_init__(self) -> None:
         require_whole("context", self.context)
@@ -133,7 +133,7 @@ class Text:
         self.slots[row].index_copy_(0, places, tokens.to(self.slots))
         self.num_read[row] += len(tokens)
 
-    def take(self, rows: Rows, longest: int) -> None:
+    def take(self, rows: BatchState, longest: int) -> None:
         """Read the rows' blocks, up to and with their roots."""
         slots, block = self.slots[: len(rows.active)], rows.block[:, : 1 + longest]
         count = torch.where(rows.active, block[:, 0], 0)[:, None]
@@ -143,11 +143,11 @@ class Text:
         num_read = self.num_read[: len(rows.active)]
         torch.where(rows.active, rows.position + 1, num_read, out=num_read)
 
-    def roots(self, rows: Rows) -> Tensor:
+    def roots(self, rows: BatchState) -> Tensor:
         """(B, 1) their tokens; any in idle rows."""
         return self._at(rows, 0).clamp(min=0)
 
-    def look(self, rows: Rows, reach: int) -> Seen:
+    def look(self, rows: BatchState, reach: int) -> Seen:
         """For trees of that depth."""
         slots = self.slots[: len(rows.active), :-1]
         places = self.start + rows.position[:, None] - self._back
@@ -170,19 +170,19 @@ class Text:
         return Seen(slots, length[:, None])
 
     def fill(
-        self, rows: Rows, forest: Forest, tokens: Tensor, places: Tensor | None = None,
+        self, rows: BatchState, tree_batch: TreeBatch, tokens: Tensor, places: Tensor | None = None,
         barred: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write drafts into tokens (B, N), which hold the roots. places (B, 1, k), those of the
         root's children to write, and barred (B, 1, j), what they must not be; all and anything if
         not given."""
-        size, seen = forest.num_nodes, self.look(rows, forest.max_depth)
+        size, seen = tree_batch.num_nodes, self.look(rows, tree_batch.max_depth)
         matches = seen.matches
         slots = F.pad(tokens, (0, 1))  # the last takes what no node does
-        for depth, level in enumerate(forest.levels):
+        for depth, level in enumerate(tree_batch.levels):
             if depth:
                 nodes = level.nodes.clamp(min=0)
-                above = forest.above(depth)[..., None]
+                above = tree_batch.above(depth)[..., None]
                 matches = matches.gather(1, above.expand(-1, -1, matches.shape[2]))
                 matches = seen.after(matches, slots.gather(1, nodes))
             here = level.places if depth or places is None else places
@@ -190,7 +190,7 @@ class Text:
             slots.scatter_(1, here.masked_fill(here < 0, size).flatten(1), found.flatten(1))
         tokens.copy_(slots[:, :-1])
 
-    def _at(self, rows: Rows, back: int) -> Tensor:
+    def _at(self, rows: BatchState, back: int) -> Tensor:
         """(B, 1) tokens so many before the root; none before the text's begin."""
         place = self.start + rows.position[:, None] - back
         return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
@@ -245,7 +245,7 @@ def _completed(found: Tensor, barred: Tensor | None) -> Tensor:
 class NGramDrafter:
     """Fills trees with continuations that the text has."""
 
-    drawn = Drawn.POINT
+    drawn = SiblingSampling.DETERMINISTIC
     capturable = True
     grows = False
 
@@ -259,11 +259,11 @@ class NGramDrafter:
         self.text.read(row, tokens)
 
     def draft(
-        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
         self.text.take(rows, longest)
-        tokens = F.pad(self.text.roots(rows), (0, forest.num_nodes - 1))
-        self.text.fill(rows, forest, tokens)
+        tokens = F.pad(self.text.roots(rows), (0, tree_batch.num_nodes - 1))
+        self.text.fill(rows, tree_batch, tokens)
         return Proposal(tokens)
 
 
@@ -274,12 +274,12 @@ class GraftingDrafter(ModelDrafter):
 
     def __init__(
         self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,
-        siblings: Drawn = Drawn.WITHOUT_REPLACEMENT,
+        siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
     ) -> None:  # fmt: skip
         super().__init__(model, num_rows, max_length, max_nodes, siblings)
         self.text, self.grows = text, False
-        if siblings is not Drawn.POINT:
-            self.drawn = Drawn.MIXED
+        if siblings is not SiblingSampling.DETERMINISTIC:
+            self.drawn = SiblingSampling.MIXED
 
     def clear(self, row: Which) -> None:
         super().clear(row)
@@ -290,10 +290,10 @@ class GraftingDrafter(ModelDrafter):
         self.text.read(row, tokens)
 
     def draft(
-        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
-        proposal = super().draft(rows, forest, longest, bound, keep_logits)
-        tokens, places = proposal.tokens, forest.levels[0].places  # (B, N), (B, 1, K)
+        proposal = super().draft(rows, tree_batch, longest, bound, keep_logits)
+        tokens, places = proposal.tokens, tree_batch.levels[0].places  # (B, N), (B, 1, K)
         self.text.take(rows, longest)
         number = torch.arange(places.shape[2], device=tokens.device)
         last = (places >= 0).sum(-1, keepdim=True) - 1
@@ -301,13 +301,13 @@ class GraftingDrafter(ModelDrafter):
         drawn = tokens.gather(1, places[:, 0].clamp(min=0))[:, None]
         barred = torch.where(number < last, drawn, self.text.vocabulary)
         drafts = tokens.clone()
-        self.text.fill(rows, forest, drafts, place, barred)
-        points = torch.arange(forest.num_nodes, device=tokens.device) == place[:, 0]
-        parents = forest.parents.clamp(min=0)
-        for _ in range(forest.max_depth - 1):
+        self.text.fill(rows, tree_batch, drafts, place, barred)
+        points = torch.arange(tree_batch.num_nodes, device=tokens.device) == place[:, 0]
+        parents = tree_batch.parents.clamp(min=0)
+        for _ in range(tree_batch.max_depth - 1):
             points = points | points.gather(1, parents)
         tokens = torch.where(points, drafts, tokens)
         if proposal.points is not None:
             points = points | proposal.points
-        everywhere = self.siblings is Drawn.POINT
+        everywhere = self.siblings is SiblingSampling.DETERMINISTIC
         return replace(proposal, tokens=tokens, points=None if everywhere else points)

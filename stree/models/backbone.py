@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import FeatureInput
+from stree.models.hidden_states import HiddenStateProjection
 from stree.models.layers.layer import Layer, SharedTransformer
 from stree.models.layers.norm import RMSNorm
 
@@ -32,7 +32,7 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, slots[i]) for i in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, config.rms_norm_eps)
         if config.feature_layers:
-            self.features = FeatureInput(config)
+            self.features = HiddenStateProjection(config)
         if config.num_shared_blocks:
             self.shared = nn.ModuleList(
                 SharedTransformer(config) for _ in range(config.num_shared_blocks)

@@ -33,10 +33,10 @@ from stree.models.layer_caches import (
     fill,
 )
 from stree.models.layers.rotary import rotary_angles
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Steering
+from stree_kernels.contracts import CacheState
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class HybridCache:
         self.path_length = zeros(dtype=torch.long)  # (B,) how many of them count
         self.variant = zeros(dtype=torch.long)  # (B,) the tree of each sequence, if several
         self.parity = torch.zeros(1, device=device, dtype=torch.long)
-        self.steering = Steering(
+        self.cache_state = CacheState(
             self.length, self.path, self.path_length, self.variant, self.parity
         )
         self.longest_path: int | None = None  # what the host knows of path_length: the most
         self.last_tree: LastTree | None = None
         if require_backtracking(backtracking) == "joint":
-            path = tree_batch([TokenTree.chain(max_nodes - 1)], self.parity.device)
+            path = make_tree_batch([TokenTree.chain(max_nodes - 1)], self.parity.device)
             self.last_tree = LastTree.empty(batch, path.topology(config.d_conv), self.parity)
         rotary = None
         if config.attn_layers:
@@ -155,7 +155,7 @@ class HybridCache:
             return view
         for name in ("length", "path", "path_length", "variant"):
             setattr(view, name, getattr(self, name).narrow(0, first, count))
-        view.steering = Steering(
+        view.cache_state = CacheState(
             view.length, view.path, view.path_length, view.variant, self.parity
         )
         view.last_tree = self.last_tree and self.last_tree.narrow(first, count)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from stree.models.cache import HybridCache
 from stree.models.layer_caches import AttentionCache, LayerCache
-from stree.models.layers.part import TreeCall
+from stree.models.layers.part import TreePass
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import topology_of
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 
 
-class PieceRoom:
+class PrefillScratch:
     """What reading pieces of `size` tokens (two at least) takes beside a cache, for a conv of some
     width."""
 
@@ -44,9 +44,9 @@ class PieceRoom:
 
 
 @dataclass(kw_only=True)
-class ReadingCall(TreeCall):
-    """A call over a piece; `steering` and `topology` are its own, the others say how states go on
-    along it."""
+class ChunkPass(TreePass):
+    """A call over a piece; `cache_state` and `topology` are its own, the others say how states go
+    on along it."""
 
     READY: ClassVar[str] = "none"  # the launch ahead may be over the same piece
 
@@ -54,13 +54,13 @@ class ReadingCall(TreeCall):
     row: Tensor  # (1,) the sequence that reads
     count: Tensor  # (1,) tokens that count
     pair: Topology
-    after: Steering
+    after: CacheState
 
     @classmethod
     def of(
-        cls, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache, room: PieceRoom,
+        cls, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache, room: PrefillScratch,
         bound: int, inputs: Tensor | None, **model: Any,
-    ) -> ReadingCall:  # fmt: skip
+    ) -> ChunkPass:  # fmt: skip
         """Of the first `count` of tokens (1, T), by one sequence of a cache; the rest may be
         anything. inputs (1, T, D), likewise, or None."""
         padding = room.places >= count
@@ -69,7 +69,7 @@ class ReadingCall(TreeCall):
         zero, one = room.numbers
         length = cache.length.index_select(0, row)
         before, after = (
-            Steering(length, room.places, accepted, zero, parity, row).of_a_call(cls.READY)
+            CacheState(length, room.places, accepted, zero, parity, row).of_a_call(cls.READY)
             for accepted, parity in ((zero, zero), (count, one))
         )
         layers = zip(cache.layers, room.layers, strict=True)
@@ -83,16 +83,16 @@ class ReadingCall(TreeCall):
         self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
     ) -> Tensor:
         if isinstance(cache, AttentionCache):  # keys lie where they belong
-            return op(x, out, self.topology, self.steering, 0)
+            return op(x, out, self.topology, self.cache_state, 0)
         cache.begin_joint()
-        y = op(x, out, self.topology, self.steering, 0)
+        y = op(x, out, self.topology, self.cache_state, 0)
         # A tree that nobody wants, for what comes before it. Of a single node, the gated delta rule
         # would go on node by node
         op(x[:, :2], None, self.pair, self.after, 0)
         cache.end_joint()
         return y
 
-    def after_a_mixer(self) -> ReadingCall:
+    def after_a_mixer(self) -> ChunkPass:
         return self
 
     def end(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from stree.models.layers.norm import RMSNorm
 from stree_kernels import ops
 
 
-class Features:
+class HiddenStateTap:
     """Takes the residual stream after some layers out of a target's calls."""
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class Features:
 GAIN = 0.02  # of what is added to embeddings, to begin with: as large as those are drawn
 
 
-class FeatureInput(nn.Module):
+class HiddenStateProjection(nn.Module):
     """What a drafter adds to a token's embedding: the feature of the token before it, each layer's
     normed, all projected, and normed again, or their size would drown the embedding as soon as the
     projection learns. For a token whose feature is not known it is a learnt vector; for a drafted

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stree.common.errors import UsageError
-from stree.models.layers.part import TreeCall, rows_of
-from stree_kernels.contracts import Steering, Stream, Topology
+from stree.models.layers.part import TreePass, rows_of
+from stree_kernels.contracts import CacheState, Stream, Topology
 
 BACKTRACKING = ("replay", "joint")
 
@@ -61,36 +61,36 @@ class LastTree:
         """The tokens at the nodes of path (B, P)."""
         return self.tokens.gather(1, path)
 
-    def steerings(self, after: Steering) -> tuple[Steering, Steering]:
+    def cache_states(self, after: CacheState) -> tuple[CacheState, CacheState]:
         """Of the path's nodes, which nothing is accepted before, and of the tree's after them."""
         first, second = self.parities
         return (
-            Steering(after.length, self.chain, self.none, self.none, first).of_a_call("memory"),
-            Steering(after.length, self.chain, after.path_length, after.variant, second),
+            CacheState(after.length, self.chain, self.none, self.none, first).of_a_call("memory"),
+            CacheState(after.length, self.chain, after.path_length, after.variant, second),
         )
 
 
 @dataclass(kw_only=True)
-class JointCall(TreeCall):
-    """A call over [path, tree]; `steering` and `topology` are the tree's."""
+class JointPass(TreePass):
+    """A call over [path, tree]; `cache_state` and `topology` are the tree's."""
 
     READY: ClassVar[str] = "none"  # the launch ahead was over the path
 
     chain: Topology
-    before: Steering
+    before: CacheState
     path_nodes: int
 
     @classmethod
     def of(
         cls, tokens: Tensor, topology: Topology, cache: Any, bound: int, **model: Any
-    ) -> JointCall:
+    ) -> JointPass:
         """Of the tree's tokens (B, N), which take the last ones' place, after the path of those."""
         last, longest = cache.last_tree, cache.longest_path
         if longest is None:
             longest = max(1, int(cache.path_length.max()))
         fed = torch.cat([last.on(cache.path[:, :longest]), tokens], dim=1)
         last.tokens[:, : tokens.shape[1]] = tokens
-        before, after = last.steerings(cache.steering)
+        before, after = last.cache_states(cache.cache_state)
         return cls(
             topology, after, 0, bound + longest, cache.layers, tokens=fed, nodes=None,
             chain=last.topology, before=before, path_nodes=longest, **model,
@@ -106,12 +106,12 @@ class JointCall(TreeCall):
             to_path, to_tree = out[:, : self.path_nodes], out[:, self.path_nodes :]
         y = [
             op(path, to_path, self.chain, self.before, 0),
-            op(tree, to_tree, self.topology, self.steering, 0),
+            op(tree, to_tree, self.topology, self.cache_state, 0),
         ]
         cache.end_joint()
         return torch.cat(y, dim=1) if out is None else out
 
-    def after_a_mixer(self) -> JointCall:
+    def after_a_mixer(self) -> JointPass:
         return self
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
@@ -119,6 +119,6 @@ class JointCall(TreeCall):
         super().enter(layer, rows_of(x)[:, self.path_nodes :])
 
     def end(self, hidden: Tensor) -> Tensor:
-        self.steering.length.add_(self.steering.path_length)
-        self.steering.path_length.zero_()
+        self.cache_state.length.add_(self.cache_state.path_length)
+        self.cache_state.path_length.zero_()
         return hidden[:, self.path_nodes :].contiguous()

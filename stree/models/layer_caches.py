@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Derived, GatedDeltaShape, MixerShape, Steering
+from stree_kernels.contracts import CacheState, Derived, GatedDeltaShape, MixerShape
 
 Which = int | slice | Tensor  # of the sequences; a tensor of rows, (n,) int64, for graphs
 EACH = slice(None)
@@ -57,7 +57,7 @@ class AttentionCache:
         return replace(self, rotary=F.pad(self.rotary, (0, 0, 0, num_nodes)))
 
     def taken(self, row: Tensor, scratch: AttentionCache) -> AttentionCache:
-        """Keys stay where they are: `Steering.rows` says whose they are."""
+        """Keys stay where they are: `CacheState.rows` says whose they are."""
         return replace(self, rotary=scratch.rotary)
 
     def put_back(self, row: Tensor, taken: AttentionCache) -> None: ...
@@ -75,17 +75,19 @@ class AttentionCache:
         yield KEYS, self.keys
         yield KEYS, self.values
 
-    def apply_path(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Make the accepted path's keys and values contiguous."""
         for cache in (self.keys, self.values):
-            naive.move_accepted(cache, steering.length, steering.path, steering.path_length)
+            naive.move_accepted(
+                cache, cache_state.length, cache_state.path, cache_state.path_length
+            )
 
 
 @dataclass
 class ConvCache:
     """What the conv of a layer reads: of [committed tail, last tree] its raw inputs, twice.
 
-    A call writes the new tree into the half that does not hold the last one (`Steering.parity`).
+    A call writes the new tree into the half that does not hold the last one (`CacheState.parity`).
     With joint attainment the rows serve all layers alike, and each has its tail beside.
     """
 
@@ -245,9 +247,9 @@ class MambaCache(RecurrentCache):
 
     shape: MixerShape
 
-    def apply_path(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance state and tail along the accepted path."""
-        tail = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, steering)
+        tail = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, cache_state)
         self.tail = tail[..., : self.shape.num_channels]
 
 
@@ -260,9 +262,9 @@ class ShortConvCache(ConvCache):
     def tail_shape(self) -> tuple[int, int]:
         return self.width - 1, self.rows.shape[-1]
 
-    def apply_path(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance the tail along the accepted path."""
-        self.tail = naive.short_conv_replay(self.rows, self.width - 1, steering)
+        self.tail = naive.short_conv_replay(self.rows, self.width - 1, cache_state)
 
 
 @dataclass
@@ -310,10 +312,10 @@ class GatedDeltaCache(RecurrentCache):
         yield from super().held()
         yield NODES, self.updates
 
-    def apply_path(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance state and tail along the accepted path."""
         tail = naive.gated_delta_replay(
-            self.rows, self.updates, self.state, mixer.weights, self.shape, steering
+            self.rows, self.updates, self.state, mixer.weights, self.shape, cache_state
         )
         self.tail = tail[..., : self.shape.num_channels]
 

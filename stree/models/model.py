@@ -20,26 +20,26 @@ from torch import Tensor, nn
 from stree.common.errors import UsageError
 from stree.models.backbone import Backbone
 from stree.models.cache import HybridCache
-from stree.models.chunk_pass import PieceRoom, ReadingCall
+from stree.models.chunk_pass import ChunkPass, PrefillScratch
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.initialisation import initialise
-from stree.models.joint import JointCall
+from stree.models.joint import JointPass
 from stree.models.layers.attention import sample_bounds, takes_packed
 from stree.models.layers.layer import Layer, SharedTransformer
 from stree.models.layers.part import (
-    Extension,
     Part,
-    Sequences,
-    TreeCall,
+    PrefillPass,
+    TrainingPass,
+    TreePass,
     has_products_in_8_bits,
     lay_for_products,
     product_dtype,
 )
 from stree.models.layers.rotary import rotary_angles
-from stree.models.multi_step import Ahead, Scanned
+from stree.models.multi_step import MultiStepPass, Scanned
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import Forest, topology_of
+from stree.trees.tree_batch import TreeBatch, topology_of
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Sampling, Scaled, Stream, Topology
 from stree_kernels.index_plan import whole_heads
@@ -54,7 +54,7 @@ def read_row(
     cache: Any,
     row: int,
     tokens: Tensor,
-    features: Features | None = None,
+    features: HiddenStateTap | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
     """`HybridModel.prefill` of tokens (T,) by one sequence of a cache, with inputs (T, D)."""
@@ -142,7 +142,7 @@ class HybridModel(nn.Module):
         row = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(row.shape[1], device=self.device)[None]
         x = self.model.embed_tokens(row)
-        context = Sequences(self._rotary(positions), shared=self.model.shared_blocks, embedded=x)
+        context = TrainingPass(self._rotary(positions), shared=self.model.shared_blocks, embedded=x)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
             if not bool(x.isfinite().all()):
@@ -161,7 +161,7 @@ class HybridModel(nn.Module):
         tokens: Tensor,
         segment_ids: Tensor | None = None,
         *,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
         read: Tensor | None = None,
         known: Tensor | None = None,
     ) -> Tensor:
@@ -186,7 +186,7 @@ class HybridModel(nn.Module):
         x = self.model.embed_tokens(tokens)
         if read is not None:
             x = x + self.model.features(read, segment_ids, known)
-        context = Sequences(
+        context = TrainingPass(
             self._rotary(positions), segment_ids, mask,
             shared=self.model.shared_blocks, embedded=x, bounds=bounds,
         )  # fmt: skip
@@ -220,7 +220,7 @@ class HybridModel(nn.Module):
                 x = embedded + reader.of_drafts(hidden[-1].roll(1, dims=1))
             else:
                 x = embedded + reader(read, segment_ids, known)
-            context = Ahead(segment_ids=segment_ids, scanned=scanned)
+            context = MultiStepPass(segment_ids=segment_ids, scanned=scanned)
             for layer in cast(list[Layer], self.model.layers):
                 x = layer.forward(x, context)
             hidden.append(self.model.norm(x))
@@ -387,7 +387,7 @@ class HybridModel(nn.Module):
         cache: HybridCache,
         chunk: int = READ_AT_ONCE,
         *,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
         """Commit whole sequences, tokens (B, T), to the cache, in chunks of `chunk` tokens.
@@ -409,7 +409,7 @@ class HybridModel(nn.Module):
         self,
         tokens: Tensor,
         cache: HybridCache,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
         start, num_tokens = cache.num_committed, tokens.shape[1]
@@ -422,7 +422,7 @@ class HybridModel(nn.Module):
         x, y = self.model.embed_tokens(tokens), None
         if inputs is not None:
             x = x + inputs
-        context = Extension(
+        context = PrefillPass(
             self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=x,
             caches=cache.layers, start=start, features=features,
         )  # fmt: skip
@@ -442,10 +442,10 @@ class HybridModel(nn.Module):
         count: Tensor,
         row: Tensor,
         cache: HybridCache,
-        room: PieceRoom,
+        room: PrefillScratch,
         bound: int,
         *,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
         """`prefill` of the first of tokens (1, T), for graphs: only the device knows how many they
@@ -456,7 +456,7 @@ class HybridModel(nn.Module):
         features has padding, too.
         """
         self.pack_what_moved()
-        call = ReadingCall.of(
+        call = ChunkPass.of(
             tokens, count, row, cache, room, bound, inputs,
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             features=features,
@@ -487,17 +487,17 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     @on_own_gpu
-    def forest_forward(
+    def tree_batch_forward(
         self,
         tokens: Tensor,
-        forest: Forest,
+        tree_batch: TreeBatch,
         cache: HybridCache,
         bound: int,
-        features: Features | None = None,
+        features: HiddenStateTap | None = None,
     ) -> Tensor:
         """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N), as multiplied.
         features takes what a drafter reads of the nodes."""
-        topology = forest.topology(self.config.d_conv)
+        topology = tree_batch.topology(self.config.d_conv)
         call = self.tree_call(tokens, topology, cache, bound=bound, features=features)
         return self.logits(self.tree_hidden(call), wide=False)
 
@@ -513,8 +513,8 @@ class HybridModel(nn.Module):
         nodes: Tensor | None = None,
         *,
         inputs: Tensor | None = None,
-        features: Features | None = None,
-    ) -> TreeCall:
+        features: HiddenStateTap | None = None,
+    ) -> TreePass:
         """A call over nodes first … first + Q − 1 of trees, for `tree_hidden` or `tree_stream`.
 
         With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
@@ -530,15 +530,15 @@ class HybridModel(nn.Module):
             inputs=inputs, features=features,
         )  # fmt: skip
         if cache.last_tree is not None:
-            return JointCall.of(tokens, topology, cache, bound or used, **model)
-        return TreeCall(
-            topology, cache.steering, first, bound or used, cache.layers,
+            return JointPass.of(tokens, topology, cache, bound or used, **model)
+        return TreePass(
+            topology, cache.cache_state, first, bound or used, cache.layers,
             tokens=tokens, nodes=nodes, **model,
         )  # fmt: skip
 
     @torch.no_grad()
     @on_own_gpu
-    def tree_hidden(self, call: TreeCall) -> Tensor:
+    def tree_hidden(self, call: TreePass) -> Tensor:
         """Hidden states (B, Q, D) after the final norm of a call's nodes."""
         stream = self._run_tree(call)
         hidden = ops.norm(stream)
@@ -547,7 +547,7 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     @on_own_gpu
-    def tree_stream(self, call: TreeCall, *, ends: bool = True) -> Stream:
+    def tree_stream(self, call: TreePass, *, ends: bool = True) -> Stream:
         """The same, with replay, as a stream ahead of the final norm, for `draw_children`; or for
         `ops.take_roots`, which ends the call itself."""
         stream = self._run_tree(call)
@@ -555,7 +555,7 @@ class HybridModel(nn.Module):
             call.end(stream.source)
         return stream
 
-    def _run_tree(self, call: TreeCall) -> Stream:
+    def _run_tree(self, call: TreePass) -> Stream:
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
@@ -569,7 +569,7 @@ class HybridModel(nn.Module):
             return self._read_path(cache)
         mixers = dict(self.model.mixers())
         for slot, layer_cache in enumerate(cache.layers):
-            layer_cache.apply_path(mixers.get(slot), cache.steering)
+            layer_cache.apply_path(mixers.get(slot), cache.cache_state)
         cache.length += cache.path_length
         cache.path_length.zero_()
 

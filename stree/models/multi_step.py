@@ -29,7 +29,7 @@ from torch import Tensor
 
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.layers.part import Sequences
+from stree.models.layers.part import TrainingPass
 from stree_kernels.mamba.chunk_scan import chunk_scan
 
 
@@ -45,7 +45,7 @@ class Scanned:
 
 
 @dataclass
-class Ahead(Sequences):
+class MultiStepPass(TrainingPass):
     """One pass over whole sequences; `scanned` has what each layer, by the place of its cache, has
     read in the passes so far."""
 

@@ -13,7 +13,7 @@ import torch
 
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import FeatureInput
+from stree.models.hidden_states import HiddenStateProjection
 from stree.models.initialisation import initialise
 from stree.models.model import HybridModel
 
@@ -98,7 +98,7 @@ def slice_drafter(
     drafter.load_state_dict(copies, strict=False, assign=True)
     if feature_layers:
         with target.device:
-            reader = FeatureInput(config)
+            reader = HiddenStateProjection(config)
         initialise(reader, config.num_layers)
         reader.begin(0.0)
         drafter.model.features = reader

@@ -16,7 +16,7 @@ PRIOR_TRIES = 2  # what is assumed of a rate counts as so many observations
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 
 
-class AcceptRates:
+class AcceptanceRates:
     """How often the child of each rank is what the target says, by depth; the latest count most.
 
     Whether a child of some rank is accepted, given its parent, does not depend on what other
@@ -77,7 +77,7 @@ class AcceptRates:
         return sum(reached)
 
 
-class GrownRates:
+class DynamicAcceptanceRates:
     """How often the n-th best node is accepted of trees that grow with one width, as deep as the
     deepest of them; the latest steps count most.
 
@@ -99,7 +99,7 @@ class GrownRates:
         self._trees = np.zeros(num_nodes + 1)  # by number of nodes
         self._accepted = np.zeros(num_nodes)
         self._paths = [TokenTree.chain(each) for each in range(depth + 1)]
-        self._going_on = AcceptRates()
+        self._going_on = AcceptanceRates()
         self._parts = self._parts_by_depth()
 
     def learn(self, tree: BeamTree, path: Sequence[int], memory: float = MEMORY) -> None:
@@ -138,7 +138,7 @@ class GrownRates:
         return [each / drafts[-1] for each in drafts]
 
 
-class Mean:
+class MovingAverage:
     """Of numbers of which the latest count most; `first` while there are none."""
 
     def __init__(self, first: float) -> None:

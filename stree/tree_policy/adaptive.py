@@ -15,8 +15,13 @@ from contextlib import contextmanager
 
 from stree.common.errors import UsageError
 from stree.common.words import counted
-from stree.tree_policy.acceptance import MEMORY, AcceptRates, GrownRates, Mean
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.acceptance import (
+    MEMORY,
+    AcceptanceRates,
+    DynamicAcceptanceRates,
+    MovingAverage,
+)
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 
 HYSTERESIS = 0.01  # what another tree must promise more, to be changed to
@@ -29,7 +34,7 @@ TRIED_FIRST = 8  # observations of each tree that shows what no other does, befo
 PLAIN = TokenTree.chain(0, "plain")
 
 
-class Modes:
+class AdaptiveTrees:
     """Chooses among trees; plain decoding is always one of them.
 
     What drafting takes is its steps and, once for each request, the drafter's reading of the
@@ -37,36 +42,40 @@ class Modes:
     drafters read no prompts (`drafts`).
 
     Args: trees, at most one a step for all rows that leave it to the decoder; costs, as measured
-    by `BatchDecoder.measure_costs`.
+    by `BatchDecoder.measure_step_times`.
     """
 
-    def __init__(self, trees: Sequence[TokenTree | str], costs: Costs | None = None) -> None:
+    def __init__(self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None) -> None:
         if isinstance(trees, str):
-            raise UsageError(f"modes of {trees!r:.60}, wanted a list of trees: [{trees!r:.60}]")
+            raise UsageError(
+                f"adaptive trees of {trees!r:.60}, wanted a list of trees: [{trees!r:.60}]"
+            )
         given = dict.fromkeys(tree for tree in map(as_tree, trees) if tree.num_nodes > 1)
         if not given:
             raise UsageError(
-                "modes without a tree: give one at least, to choose it or plain decoding"
+                "adaptive trees without a tree: give at least one, to choose it or plain decoding"
             )
         self.trees = (PLAIN, *given)
         self._telling = telling(self.trees[1:])
-        self._costs = costs or Costs()
+        self._costs = costs or StepTimes()
         self.forget()
 
     def forget(self) -> None:
         """Begin anew, with nothing but the costs."""
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
-        self._answer_tokens = Mean(math.inf)
+        self._answer_tokens = MovingAverage(math.inf)
         self._num_tokens = 0  # of all requests, since one of them ended
         self.costs = self._costs
-        self.rates = AcceptRates()
+        self.rates = AcceptanceRates()
         self._untried = dict.fromkeys(self._telling, TRIED_FIRST)  # observations that are missing
         grown: dict[tuple[str, int], list[BeamTree]] = defaultdict(list)
         for tree in self.trees:
             if isinstance(tree, BeamTree):
                 grown[tree.kind, tree.width].append(tree)
         self._grown = {
-            key: GrownRates(max(t.depth for t in trees), max(t.num_nodes for t in trees))
+            key: DynamicAcceptanceRates(
+                max(t.depth for t in trees), max(t.num_nodes for t in trees)
+            )
             for key, trees in grown.items()
         }
         self._unseen_s = dict.fromkeys(self._telling, 0.0)  # since such a tree was tried
@@ -106,14 +115,17 @@ class Modes:
         return f"{type(self).__name__}({names}, {measured}, now {self.current.name})"
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> StepTimes:
         return self._costs
 
     @costs.setter
-    def costs(self, costs: Costs) -> None:
+    def costs(self, costs: StepTimes) -> None:
         self._costs, self._speeds = costs, {}
         # By the drafter, a request: of a prompt beside the target, and of what plain steps left it
-        self._reading_s, self._catch_up_s = Mean(costs.catch_up), Mean(costs.catch_up)
+        self._reading_s, self._catch_up_s = (
+            MovingAverage(costs.catch_up),
+            MovingAverage(costs.catch_up),
+        )
 
     @property
     def drafts(self) -> bool:
@@ -191,13 +203,13 @@ class Modes:
         self._speeds = {}
 
     @property
-    def _reading(self) -> Mean:
+    def _reading(self) -> MovingAverage:
         """Of a prompt by the drafter, in seconds; as long as none was read, what is known of the
         other."""
         return self._reading_s or self._catch_up_s
 
     @property
-    def _catching_up(self) -> Mean:
+    def _catching_up(self) -> MovingAverage:
         """Of what it has missed, likewise."""
         return self._catch_up_s or self._reading_s
 
@@ -268,17 +280,17 @@ class Modes:
             self._probed.rotate(-1)
 
 
-def trees_of(growth: TokenTree | Modes) -> tuple[TokenTree, ...]:
+def trees_of(tree_policy: TokenTree | AdaptiveTrees) -> tuple[TokenTree, ...]:
     """Those that a step may have: the tree itself, or what is chosen among."""
-    return growth.trees if isinstance(growth, Modes) else (growth,)
+    return tree_policy.trees if isinstance(tree_policy, AdaptiveTrees) else (tree_policy,)
 
 
-def deepest_of(growth: TokenTree | Modes) -> TokenTree:
-    return max(trees_of(growth), key=lambda tree: tree.max_depth)
+def deepest_of(tree_policy: TokenTree | AdaptiveTrees) -> TokenTree:
+    return max(trees_of(tree_policy), key=lambda tree: tree.max_depth)
 
 
-def largest_of(growth: TokenTree | Modes) -> TokenTree:
-    return max(trees_of(growth), key=lambda tree: tree.num_nodes)
+def largest_of(tree_policy: TokenTree | AdaptiveTrees) -> TokenTree:
+    return max(trees_of(tree_policy), key=lambda tree: tree.num_nodes)
 
 
 def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:

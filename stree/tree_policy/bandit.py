@@ -1,8 +1,8 @@
 """Which tree a step has, by a bandit over shapes (Choi et al. 2025, Mamba Drafters): each shape is
 tried, and the one with the best mean reward, or about which least is known, is taken.
 
-`Modes` predicts what a tree would accept from what others show, and knows when plain decoding wins;
-a bandit knows of each shape what it was worth itself, and nothing else.
+`AdaptiveTrees` predicts what a tree would accept from what others show, and knows when plain
+decoding wins; a bandit knows of each shape what it was worth itself, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from stree.common.errors import UsageError
-from stree.tree_policy.adaptive import PLAIN, Modes
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 
 # A tree whose first step had bad luck, one token where five are usual, is tried again within a
@@ -20,7 +20,7 @@ from stree.trees.token_tree import TokenTree
 EXPLORATION = 0.3
 
 
-class Bandit(Modes):
+class BanditTrees(AdaptiveTrees):
     """UCB over trees: the one with the highest mean reward + exploration · c · √(2 ln t / n), of t
     rounds n with that tree (the paper's Eq. 1); each once first, in the order given.
 
@@ -32,13 +32,13 @@ class Bandit(Modes):
     now: with other rows, or costs that are measured anew, they need not be played again.
     What is chosen depends on nothing but what rounds have accepted.
 
-    Args: as of `Modes`; exploration, λ_UCB. Raises `UsageError` for fewer than two trees of drafts.
-    """
+    Args: as of `AdaptiveTrees`; exploration, λ_UCB. Raises `UsageError` for fewer than two trees of
+    drafts."""
 
     def __init__(
         self,
         trees: Sequence[TokenTree | str],
-        costs: Costs | None = None,
+        costs: StepTimes | None = None,
         exploration: float = EXPLORATION,
     ) -> None:
         super().__init__(trees, costs)

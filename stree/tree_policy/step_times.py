@@ -14,12 +14,12 @@ from stree.common.errors import BadData, NotFound, UsageError
 from stree.common.files import write_atomically
 from stree.common.plain_data import read_text
 from stree.common.words import counted, device_name, dtype_name
-from stree.speculation_profile import CostsRecord, StepTimes, Tree, first_fault
+from stree.speculation_profile import StepTimesRecord, Tree, TreeStepTimes, first_fault
 from stree.trees.token_tree import TokenTree
 
 
 @dataclass
-class Costs:
+class StepTimes:
     """Seconds of a step by rows and tree; as many rows as lie between two that were measured cost
     what the larger number costs.
 
@@ -46,13 +46,13 @@ class Costs:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Costs:
+    def load(cls, path: str | os.PathLike[str]) -> StepTimes:
         """Of a file that `save` wrote. Raises `NotFound`, or `BadData` for any other file."""
         path = Path(path)
         if not path.exists():
             raise NotFound(f"there are no costs at {path}: measure them, and save them there")
         try:
-            return cls.of_record(CostsRecord.model_validate_json(read_text(path)))
+            return cls.of_record(StepTimesRecord.model_validate_json(read_text(path)))
         except (OSError, ValueError) as error:
             reason = first_fault(error) if isinstance(error, ValidationError) else error
             raise BadData(
@@ -64,7 +64,7 @@ class Costs:
         write_atomically(path, self.record().model_dump_json(indent=2) + "\n")
 
     @classmethod
-    def of_record(cls, record: CostsRecord) -> Costs:
+    def of_record(cls, record: StepTimesRecord) -> StepTimes:
         seconds = {
             (rows, each.tree.to_token_tree()): seconds
             for each in record.trees
@@ -75,15 +75,15 @@ class Costs:
             device=record.device, dtype=record.dtype, temperature=record.temperature,
         )  # fmt: skip
 
-    def record(self) -> CostsRecord:
+    def record(self) -> StepTimesRecord:
         times: dict[TokenTree, dict[int, float]] = {}
         for (rows, tree), seconds in self.seconds.items():
             times.setdefault(tree, {})[rows] = seconds
-        return CostsRecord(
+        return StepTimesRecord(
             device=self.device, dtype=self.dtype, temperature=self.temperature,
             catch_up_s=self.catch_up,
             trees=tuple(
-                StepTimes(tree=Tree(name=tree.name, parents=tree.parents), seconds=each)
+                TreeStepTimes(tree=Tree(name=tree.name, parents=tree.parents), seconds=each)
                 for tree, each in times.items()
             ),
         )  # fmt: skip

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from stree.trees.dynamic import grown_forest
+from stree.trees.dynamic import dynamic_tree_batch
 from stree.trees.token_tree import BeamTree, TokenTree
-from stree.trees.tree_batch import Forest, fixed_trees
+from stree.trees.tree_batch import TreeBatch, fixed_trees
 
 
-def tree_batch(trees: Sequence[TokenTree], device: torch.device) -> Forest:
+def make_tree_batch(trees: Sequence[TokenTree], device: torch.device) -> TreeBatch:
     """Return the trees of B rows as tensors on a device.
 
     Args:
@@ -24,5 +24,5 @@ def tree_batch(trees: Sequence[TokenTree], device: torch.device) -> Forest:
     """
     if grown := {tree for tree in trees if isinstance(tree, BeamTree)}:
         (tree,) = grown
-        return grown_forest(tree, len(trees), device)
+        return dynamic_tree_batch(tree, len(trees), device)
     return fixed_trees(tuple(trees), device)

@@ -12,15 +12,15 @@ import functools
 import torch
 from torch import Tensor
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.models.head_columns import columns_of
 from stree.trees.token_tree import BeamTree, SlotTree, TokenTree
-from stree.trees.tree_batch import Forest, Level
+from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
 from stree_kernels.contracts import Topology
 
 
-class GrownForest(Forest):
+class DynamicTreeBatch(TreeBatch):
     """A tree a row, all of one `BeamTree`. A draft writes its tensors, anew in each step.
 
     `levels` are the pool's: their nodes, written by `grow`, and the places of their children.
@@ -88,13 +88,13 @@ class GrownForest(Forest):
     def shape(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
         return (self.tree,)
 
-    def own(self) -> GrownForest:
+    def own(self) -> DynamicTreeBatch:
         return type(self)(self.tree, len(self.pool), self.device)
 
-    def static(self) -> GrownForest:  # type: ignore[override]
+    def static(self) -> DynamicTreeBatch:  # type: ignore[override]
         return self.own()
 
-    def hold(self, forest: Forest) -> None:
+    def hold(self, tree_batch: TreeBatch) -> None:
         """Nothing to take over: a draft makes the trees."""
 
     def topology(self, width: int) -> Topology:
@@ -145,7 +145,7 @@ class GrownForest(Forest):
         return self._topologies[key]
 
 
-class SlotForest(GrownForest):
+class SlotTreeBatch(DynamicTreeBatch):
     """A tree a row, all of one `SlotTree`: chosen by the values of slots, not of what they hold."""
 
     def __init__(self, tree: SlotTree, batch: int, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class SlotForest(GrownForest):
         self.drawn_by = torch.zeros_like(self.parents)
 
     def rate(
-        self, level: int, logits: Tensor, rows: Rows, tokens: Tensor, ids: Tensor | None
+        self, level: int, logits: Tensor, rows: BatchState, tokens: Tensor, ids: Tensor | None
     ) -> None:
         nodes, places = self.levels[level].nodes, self.levels[level].places
         temperature = rows.temperature[:, None, None]
@@ -182,11 +182,11 @@ class SlotForest(GrownForest):
 
 
 @functools.lru_cache(maxsize=64)
-def grown_forest(tree: BeamTree, batch: int, device: torch.device) -> GrownForest:
+def dynamic_tree_batch(tree: BeamTree, batch: int, device: torch.device) -> DynamicTreeBatch:
     """One to ask for sizes: a step that runs has its own."""
     if isinstance(tree, SlotTree):
-        return SlotForest(tree, batch, device)
-    return GrownForest(tree, batch, device)
+        return SlotTreeBatch(tree, batch, device)
+    return DynamicTreeBatch(tree, batch, device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from torch import Tensor
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import parse_yaml, read_text
 
-MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
+MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
 MAX_CHILDREN = 255  # of a node: one program finds a row's best (`kernels/sampling/top.py`)
 # Of what `TokenTree.load` takes
 FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
@@ -280,7 +280,7 @@ class SlotTree(BeamTree):
 
     kind = "dyspec"
     by_slots = True
-    most_drawn = 2047  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
+    most_drawn = 2047  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
 
 
 def expanded(counts: Sequence[int]) -> TokenTree:

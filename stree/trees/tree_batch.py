@@ -17,7 +17,7 @@ from stree.trees.token_tree import TokenTree
 from stree_kernels.contracts import Topology
 
 if TYPE_CHECKING:
-    from stree.batching.state import Rows
+    from stree.batching.state import BatchState
 
 FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
 
@@ -57,7 +57,7 @@ class Level:
 
 
 @dataclass
-class Forest:
+class TreeBatch:
     """A tree a row.
 
     parents (B, N), −1 for the root and −2 for padding; depths (B, N) int32; children (B, N, K), −1
@@ -72,18 +72,18 @@ class Forest:
     levels: tuple[Level, ...]
     device: torch.device
 
-    def static(self) -> StaticForest:
-        """One of its own tensors, which may `hold` other forests of the shape."""
-        return StaticForest(self)
+    def static(self) -> TreeBuffers:
+        """One of its own tensors, which may `hold` other tree batches of the shape."""
+        return TreeBuffers(self)
 
-    def own(self) -> Forest:
+    def own(self) -> TreeBatch:
         """One whose tensors no other step writes."""
         return self
 
-    def hold(self, forest: Forest) -> None:
+    def hold(self, tree_batch: TreeBatch) -> None:
         raise NotImplementedError
 
-    # What drafters do with forests whose trees grow
+    # What drafters do with tree batches whose trees grow
 
     pool: ClassVar[Tensor | None] = None  # (B, P) tokens, of which some become the trees'
     values: ClassVar[Tensor | None] = None  # (B, P) fp32, how good each of them is
@@ -96,7 +96,7 @@ class Forest:
         return self.levels[level].above
 
     def rate(
-        self, level: int, logits: Tensor, rows: Rows, tokens: Tensor, ids: Tensor | None
+        self, level: int, logits: Tensor, rows: BatchState, tokens: Tensor, ids: Tensor | None
     ) -> None:
         """Find out how good the children of a level's nodes are that tokens now hold, drawn from
         logits (B, n, K) of the tokens ids (K,), ascending; None for all."""
@@ -105,7 +105,7 @@ class Forest:
         """The trees' tokens (B, N), given all that were drawn."""
         return tokens
 
-    def drafts_of(self, rows: Rows, tokens: Tensor) -> Tensor | None:
+    def drafts_of(self, rows: BatchState, tokens: Tensor) -> Tensor | None:
         """Of trees (B, N), the tokens (B, N, D) on the path from the root to each node, for rows
         with penalties; the root's for none."""
         if not rows.penalised:
@@ -113,7 +113,7 @@ class Forest:
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
 
-    def drafts_at(self, rows: Rows, tokens: Tensor, level: int) -> Tensor | None:
+    def drafts_at(self, rows: BatchState, tokens: Tensor, level: int) -> Tensor | None:
         """`drafts_of` the nodes (B, n) of a level, given all that were drawn."""
         if not rows.penalised:
             return None
@@ -143,7 +143,7 @@ class Forest:
 
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:
-        """What forests have in common that differ in what their tensors hold only."""
+        """What tree batches have in common that differ in what their tensors hold only."""
         return (tuple(self.children.shape), *(tuple(each.places.shape) for each in self.levels))
 
     def topology(self, width: int) -> Topology:
@@ -157,7 +157,7 @@ class Forest:
 
 
 @kept_by_trees
-def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
+def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> TreeBatch:
     size = max(tree.num_nodes for tree in trees)
     widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
     parents = [_padded(tree.parents, size, -2) for tree in trees]
@@ -188,19 +188,19 @@ def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
         tensors = (each.to(device) for each in (nodes, same, places, above))
         levels.append(Level(*tensors))
         done += count
-    return Forest(
+    return TreeBatch(
         trees, torch.tensor(parents, device=device),
         torch.tensor(depths, dtype=torch.int32, device=device),
         torch.tensor(children, device=device), drawn_by.to(device), tuple(levels), device,
     )  # fmt: skip
 
 
-class StaticForest(Forest):
-    """A forest whose tensors stay where they are while its trees are exchanged, for graphs."""
+class TreeBuffers(TreeBatch):
+    """A tree batch whose tensors stay where they are while its trees are exchanged, for graphs."""
 
-    def __init__(self, forest: Forest) -> None:
-        levels = tuple(map(_cloned, forest.levels))
-        super().__init__(**{**vars(_cloned(forest)), "levels": levels})
+    def __init__(self, tree_batch: TreeBatch) -> None:
+        levels = tuple(map(_cloned, tree_batch.levels))
+        super().__init__(**{**vars(_cloned(tree_batch)), "levels": levels})
         self._topologies: dict[tuple[Callable[..., Topology], int], Topology] = {}
 
     def topology(self, width: int) -> Topology:
@@ -209,16 +209,16 @@ class StaticForest(Forest):
     def inner_topology(self, width: int) -> Topology:
         return self._static(_inner_topology, width)
 
-    def hold(self, forest: Forest) -> None:
-        """Take over the trees of another forest of the same shape."""
-        if forest.trees == self.trees:
+    def hold(self, tree_batch: TreeBatch) -> None:
+        """Take over the trees of another tree batch of the same shape."""
+        if tree_batch.trees == self.trees:
             return
-        _copy(self, forest)
-        for mine, theirs in zip(self.levels, forest.levels, strict=True):
+        _copy(self, tree_batch)
+        for mine, theirs in zip(self.levels, tree_batch.levels, strict=True):
             _copy(mine, theirs)
         for (make, width), topology in self._topologies.items():
-            _copy(topology, make(forest.trees, width, self.device))
-        self.trees = forest.trees
+            _copy(topology, make(tree_batch.trees, width, self.device))
+        self.trees = tree_batch.trees
 
     def _static(self, make: Callable[..., Topology], width: int) -> Topology:
         if (make, width) not in self._topologies:
@@ -226,10 +226,10 @@ class StaticForest(Forest):
         return self._topologies[make, width]
 
 
-T = TypeVar("T", Forest, Level, Topology)
+T = TypeVar("T", TreeBatch, Level, Topology)
 
 
-def _tensors(of: Forest | Level | Topology) -> dict[str, Any]:
+def _tensors(of: TreeBatch | Level | Topology) -> dict[str, Any]:
     return {name: value for name, value in vars(of).items() if isinstance(value, Tensor)}
 
 

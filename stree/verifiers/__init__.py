@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.common.errors import UsageError
-from stree.drafters import Drafter, Drawn, Proposal
+from stree.drafters import Drafter, Proposal, SiblingSampling
 from stree.trees.token_tree import BeamTree, TokenTree
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 
 NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
 
@@ -21,18 +21,20 @@ NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
 class Verifier(Protocol):
     """Judges drafted trees by the target's logits."""
 
-    accepts: frozenset[Drawn]  # how the drafts that it may judge were drawn
+    accepts: frozenset[SiblingSampling]  # how the drafts that it may judge were drawn
     reads_logits: bool  # the drafter's, too: a proposal must have them
     chains_only: bool  # trees must be chains
-    any_growth: bool  # whether a draft is in the tree may depend on its own token; without it: no
+    any_dynamic_tree: (
+        bool  # whether a draft is in the tree may depend on its own token; without it: no
+    )
     by_slots: bool  # … on tokens that were drawn before it; without it: no
 
     def accept(
         self,
         logits: Tensor,
         proposal: Proposal,
-        forest: Forest,
-        rows: Rows,
+        tree_batch: TreeBatch,
+        rows: BatchState,
         cache: Any,
         report: Tensor,
     ) -> None:
@@ -75,7 +77,7 @@ def fits(verifier: Verifier, tree: TokenTree) -> bool:
 def require_tree(verifier: Verifier, tree: TokenTree) -> None:
     """Raises `UsageError` when a verifier of chains is to judge a tree that branches, or one whose
     shape depends on its tokens goes to a verifier that would be biased by it."""
-    if isinstance(tree, BeamTree) and not getattr(verifier, "any_growth", False):
+    if isinstance(tree, BeamTree) and not getattr(verifier, "any_dynamic_tree", False):
         if not tree.by_slots:
             raise UsageError(
                 f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins "

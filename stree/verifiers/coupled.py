@@ -17,39 +17,39 @@ from typing import Any
 
 from torch import Tensor
 
-from stree.batching.state import Rows
-from stree.drafters import Drawn, Proposal
-from stree.trees.tree_batch import Forest
+from stree.batching.state import BatchState
+from stree.drafters import Proposal, SiblingSampling
+from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
 
 
 class Coupled:
     """Greedy verification, and its extension to sampling by common random numbers."""
 
-    accepts = frozenset(Drawn)
+    accepts = frozenset(SiblingSampling)
     reads_logits = False
     chains_only = False
-    any_growth = True
+    any_dynamic_tree = True
     by_slots = True
 
     def accept(
         self,
         logits: Tensor,
         proposal: Proposal,
-        forest: Forest,
-        rows: Rows,
+        tree_batch: TreeBatch,
+        rows: BatchState,
         cache: Any,
         report: Tensor,
     ) -> None:
-        logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))
-        best, highest = self.choose(logits, proposal, forest, rows)
+        logits = rows.kept(logits, tree_batch.drafts_of(rows, proposal.tokens))
+        best, highest = self.choose(logits, proposal, tree_batch, rows)
         ops.accept_choices(
-            best, highest, proposal.tokens, forest.parents, proposal.finite, rows.active,
+            best, highest, proposal.tokens, tree_batch.parents, proposal.finite, rows.active,
             cache.path, cache.path_length, rows.block, rows.position, rows.root, report,
         )  # fmt: skip
 
     def choose(
-        self, logits: Tensor, proposal: Proposal, forest: Forest, rows: Rows
+        self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState
     ) -> tuple[Tensor, Tensor]:
         """The target's token (B, N) after each node, and its score (B, N)."""
-        return ops.choose_best(logits, forest.depths, rows.sampling)
+        return ops.choose_best(logits, tree_batch.depths, rows.sampling)

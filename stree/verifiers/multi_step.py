@@ -7,10 +7,10 @@ judges a draft before it looks at the next; on trees with siblings `coupled` acc
 
 from __future__ import annotations
 
-from stree.verifiers.rejection import Judging
+from stree.verifiers.rejection import RejectionSampling
 
 
-class MultiStep(Judging):
+class MultiStep(RejectionSampling):
     """Accepts siblings in turn, each against what the rejected ones have left of the target's
     distribution."""
 

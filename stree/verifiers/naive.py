@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from stree.verifiers.rejection import Judging
+from stree.verifiers.rejection import RejectionSampling
 
 
-class Naive(Judging):
+class Naive(RejectionSampling):
     """Samples the target and goes on where a draft is that token: the simplest exact rule, and the
     bound from below. What was drafted how does not matter to it."""
 
     rule = "naive"
     reads_logits = False
-    any_growth = True
+    any_dynamic_tree = True

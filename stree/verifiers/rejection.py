@@ -6,26 +6,26 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stree.batching.state import Rows
-from stree.drafters import Drawn, Proposal
-from stree.trees.tree_batch import Forest
+from stree.batching.state import BatchState
+from stree.drafters import Proposal, SiblingSampling
+from stree.trees.tree_batch import TreeBatch
 from stree.verifiers.coupled import Coupled
 from stree_kernels import ops
 from stree_kernels.contracts import Drafts
 from stree_kernels.naive import Choose
 
 
-class Judging:
+class RejectionSampling:
     """A verifier that is a rule of `naive.accept_drafts`.
 
     choose, for tests, draws in place of the rows' own random numbers.
     """
 
     rule: ClassVar[str]
-    accepts = frozenset(Drawn)
+    accepts = frozenset(SiblingSampling)
     reads_logits = True
     chains_only = False
-    any_growth = False
+    any_dynamic_tree = False
     by_slots = True
 
     def __init__(self, choose: Choose | None = None) -> None:
@@ -35,21 +35,22 @@ class Judging:
         self,
         logits: Tensor,
         proposal: Proposal,
-        forest: Forest,
-        rows: Rows,
+        tree_batch: TreeBatch,
+        rows: BatchState,
         cache: Any,
         report: Tensor,
     ) -> None:
         sampling = rows.sampling
         if sampling is None:  # all rules follow the best tokens
-            return Coupled().accept(logits, proposal, forest, rows, cache, report)
+            return Coupled().accept(logits, proposal, tree_batch, rows, cache, report)
         drafts = Drafts(
-            proposal.tokens, forest.parents, forest.children.contiguous(),
-            forest.judged, proposal.logits,
-            None if proposal.logits is None else forest.drawn_by, proposal.points, proposal.finite,
+            proposal.tokens, tree_batch.parents, tree_batch.children.contiguous(),
+            tree_batch.judged, proposal.logits,
+            None if proposal.logits is None else tree_batch.drawn_by, proposal.points,
+            proposal.finite,
             proposal.independent,
         )  # fmt: skip
-        logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))
+        logits = rows.kept(logits, tree_batch.drafts_of(rows, proposal.tokens))
         ops.accept_drafts(
             self.rule, logits, drafts, sampling, rows.active,
             cache.path, cache.path_length, rows.block, rows.root, report, self.choose,

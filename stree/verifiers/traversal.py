@@ -10,10 +10,10 @@ sampling does not: siblings of different nodes, and of different steps, drawn in
 
 from __future__ import annotations
 
-from stree.verifiers.rejection import Judging
+from stree.verifiers.rejection import RejectionSampling
 
 
-class Traversal(Judging):
+class Traversal(RejectionSampling):
     """Tries the nodes in post-order, and accepts the whole path to the first that passes."""
 
     rule = "traversal"

@@ -6,7 +6,7 @@ is two units in the last place.
 
 import pytest
 import torch
-from kernel_cases import DEVICE, normal, relative_error, steering_of
+from kernel_cases import DEVICE, cache_state_of, normal, relative_error
 
 from stree_kernels import gather, naive, pointwise
 from stree_kernels.contracts import Stream
@@ -102,13 +102,13 @@ def test_take_roots(width, dtype):
         wanted = naive.norm(Stream(x, scale, 1e-5, added))
         for module in (naive, gather):
             tokens = torch.full((4, 6), -7, device=DEVICE)[:, :4]
-            steering = steering_of([5, 6, 7, 8], [[0], [0, 1], [], [2, 3, 4]], 1, 5)
+            cache_state = cache_state_of([5, 6, 7, 8], [[0], [0, 1], [], [2, 3, 4]], 1, 5)
             stream = Stream(x, scale, 1e-5, added)
-            got = module.take_roots(stream, block, active, tokens, steering)
+            got = module.take_roots(stream, block, active, tokens, cache_state)
             for row, length in enumerate((1, 3, 5, 1)):
                 exact = wanted[row, length - 1].double()
                 assert relative_error(got[row, 0], exact) < 4 * TOLERANCE[dtype]
                 assert tokens[row].tolist() == [19 + length, -7, -7, -7]
-            assert steering.length.tolist() == [6, 8, 7, 11]
-            assert steering.path_length.tolist() == [1, 3, 5, 0]
-            assert steering.parity.tolist() == [0]
+            assert cache_state.length.tolist() == [6, 8, 7, 11]
+            assert cache_state.path_length.tolist() == [1, 3, 5, 0]
+            assert cache_state.parity.tolist() == [0]

@@ -10,13 +10,13 @@ from families import FAMILIES, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
 
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.checkpoints.load_save import load_model
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree_kernels import ops
 
@@ -126,11 +126,11 @@ def test_drafts_of_a_small_model(fused, sampled):
         if name.endswith("proj.weight"):
             weight.mul_(6)
     model.model.embed_tokens.weight.normal_()
-    forest = tree_batch([tree] * 2, model.device)
+    tree_batch = make_tree_batch([tree] * 2, model.device)
 
     def drafts(model):
         drafter = ModelDrafter(model, 2, 64, tree.num_nodes)
-        rows = Rows.new(2, 5, torch.device(DEVICE))
+        rows = BatchState.new(2, 5, torch.device(DEVICE))
         for row, length in enumerate((7, 12)):
             drafter.read(row, torch.arange(length, device=DEVICE))
             rows.set(row, GenerationConfig(temperature=0.5 * sampled, seed=row))
@@ -138,7 +138,7 @@ def test_drafts_of_a_small_model(fused, sampled):
         rows.sampled = sampled
         for block in ([1, 3, 0, 0, 0, 0], [3, 8, 9, 10, 0, 0]):
             rows.block[:] = torch.tensor(block, device=DEVICE)
-            proposal = drafter.draft(rows, forest, 5, 60, True)
+            proposal = drafter.draft(rows, tree_batch, 5, 60, True)
             assert proposal.finite.all()
             yield proposal.tokens.clone(), proposal.logits
             rows.active[1] = False

@@ -7,7 +7,7 @@ as one rounding (2⁻⁸ of their size). The interpreter cuts off where CUDA rou
 
 import pytest
 import torch
-from kernel_cases import DEVICE, normal, relative_error, steering_of
+from kernel_cases import DEVICE, cache_state_of, normal, relative_error
 
 from stree.models.config import MLP_KINDS
 from stree_kernels import naive, pointwise
@@ -108,7 +108,7 @@ def test_the_norm_of_two_next_to_each_other(own, other, dtype):
 
 
 def test_advance():
-    ours, theirs = (steering_of([5, 9, 0], [[0, 1], [], [0]], 1, 3) for _ in range(2))
+    ours, theirs = (cache_state_of([5, 9, 0], [[0, 1], [], [0]], 1, 3) for _ in range(2))
     pointwise.advance(ours)
     naive.advance(theirs)
     for name in ("length", "path", "path_length", "variant", "parity"):

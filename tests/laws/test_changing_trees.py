@@ -13,9 +13,9 @@ from growing import Telling
 from lanes import quick_first
 from toys import TableDrafter, TableTarget, drawing_in_turn, exact_distribution
 
-from stree import Bandit, Decoder, GenerationConfig, TokenTree
-from stree.tree_policy.adaptive import PLAIN, Modes
-from stree.tree_policy.step_times import Costs
+from stree import BanditTrees, Decoder, GenerationConfig, TokenTree
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import as_tree
 from stree.verifiers import named
 from stree_kernels import ops
@@ -24,7 +24,7 @@ PROMPT = [0, 1]
 FIXED, GROWN = ("chain-1", "expand-2"), ("dyspec-1-1-2", "dyspec-2-1-2")
 
 
-class Fickle(Modes):
+class Fickle(AdaptiveTrees):
     """Another tree after each draft that is accepted, and plain decoding after each that is not."""
 
     last = 1
@@ -70,16 +70,20 @@ def furthest(policy, names, verifier, drafting, num_tokens: int, vocabulary: int
     generation = GenerationConfig(1 + num_tokens, temperature=1.0, seed=3)
     first = Decoder(TableTarget(target)).generate(PROMPT, generation).tokens[0]  # not enumerated
     trees, sequences = [as_tree(name) for name in names], set()
-    costs = Costs({(1, tree): 1.0 for tree in (PLAIN, *trees)})
+    costs = StepTimes({(1, tree): 1.0 for tree in (PLAIN, *trees)})
 
     def run(choose):
         judge = named(verifier)
         judge.choose = lambda probs, places: choose(probs)
-        modes, used = policy(trees, costs), []
-        choosing = modes.choose
-        modes.choose = lambda num_rows: used.append(choosing(num_rows)) or used[-1]
+        adaptive_trees, used = policy(trees, costs), []
+        choosing = adaptive_trees.choose
+        adaptive_trees.choose = lambda num_rows: used.append(choosing(num_rows)) or used[-1]
         decoder = Decoder(
-            TableTarget(target), drafting(drafter, choose), modes, max_length=16, verifier=judge
+            TableTarget(target),
+            drafting(drafter, choose),
+            adaptive_trees,
+            max_length=16,
+            verifier=judge,
         )
         tokens = decoder.generate(PROMPT, generation).tokens
         assert tokens[0] == first
@@ -110,7 +114,7 @@ COINS = ("multi_step", "traversal")
         [
             *((Fickle, names, "naive", 3, 2) for names in (FIXED, GROWN)),
             *((policy, names, verifier, *size) for names in (FIXED, GROWN) for verifier in COINS
-              for policy, size in ((Fickle, (3, 3)), (Bandit, (5, 2)))),
+              for policy, size in ((Fickle, (3, 3)), (BanditTrees, (5, 2)))),
         ],
     ),
 )  # fmt: skip

@@ -24,15 +24,15 @@ from toys import (
     with_head,
 )
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
-from stree.batching.state import Rows
+from stree import AdaptiveTrees, BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.batching.state import BatchState
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import BeamTree
 from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
@@ -200,8 +200,10 @@ def test_more_siblings_than_tokens_of_the_head_are_refused():
     with pytest.raises(UsageError, match="3 siblings for 2 tokens"):
         decoder = Decoder(target, drafter, TokenTree((-1, 0, 0, 0)), max_length=32)
         decoder.generate([1, 2], GenerationConfig(4))
-    modes = Modes(["chain-3", TokenTree((-1, 0, 0, 0))])  # the deepest is not the widest
-    chosen = BatchDecoder(target, drafter, modes, num_rows=1, max_length=96)
+    adaptive_trees = AdaptiveTrees(
+        ["chain-3", TokenTree((-1, 0, 0, 0))]
+    )  # the deepest is not the widest
+    chosen = BatchDecoder(target, drafter, adaptive_trees, num_rows=1, max_length=96)
     with pytest.raises(UsageError, match="3 siblings for 2 tokens"):
         chosen.admit(Request([1, 2], GenerationConfig(4)))
 
@@ -225,13 +227,13 @@ def test_a_draft_waits_for_nothing(keep_logits):
     tree = TokenTree.paper()
     drafter = ModelDrafter(own, 1, 32, tree.num_nodes)
     drafter.read(0, torch.tensor([1, 2, 3]))
-    everyone, forest = Rows.new(1, 8), tree_batch([tree], own.device)
+    everyone, tree_batch = BatchState.new(1, 8), make_tree_batch([tree], own.device)
     setting = GenerationConfig(temperature=0.9, top_k=5)
     everyone.set(0, setting)
     everyone.begin(0, 3, 4)
     rows = everyone.narrow(0, 1, [setting])
     with torch.no_grad(), NothingWaits():
-        proposal = drafter.draft(rows, forest, 1, 32, keep_logits)
+        proposal = drafter.draft(rows, tree_batch, 1, 32, keep_logits)
     assert set(proposal.tokens[0, 1:].tolist()) <= set(IDS)
     assert (proposal.logits is not None) == keep_logits
     if keep_logits:

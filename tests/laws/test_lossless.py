@@ -26,7 +26,7 @@ from toys import (
 
 import stree.verifiers.coupled
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.runners import Graphs
+from stree.batching.runners import GraphRunner
 from stree.drafters import Proposal
 from stree.trees.token_tree import balanced
 from stree_kernels import naive, ops
@@ -71,8 +71,8 @@ class Repetitive(TableDrafter):
 
     drawn = Undrawn.drawn
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
-        nodes = torch.arange(forest.num_nodes).expand(len(rows.active), -1)
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+        nodes = torch.arange(tree_batch.num_nodes).expand(len(rows.active), -1)
         last = rows.block.gather(1, rows.block[:, :1])
         return Proposal((last + nodes // 2) % len(self.table))
 
@@ -173,7 +173,7 @@ def test_trees_of_more_than_256_nodes_change_nothing(tree):
 class ByNode(stree.verifiers.coupled.Coupled):
     """The target's noise is of the node's place in the tree, not of its position."""
 
-    def choose(self, logits, proposal, forest, rows):
+    def choose(self, logits, proposal, tree_batch, rows):
         places = torch.arange(logits.shape[1], dtype=torch.int32).expand(len(logits), -1)
         return ops.choose_best(logits, places.contiguous(), rows.sampling)
 
@@ -181,26 +181,26 @@ class ByNode(stree.verifiers.coupled.Coupled):
 class OneBehind(stree.verifiers.coupled.Coupled):
     """What is chosen after a node is what belongs after its parent."""
 
-    def choose(self, logits, proposal, forest, rows):
-        best, highest = super().choose(logits, proposal, forest, rows)
-        return best.gather(1, forest.parents.clamp(min=0)), highest
+    def choose(self, logits, proposal, tree_batch, rows):
+        best, highest = super().choose(logits, proposal, tree_batch, rows)
+        return best.gather(1, tree_batch.parents.clamp(min=0)), highest
 
 
 class Unfiltered(stree.verifiers.coupled.Coupled):
     """Forgets top-k and top-p in trees."""
 
-    def accept(self, logits, proposal, forest, rows, cache, report):
-        if forest.num_nodes > 1:
+    def accept(self, logits, proposal, tree_batch, rows, cache, report):
+        if tree_batch.num_nodes > 1:
             rows.filtered = False
-        super().accept(logits, proposal, forest, rows, cache, report)
+        super().accept(logits, proposal, tree_batch, rows, cache, report)
 
 
 class AlwaysFirst(stree.verifiers.coupled.Coupled):
     """Accepts the first child whatever the target chooses."""
 
-    def choose(self, logits, proposal, forest, rows):
-        best, highest = super().choose(logits, proposal, forest, rows)
-        first = forest.children[..., 0]
+    def choose(self, logits, proposal, tree_batch, rows):
+        best, highest = super().choose(logits, proposal, tree_batch, rows)
+        first = tree_batch.children[..., 0]
         drafted = proposal.tokens.gather(1, first.clamp(min=0))
         return torch.where(first >= 0, drafted, best), highest
 
@@ -215,7 +215,7 @@ def parts_by_graphs(monkeypatch) -> bool:
     drafter = right_now_and_then(target)
     decoder = BatchDecoder(target, drafter, num_rows=4, max_length=64, max_nodes=13)
     got = decoder.generate(served)
-    assert isinstance(decoder.executor, Graphs) and decoder.executor.envelopes
+    assert isinstance(decoder.runner, GraphRunner) and decoder.runner.envelopes
     alone = [Request(each.prompt_ids, each.generation) for each in served]
     plain = without_graphs(
         monkeypatch, lambda: BatchDecoder(target, num_rows=1, max_length=64).generate(alone)
@@ -236,10 +236,10 @@ def test_planted_mistake_of_the_verifier_is_caught_in_graphs(mistake, captured_o
 class Stale(TableTarget):
     """One time in eight the target's call forgets the last committed token."""
 
-    def forest_forward(self, tokens, forest, cache, bound):
-        logits = super().forest_forward(tokens, forest, cache, bound)
+    def tree_batch_forward(self, tokens, tree_batch, cache, bound):
+        logits = super().tree_batch_forward(tokens, tree_batch, cache, bound)
         committed = cache.rows[0].committed
-        if forest.num_nodes > 1 and len(committed) % 8 == 3:
+        if tree_batch.num_nodes > 1 and len(committed) % 8 == 3:
             logits[0, 0] = self.table[committed[-2], committed[-1]]
         return logits
 

@@ -23,7 +23,7 @@ from lanes import quick_first
 from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_distribution, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
-from stree.drafters import Drawn, Proposal
+from stree.drafters import Proposal, SiblingSampling
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.traversal import Traversal
 from stree_kernels import ops
@@ -106,7 +106,7 @@ def enumerated_answers(tree, drafter_layers, monkeypatch):
 def by_graphs(request, monkeypatch):
     """Steps are graphs, and none is launched ahead: its choices would be enumerated for nothing."""
     request.getfixturevalue("captured_on_cpu")
-    monkeypatch.setattr("stree.batching.runners.Graphs.ahead", 0)
+    monkeypatch.setattr("stree.batching.runners.GraphRunner.ahead", 0)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
@@ -187,18 +187,18 @@ class Claiming(Undrawn):
 
     drawn = TableDrafter.drawn
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
-        best = super().draft(rows, forest, longest, bound, False)
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+        best = super().draft(rows, tree_batch, longest, bound, False)
         for row in range(len(rows.active)):
             self.sequences[row].pop()  # it reads its block again
-        drawn = TableDrafter.draft(self, rows, forest, longest, bound, True)
+        drawn = TableDrafter.draft(self, rows, tree_batch, longest, bound, True)
         return Proposal(best.tokens, best.finite, drawn.logits)
 
 
 class ClaimingToBeIndependent(TableDrafter):
     """Draws siblings without replacement."""
 
-    drawn = Drawn.INDEPENDENT
+    drawn = SiblingSampling.INDEPENDENT
 
 
 @pytest.mark.parametrize("verifier", [MultiStep, Traversal])

@@ -12,7 +12,7 @@ from toys import random_tree, tiny_model
 
 from stree.models.layer_caches import AttentionCache
 from stree.models.model import HybridModel
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree_kernels import ops
 
 MODELS = {
@@ -72,14 +72,14 @@ def logits_of(kernels, model, trees, contents, max_length=LONGEST):
                 )
                 kept.fill_(torch.nan)
     first, second = torch.stack(tokens, dim=1)
-    forest, bound = tree_batch(trees, torch.device(DEVICE)), cache.num_slots
+    tree_batch, bound = make_tree_batch(trees, torch.device(DEVICE)), cache.num_slots
     kernels["on"] = True
-    model.forest_forward(first, forest, cache, bound)
+    model.tree_batch_forward(first, tree_batch, cache, bound)
     for row, tree in enumerate(trees):
         path = tree.path_to(tree.num_nodes - 1)
         cache.path[row, : len(path)] = torch.tensor(path, device=DEVICE)
         cache.path_length[row] = len(path)
-    logits = model.forest_forward(second, forest, cache, bound)
+    logits = model.tree_batch_forward(second, tree_batch, cache, bound)
     kernels["on"] = ON_GPU
     return logits
 

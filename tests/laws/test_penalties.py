@@ -15,9 +15,9 @@ from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.drafters.ngram import NGram
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
@@ -119,7 +119,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_penalty_of_other_drafts_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(Forest, "drafts_of", MISTAKES[mistake])
+    monkeypatch.setattr(TreeBatch, "drafts_of", MISTAKES[mistake])
     target, drafter, tree, setting = *random_case(0, [TokenTree.chain(2)])[:3], SETTINGS[0]
     blocks = block_distribution(TableTarget(target), TableDrafter(drafter), tree, setting)
     assert distance(blocks, target, setting, tree.max_depth + 1) > 1e-4
@@ -154,7 +154,7 @@ def test_nothing_is_held_for_penalties_until_one_is_asked_for():
 
 
 def test_an_idle_row_learns_nothing_of_a_step():
-    rows = Rows.new(2, 4)
+    rows = BatchState.new(2, 4)
     for row in range(2):
         rows.set(row, GenerationConfig(repetition_penalty=2.0), [row], 9)
     rows.begin(1, 1, 5)

@@ -15,12 +15,12 @@ from lanes import quick_first
 from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.common.errors import UsageError
-from stree.drafters import Drawn
-from stree.drafters.model import Drawing, ModelDrafter
+from stree.drafters import SiblingSampling
+from stree.drafters.model import ModelDrafter, ModelDrafterSpec
 from stree.drafters.ngram import NGram
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
 from stree.trees.tree_batch import FAR, Level
 from stree.verifiers.block import Block
@@ -29,7 +29,7 @@ from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
 from stree_kernels import ops
 
-INDEPENDENT, POINT = Drawn.INDEPENDENT, Drawn.POINT
+INDEPENDENT, POINT = SiblingSampling.INDEPENDENT, SiblingSampling.DETERMINISTIC
 KINDS = pytest.mark.parametrize("siblings", [INDEPENDENT, POINT], ids=["independent", "top"])
 FORKED, LATE = TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 2))
 
@@ -42,9 +42,11 @@ def tiny(vocabulary: int, seed: int = 2):
     )  # fmt: skip
 
 
-def made(siblings: Drawn, vocabulary: int, grafted: bool, num_rows: int = 2):
+def made(siblings: SiblingSampling, vocabulary: int, grafted: bool, num_rows: int = 2):
     model = tiny(vocabulary)
-    drawing = NGram(2, [1, 2, 0, 1], model, siblings) if grafted else Drawing(model, siblings)
+    drawing = (
+        NGram(2, [1, 2, 0, 1], model, siblings) if grafted else ModelDrafterSpec(model, siblings)
+    )
     return drawing.for_decoder(TableTarget(torch.zeros(3, 3, vocabulary)), num_rows, 32, 8)
 
 
@@ -78,7 +80,7 @@ def improbable(siblings, tree, verifier, grafted=False, count: int = 1000) -> fl
     """How probable answers of several steps, a seed each, are at most: χ² over the 27 answers."""
     torch.manual_seed(11)
     table, model = 1.5 * torch.randn(3, 3, 3, dtype=torch.float64), tiny(3)
-    drafter = NGram(2, [0, 1, 2], model, siblings) if grafted else Drawing(model, siblings)
+    drafter = NGram(2, [0, 1, 2], model, siblings) if grafted else ModelDrafterSpec(model, siblings)
     decoder = BatchDecoder(
         TableTarget(table), drafter, tree, num_rows=100, max_length=16, verifier=verifier
     )
@@ -130,18 +132,18 @@ def test_independent_siblings_that_claim_to_be_drawn_without_replacement_are_cau
     assert improbable(INDEPENDENT, TREES[verifier], verifier) < 1e-6
 
 
-def drafts_of_seeds(siblings: Drawn, unshared: bool, batch: int = 2000):
+def drafts_of_seeds(siblings: SiblingSampling, unshared: bool, batch: int = 2000):
     """Two siblings, of rows with a seed each, of which every second one is greedy; and the logits
     that they are of."""
     model = tiny(3)
     drafter = ModelDrafter(model, batch, 16, 3, siblings)
-    rows, setting = Rows.new(batch, 3), GenerationConfig(temperature=1.4)
+    rows, setting = BatchState.new(batch, 3), GenerationConfig(temperature=1.4)
     for row in range(batch):
         rows.set(row, replace(setting, seed=row, temperature=0.0 if row % 2 else 1.4))
         rows.begin(row, 1, CONTEXT[1])
         drafter.read(row, torch.tensor(CONTEXT[:1]))
-    forest = tree_batch([FORKED] * batch, torch.device("cpu"))
-    proposal = drafter.draft(rows.narrow(0, batch, [setting]), forest, 1, 8, unshared)
+    tree_batch = make_tree_batch([FORKED] * batch, torch.device("cpu"))
+    proposal = drafter.draft(rows.narrow(0, batch, [setting]), tree_batch, 1, 8, unshared)
     with torch.no_grad():
         return proposal, model(torch.tensor([CONTEXT]))[0, -1]
 
@@ -195,7 +197,7 @@ def test_no_noise_is_drawn_with_twice_but_the_targets_own(monkeypatch):
         drawing(logits, depths, sampling, places, *others, **more)
 
     monkeypatch.setattr(ops, "choose_children", recorded)
-    drafter = Drawing(tiny_model(2), INDEPENDENT)
+    drafter = ModelDrafterSpec(tiny_model(2), INDEPENDENT)
     for verifier in ("traversal", "multi_step", "coupled"):
         seen.clear()
         decoder = Decoder(target, drafter, balanced([2, 2]), max_length=64, verifier=verifier)
@@ -233,7 +235,7 @@ def test_graphs_give_what_eager_steps_give(
     """Rows of all temperatures and trees in a batch; what greedy rows yield is plain decoding's,
     and with `coupled` what all do."""
     target = tiny_model(1)
-    drafter = Drawing(HEADS[head](right_now_and_then(target)), siblings)
+    drafter = ModelDrafterSpec(HEADS[head](right_now_and_then(target)), siblings)
     trees = [TokenTree.chain(3), TokenTree.paper(), balanced([3, 2]), TokenTree((-1, 0, 0, 2))]
     served = [
         replace(each, generation=replace(each.generation, repetition_penalty=penalty))
@@ -272,7 +274,7 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
         pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
     target = tiny_model(1, torch.float32, num_layers=2)
     own = right_now_and_then(target)
-    drafter = NGram(2, (), own, siblings) if grafted else Drawing(own, siblings)
+    drafter = NGram(2, (), own, siblings) if grafted else ModelDrafterSpec(own, siblings)
     trees = [TokenTree.chain(2)] * 2 if verifier == "block" else [balanced([2, 2]), FORKED]
     served = [
         Request([5, 6, 7], GenerationConfig(4, temperature=1.0, seed=3), trees[0]),
@@ -296,7 +298,7 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
 )
 def test_trees_grow_by_the_best_tokens(name, verifier, monkeypatch, captured_on_cpu):
     target = tiny_model(1)
-    drafter = Drawing(right_now_and_then(target), POINT)
+    drafter = ModelDrafterSpec(right_now_and_then(target), POINT)
     served = mixed_requests(6, [TokenTree.load(name)], seed=3)
 
     def serve():
@@ -314,13 +316,13 @@ def test_a_tree_of_best_tokens_is_one_whatever_the_seed():
     model, tree, grown = tiny_model(1), TokenTree.load("beam-3-3-9"), set()
     for temperature, seed in ((0.0, 0), (0.5, 1), (1.5, 2)):
         setting = GenerationConfig(temperature=temperature, seed=seed, top_p=0.5)
-        drafter = Drawing(model, POINT).for_decoder(model, 1, 64, 10)
-        rows, forest = Rows.new(1, 10), tree_batch([tree], torch.device("cpu")).own()
+        drafter = ModelDrafterSpec(model, POINT).for_decoder(model, 1, 64, 10)
+        rows, tree_batch = BatchState.new(1, 10), make_tree_batch([tree], torch.device("cpu")).own()
         rows.set(0, setting)
         drafter.read(0, torch.tensor([3, 1]))
         rows.begin(0, 2, 4)
-        proposal = drafter.draft(rows.narrow(0, 1, [setting]), forest, 1, 32, True)
-        grown.add((tuple(proposal.tokens[0].tolist()), tuple(forest.parents[0].tolist())))
+        proposal = drafter.draft(rows.narrow(0, 1, [setting]), tree_batch, 1, 32, True)
+        grown.add((tuple(proposal.tokens[0].tolist()), tuple(tree_batch.parents[0].tolist())))
     assert len(grown) == 1
 
 
@@ -328,4 +330,4 @@ def test_a_tree_of_best_tokens_is_one_whatever_the_seed():
 def test_trees_that_grow_are_refused_for_siblings_that_may_be_alike(name):
     model = tiny_model(1)
     with pytest.raises(UsageError, match="whose siblings are no two alike"):
-        BatchDecoder(model, Drawing(model, INDEPENDENT), name, num_rows=1, max_length=64)
+        BatchDecoder(model, ModelDrafterSpec(model, INDEPENDENT), name, num_rows=1, max_length=64)

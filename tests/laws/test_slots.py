@@ -17,13 +17,13 @@ from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.runners import new_report
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
 from stree.trees import dynamic as grown_trees
-from stree.trees.build import tree_batch
-from stree.trees.dynamic import SlotForest
+from stree.trees.build import make_tree_batch
+from stree.trees.dynamic import SlotTreeBatch
 from stree.trees.token_tree import SlotTree, balanced
 from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
@@ -41,17 +41,17 @@ def block_distribution(
     target = TableTarget(tables[0])
 
     def run(choose):
-        everyone, cache = Rows.new(1, 8), target.new_cache(16, 8, 1)
+        everyone, cache = BatchState.new(1, 8), target.new_cache(16, 8, 1)
         everyone.set(0, setting, CONTEXT[:-1], len(tables[0]))
         everyone.begin(0, 1, CONTEXT[-1])
         cache.rows[0].committed = list(CONTEXT[:-1])
         drafter = Telling(tables[1], choose)
         drafter.read(0, torch.tensor(CONTEXT[:-1]))
-        rows, forest = everyone.narrow(0, 1, [setting]), SlotForest(tree, 1, CPU)
+        rows, tree_batch = everyone.narrow(0, 1, [setting]), SlotTreeBatch(tree, 1, CPU)
         step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
-        proposal = step.draft(rows, forest, 1, 8)
-        report = new_report(rows, forest)
-        step.verify(rows, forest, proposal, 8, report)
+        proposal = step.draft(rows, tree_batch, 1, 8)
+        report = new_report(rows, tree_batch)
+        step.verify(rows, tree_batch, proposal, 8, report)
         _, count, *tokens = report[0].tolist()
         return tuple(tokens[:count])
 
@@ -117,15 +117,19 @@ def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, m
     setting = GenerationConfig(temperature=1.0, repetition_penalty=1.8)
     distribution = block_distribution((target, drafter), tree, setting, verifier)
     assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
-    monkeypatch.setattr(SlotForest, "drafts_of", lambda self, rows, tokens: None)
+    monkeypatch.setattr(SlotTreeBatch, "drafts_of", lambda self, rows, tokens: None)
     distribution = block_distribution((target, drafter), tree, setting, verifier)
     assert distance(distribution, target, setting, tree.max_depth + 1) > 1e-4
 
 
 MISTAKES = {
-    "a slot is as good as what it holds": (SlotForest.rate, "slots.flatten(1)", "paths.flatten(1)"),
-    "others' distributions": (SlotForest.finish, "drawn_at.gather(1, picks)", "0 * picks"),
-    "other slots are verified": (SlotForest.finish, "descending=True", "descending=False"),
+    "a slot is as good as what it holds": (
+        SlotTreeBatch.rate,
+        "slots.flatten(1)",
+        "paths.flatten(1)",
+    ),
+    "others' distributions": (SlotTreeBatch.finish, "drawn_at.gather(1, picks)", "0 * picks"),
+    "other slots are verified": (SlotTreeBatch.finish, "descending=True", "descending=False"),
 }
 
 
@@ -138,7 +142,7 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
     assert source.count(line) == 1, line
     scope = dict(vars(grown_trees))
     exec("from __future__ import annotations\n" + source.replace(line, instead), scope)
-    monkeypatch.setattr(SlotForest, function.__name__, scope[function.__name__])
+    monkeypatch.setattr(SlotTreeBatch, function.__name__, scope[function.__name__])
     setting, worst = GenerationConfig(temperature=1.0), 0.0
     for name in ("dyspec-2-1-2", "dyspec-1-2-3"):
         tree = TokenTree.load(name)
@@ -174,15 +178,15 @@ def test_the_tree_is_dyspecs(name):
     for seed in range(6):
         torch.manual_seed(seed)
         table = 2 * torch.randn(9, 9, 9, dtype=torch.float64)
-        rows = Rows.new(1, tree.num_nodes)
+        rows = BatchState.new(1, tree.num_nodes)
         rows.set(0, setting)
         rows.begin(0, 1, CONTEXT[-1])
-        drafter, forest = Growing(table), SlotForest(tree, 1, CPU)
+        drafter, tree_batch = Growing(table), SlotTreeBatch(tree, 1, CPU)
         drafter.read(0, torch.tensor(CONTEXT[:-1]))
-        drafter.draft(rows.narrow(0, 1, [setting]), forest, 1, 8, True)
-        pool, children = forest.pool[0].tolist(), {}
-        nodes = torch.cat([level.nodes[0] for level in forest.levels]).tolist()
-        places = [each for level in forest.levels for each in level.places[0].tolist()]
+        drafter.draft(rows.narrow(0, 1, [setting]), tree_batch, 1, 8, True)
+        pool, children = tree_batch.pool[0].tolist(), {}
+        nodes = torch.cat([level.nodes[0] for level in tree_batch.levels]).tolist()
+        places = [each for level in tree_batch.levels for each in level.places[0].tolist()]
         paths = {0: ()}
         for node, there in zip(nodes, places, strict=True):
             children[paths[node]] = [pool[place] for place in there]
@@ -192,9 +196,9 @@ def test_the_tree_is_dyspecs(name):
             probs = (table[tuple([*CONTEXT, *path][-2:])] / setting.temperature).softmax(-1)
             return children[path], probs[children[path]].tolist()
 
-        (grown,) = forest.trees
+        (grown,) = tree_batch.trees
         got = Counter(
-            tuple(int(forest.tokens[0, each]) for each in grown.path_to(node)[1:])
+            tuple(int(tree_batch.tokens[0, each]) for each in grown.path_to(node)[1:])
             for node in range(1, tree.num_nodes)
         )
         assert got == by_heap(shares_of, tree.num_nodes - 1, tree.depth)
@@ -249,18 +253,18 @@ def test_a_drafter_of_a_model_says_what_its_drafts_were_drawn_from():
     """`drawn_by` names, for each node with children, the row of logits after its path."""
     model, tree = tiny_model(3, attn_layers=()), SlotTree.of(3, 3, 8)
     setting, drafter = GenerationConfig(temperature=1.3, seed=5), ModelDrafter(model, 1, 64, 9)
-    rows, forest, text = Rows.new(1, 8), tree_batch([tree], CPU).own(), [4, 9, 2, 7]
+    rows, tree_batch, text = BatchState.new(1, 8), make_tree_batch([tree], CPU).own(), [4, 9, 2, 7]
     rows.set(0, setting)
     drafter.read(0, torch.tensor(text[:-1]))
     rows.begin(0, len(text) - 1, text[-1])
     with torch.no_grad():
-        proposal = drafter.draft(rows.narrow(0, 1, [setting]), forest, 1, 32, True)
-        (grown,) = forest.trees
+        proposal = drafter.draft(rows.narrow(0, 1, [setting]), tree_batch, 1, 32, True)
+        (grown,) = tree_batch.trees
         for node, children in enumerate(grown.children):
             if children:
                 path = proposal.tokens[0, grown.path_to(node)[1:]].tolist()
                 wanted = model(torch.tensor([text + path]))[0, -1]
-                got = proposal.logits[0, forest.drawn_by[0, node]]
+                got = proposal.logits[0, tree_batch.drawn_by[0, node]]
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -292,6 +296,6 @@ def test_noise_of_each_slot_has_a_position_of_its_own():
     with pytest.raises(UsageError, match="at most 2047 nodes"):
         TokenTree.load("dyspec-16-16-64")
     tree = TokenTree.load("dyspec-16-8-64")
-    forest = SlotForest(tree, 1, torch.device("cpu"))
-    forest.levels[1].nodes.fill_(tree.num_drawn - 1)
-    assert (forest.levels[1].noise_at(True) > 0).all()
+    tree_batch = SlotTreeBatch(tree, 1, torch.device("cpu"))
+    tree_batch.levels[1].nodes.fill_(tree.num_drawn - 1)
+    assert (tree_batch.levels[1].noise_at(True) > 0).all()

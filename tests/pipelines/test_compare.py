@@ -17,7 +17,7 @@ from stree.checkpoints.load_save import load_config, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CannotWrite, OutOfMemory, StreeError, UsageError
 from stree.models.model import HybridModel
-from stree.tree_policy.adaptive import Modes
+from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import TokenTree
 from stree_pipelines import compare
 from stree_pipelines.console.progress import EvaluationProgress
@@ -140,9 +140,9 @@ def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
 
 def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
     seen = []
-    choose = Modes.choose
+    choose = AdaptiveTrees.choose
     monkeypatch.setattr(
-        Modes, "choose", lambda self, rows: seen.append(choose(self, rows)) or seen[-1]
+        AdaptiveTrees, "choose", lambda self, rows: seen.append(choose(self, rows)) or seen[-1]
     )
     name = "chain-3 or beam-2-2-4"
     arms = [{"name": "chosen", "drafter": str(export(world, 100)), "tree": name}]
@@ -168,11 +168,11 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
 ):
     monkeypatch.setattr("stree_pipelines.evaluation.plan.NUM_FIRST_PROMPTS", 1)
     asked = []
-    choose = Modes.choose
+    choose = AdaptiveTrees.choose
     monkeypatch.setattr(
-        Modes, "choose", lambda self, rows: asked.append(rows) or choose(self, rows)
+        AdaptiveTrees, "choose", lambda self, rows: asked.append(rows) or choose(self, rows)
     )
-    timed, measure = [], BatchDecoder.measure_costs
+    timed, measure = [], BatchDecoder.measure_step_times
     monkeypatch.setattr(
         BatchDecoder, "measure_costs", lambda self, **options: (
             timed.append(options["generation"].temperature) or measure(self, **options)

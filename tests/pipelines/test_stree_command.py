@@ -243,3 +243,13 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
         "autoregressive", "vanilla_sd", "stree"
     }  # fmt: skip
     assert (empty / "eval/report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("Modes", "AdaptiveTrees"), ("Costs", "StepTimes"), ("Bandit", "BanditTrees")],
+)
+def test_a_public_name_of_the_last_version_works_and_says_the_new_one(old, new):
+    with pytest.warns(DeprecationWarning, match=f"stree.{old} is called stree.{new} now"):
+        assert getattr(stree, old) is getattr(stree, new)
+    assert old not in stree.__all__

@@ -10,12 +10,12 @@ from lanes import quick_first
 from toys import TableDrafter, TableTarget, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, OutOfMemory, UsageError
-from stree.drafters import Drawn, Proposal
+from stree.drafters import Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.models.config import HybridConfig
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
 from stree.trees.tree_batch import FAR
 from stree_kernels import naive
@@ -35,7 +35,7 @@ TREES = {
 class Prophet:
     """Knows what the target will say and drafts it most of the time, at a random sibling."""
 
-    drawn = Drawn.POINT
+    drawn = SiblingSampling.DETERMINISTIC
     capturable = False
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], vocabulary: int) -> None:
@@ -49,12 +49,12 @@ class Prophet:
     def read(self, row: int, tokens) -> None:
         self.prompts[row] += tokens.tolist()
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
-        shape = (len(rows.active), forest.num_nodes)
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+        shape = (len(rows.active), tree_batch.num_nodes)
         tokens = torch.tensor([[self.random.randrange(self.vocabulary)] * shape[1]
                                for _ in range(shape[0])])  # fmt: skip
         tokens[:, :1] = rows.block.gather(1, rows.block[:, :1])
-        for row, tree in enumerate(forest.trees):
+        for row, tree in enumerate(tree_batch.trees):
             if not rows.active[row]:
                 continue
             answer = self.answers[tuple(self.prompts[row])]
@@ -139,7 +139,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
     drafter, sequence = ModelDrafter(model, 1, 64, 32), [5, 6, 7]
     drafter.read(0, torch.tensor(sequence))
     generation = GenerationConfig(temperature=temperature, seed=4)
-    rows, forest = Rows.new(1, 32), tree_batch([tree], torch.device("cpu"))
+    rows, tree_batch = BatchState.new(1, 32), make_tree_batch([tree], torch.device("cpu"))
     rows.set(0, generation)
     rows.active[0] = True
     rows = rows.narrow(0, 1, [generation])
@@ -148,7 +148,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
         rows.position[0] = len(sequence) - 1
         rows.block[0, : 1 + len(news)] = torch.tensor([len(news), *news])
         with torch.no_grad():
-            draft = drafter.draft(rows, forest, 8, 64, keep_logits=True)
+            draft = drafter.draft(rows, tree_batch, 8, 64, keep_logits=True)
         assert draft.finite.all() and draft.tokens[0, 0] == sequence[-1]
         for node, children in enumerate(tree.children):
             if not children:
@@ -156,7 +156,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
             path = draft.tokens[0, tree.path_to(node)[1:]].tolist()
             with torch.no_grad():
                 logits = model(torch.tensor([sequence + path]))[0, -1]
-            drawn_from = draft.logits[0, forest.drawn_by[0, node]]
+            drawn_from = draft.logits[0, tree_batch.drawn_by[0, node]]
             torch.testing.assert_close(drawn_from, logits, rtol=0, atol=1e-9)
             if temperature:
                 position = torch.tensor([[len(sequence) + node * FAR]])  # a node's own
@@ -460,7 +460,7 @@ def test_what_does_not_fit_is_named(monkeypatch):
 
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
     decoder = Decoder(target, drafter, max_length=99)
-    monkeypatch.setattr(target, "forest_forward", refuse)
+    monkeypatch.setattr(target, "tree_batch_forward", refuse)
     with pytest.raises(OutOfMemory, match=r"after 2 tokens with paper.* 20.00 GiB.; lower max_new"):
         decoder.generate([1, 2], GenerationConfig(8))
     monkeypatch.setattr(drafter, "new_cache", refuse)

@@ -481,16 +481,20 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
 
 def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
     """Of one row and greedy, that is: for two, or sampled in larger buffers, it measures."""
-    timed, measure = [], BatchDecoder.measure_costs
+    timed, measure = [], BatchDecoder.measure_step_times
     monkeypatch.setattr(
         BatchDecoder, "measure_costs", lambda self, **options: (
             timed.append(options["generation"].temperature) or measure(self, **options)
         ),
     )  # fmt: skip
     place = dict(device=device_name(granite.device), dtype=dtype_name(granite.dtype))
-    modes = stree.Modes(["chain-2", "paper"])
-    modes.costs = stree.Costs({(1, tree): 1.0 for tree in modes.trees}, **place)
-    decoder = stree.from_transformers(granite, slice_drafter(shared_model(granite), [0]), modes)
+    adaptive_trees = stree.AdaptiveTrees(["chain-2", "paper"])
+    adaptive_trees.costs = stree.StepTimes(
+        {(1, tree): 1.0 for tree in adaptive_trees.trees}, **place
+    )
+    decoder = stree.from_transformers(
+        granite, slice_drafter(shared_model(granite), [0]), adaptive_trees
+    )
     ids, mask = prompts((9, 4))
     decoder.generate(ids[:1], max_new_tokens=4, do_sample=False)
     assert timed == []
@@ -521,7 +525,7 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
     assert room_to_time(deepest_of(decoder.tree), without_choice, context_of(without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
-    assert not decoder._batch.modes.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
+    assert not decoder._batch.adaptive_trees.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
 
 
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):

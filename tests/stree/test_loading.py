@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stree
-from stree import Bandit, Costs, Decoder, Modes, loading
+from stree import AdaptiveTrees, BanditTrees, Decoder, StepTimes, loading
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
@@ -221,7 +221,10 @@ def test_the_profiles_backtracking_comes_with_its_tree(workspace, drafter):
 
 @pytest.mark.parametrize(
     ("name", "policy", "by"),
-    [("chain-1 or paper", Modes, "name"), ("bandit chain-1 or paper", Bandit, "profile")],
+    [
+        ("chain-1 or paper", AdaptiveTrees, "name"),
+        ("bandit chain-1 or paper", BanditTrees, "profile"),
+    ],
 )
 def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, name, policy, by):
     give_profile(
@@ -229,9 +232,11 @@ def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, nam
     )
     options = {"tree": name} if by == "name" else {}
     decoder = load_quietly(workspace / "target", drafter, max_length=256, **options)
-    modes = decoder.batch.modes
-    assert type(modes) is policy and {tree for _, tree in modes.costs.seconds} == set(modes.trees)
-    assert [tree.name for tree in modes.trees] == ["plain", "chain-1", "paper"]
+    adaptive_trees = decoder.batch.adaptive_trees
+    assert type(adaptive_trees) is policy and {
+        tree for _, tree in adaptive_trees.costs.seconds
+    } == set(adaptive_trees.trees)
+    assert [tree.name for tree in adaptive_trees.trees] == ["plain", "chain-1", "paper"]
     plain = load_quietly(workspace / "target", max_length=256)
     settings = stree.GenerationConfig(max_new_tokens=9, ignore_eos=True)
     assert decoder.complete("What", settings).tokens == plain.complete("What", settings).tokens
@@ -240,7 +245,7 @@ def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, nam
 @pytest.fixture
 def measured(monkeypatch) -> list[Decoder]:
     """The decoders whose steps were timed."""
-    timed, measure = [], Decoder.measure_costs
+    timed, measure = [], Decoder.measure_step_times
     monkeypatch.setattr(
         Decoder, "measure_costs", lambda self, **options: (
             timed.append(self) or measure(self, **options)
@@ -252,23 +257,25 @@ def measured(monkeypatch) -> list[Decoder]:
 CHOICE = Tree(name="chain-1 or paper", parents=TokenTree.paper().parents)
 
 
-def costs_of_choice(**changes) -> Costs:
-    seconds = {(1, tree): 0.25 * tree.num_nodes for tree in Modes(["chain-1", "paper"]).trees}
+def costs_of_choice(**changes) -> StepTimes:
+    seconds = {
+        (1, tree): 0.25 * tree.num_nodes for tree in AdaptiveTrees(["chain-1", "paper"]).trees
+    }
     place = {"device": device_name(torch.device("cpu")), "dtype": "float32"}
-    return Costs(seconds, **{**place, **changes})
+    return StepTimes(seconds, **{**place, **changes})
 
 
 def test_the_profiles_costs_are_chosen_by_and_not_measured(workspace, drafter, measured):
     costs = costs_of_choice()
     give_profile(workspace, drafter, recommendation(CHOICE, costs=costs.record()))
     decoder = load_quietly(workspace / "target", drafter, max_length=256)
-    assert not measured and decoder.batch.modes.costs == costs
+    assert not measured and decoder.batch.adaptive_trees.costs == costs
     plain = load_quietly(workspace / "target", max_length=256)
     settings = stree.GenerationConfig(max_new_tokens=9, ignore_eos=True)
     assert decoder.complete("What", settings).tokens == plain.complete("What", settings).tokens
     for own in ({"verifier": "naive"}, {"backtracking": "joint"}):  # of others nothing is known
         decoder = load_quietly(workspace / "target", drafter, max_length=256, **own)
-        assert measured.pop() is decoder and decoder.batch.modes.costs != costs
+        assert measured.pop() is decoder and decoder.batch.adaptive_trees.costs != costs
 
 
 @pytest.mark.parametrize(
@@ -287,11 +294,13 @@ def test_costs_of_other_steps_are_not_chosen_by_and_that_is_said(
     costs = costs_of_choice(**{key: each for key, each in changes.items() if key != "seconds"})
     costs.seconds = changes.get("seconds", costs.seconds)
     give_profile(workspace, drafter, recommendation(CHOICE, costs=costs.record()))
-    options = {} if by == "profile" else {"tree": Modes(["chain-1", "paper"], costs)}
+    options = {} if by == "profile" else {"tree": AdaptiveTrees(["chain-1", "paper"], costs)}
     with pytest.warns(UserWarning, match=f"{warning}.*measured here") as said:
         decoder = stree.load(workspace / "target", drafter, device="cpu", max_length=256, **options)
     assert measured == [decoder] and len(said) == 1 and said[0].filename == __file__
-    assert not decoder.batch.modes.costs.misfit(decoder.target, decoder.batch.modes.trees, 0.0)
+    assert not decoder.batch.adaptive_trees.costs.misfit(
+        decoder.target, decoder.batch.adaptive_trees.trees, 0.0
+    )
 
 
 def test_in_another_form_costs_are_measured(workspace, drafter, measured, monkeypatch):
@@ -306,10 +315,10 @@ def test_in_another_form_costs_are_measured(workspace, drafter, measured, monkey
 def test_saved_costs_are_given_by_hand(workspace, drafter, measured, tmp_path):
     first = load_quietly(workspace / "target", drafter, tree="chain-1 or paper", max_length=256)
     assert measured.pop() is first
-    first.batch.modes.costs.save(tmp_path / "costs.json")
-    modes = Modes(["chain-1", "paper"], Costs.load(tmp_path / "costs.json"))
-    decoder = load_quietly(workspace / "target", drafter, tree=modes, max_length=256)
-    assert not measured and decoder.batch.modes.costs == first.batch.modes.costs
+    first.batch.adaptive_trees.costs.save(tmp_path / "costs.json")
+    adaptive_trees = AdaptiveTrees(["chain-1", "paper"], StepTimes.load(tmp_path / "costs.json"))
+    decoder = load_quietly(workspace / "target", drafter, tree=adaptive_trees, max_length=256)
+    assert not measured and decoder.batch.adaptive_trees.costs == first.batch.adaptive_trees.costs
 
 
 def test_several_trees_of_which_one_is_none_are_refused(workspace, drafter):

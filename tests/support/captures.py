@@ -41,8 +41,8 @@ class NothingWaits(TorchDispatchMode):
 
 
 class Replayed:
-    """Stands in for `Capture`: static outputs, written by each replay. Those of captures that share
-    memory are overwritten by it."""
+    """Stands in for `CudaGraph`: static outputs, written by each replay. Those of captures that
+    share memory are overwritten by it."""
 
     living: ClassVar[weakref.WeakSet[Replayed]] = weakref.WeakSet()
     numbers = itertools.count()

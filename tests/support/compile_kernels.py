@@ -26,20 +26,20 @@ from triton.runtime.jit import JITFunction
 
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree.trees.build import tree_batch
-from stree.trees.dynamic import GrownForest
+from stree.trees.build import make_tree_batch
+from stree.trees.dynamic import DynamicTreeBatch
 from stree.trees.token_tree import BeamTree, TokenTree, balanced
 from stree.trees.tree_batch import topology_of
 from stree_kernels import naive, ops
 from stree_kernels.attention import tree_attention
 from stree_kernels.contracts import (
+    CacheState,
     Derived,
     Drafts,
     GatedDeltaShape,
     GatedDeltaWeights,
     Router,
     Sampling,
-    Steering,
     Stream,
 )
 from stree_kernels.conv import tree_conv
@@ -92,20 +92,27 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
 
 def grow(model: HybridModel, sampling: Sampling) -> None:
     """What a tree that grows has beside other calls: a level, and the tree that is left."""
-    forest = GrownForest(BeamTree.of(3, 3, 13), 1, model.device)
-    level, finite = forest.levels[2], torch.ones(1, 3, dtype=torch.bool)
-    forest.grow(2)
-    forest.inner_topology(model.config.d_conv)
+    tree_batch = DynamicTreeBatch(BeamTree.of(3, 3, 13), 1, model.device)
+    level, finite = tree_batch.levels[2], torch.ones(1, 3, dtype=torch.bool)
+    tree_batch.grow(2)
+    tree_batch.inner_topology(model.config.d_conv)
     scale = torch.ones(model.config.d_model, dtype=model.dtype)
     for added in (None, scale.expand(1, 1, 3, -1)):
-        ops.norm(Stream(model.head_weight, scale, 1e-5, added, forest.pool, level.nodes, True))
+        ops.norm(Stream(model.head_weight, scale, 1e-5, added, tree_batch.pool, level.nodes, True))
     ops.norm_at(torch.zeros(1, 9, 3 * len(scale), dtype=model.dtype), level.nodes, scale, 1e-5, 3)
     logits = torch.zeros(1, 3, 1024, dtype=model.dtype)
     for by in (None, sampling):
         ops.choose_children(
-            logits, level.depths, by, level.places, forest.pool, finite, level.nodes, forest.values
+            logits,
+            level.depths,
+            by,
+            level.places,
+            tree_batch.pool,
+            finite,
+            level.nodes,
+            tree_batch.values,
         )
-    forest.finish(forest.pool)
+    tree_batch.finish(tree_batch.pool)
 
 
 def many_sequences(model: HybridModel, num_nodes: int) -> None:
@@ -148,7 +155,7 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
             zeros(shape.num_heads), zeros(shape.num_heads),
         ),
         shape, topology_of(tree, shape.width, torch.device("cpu")),
-        Steering(
+        CacheState(
             zeros(1, dtype=whole), zeros(1, num_nodes, dtype=whole),
             *(zeros(1, dtype=whole) for _ in range(3)),
         ),
@@ -162,12 +169,13 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
 
 def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor) -> None:
     """All rules on a tree, whose drafts were drawn from logits (1, N, V)."""
-    forest = tree_batch([tree], torch.device("cpu"))
+    tree_batch = make_tree_batch([tree], torch.device("cpu"))
     one, active = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
     drafts = Drafts(
-        torch.zeros(1, tree.num_nodes, dtype=torch.long), forest.parents, forest.children,
-        tuple((level.nodes, level.places) for level in forest.levels),
-        logits[:, : forest.num_drawn_from] if forest.levels else None, forest.drawn_by, None, None,
+        torch.zeros(1, tree.num_nodes, dtype=torch.long), tree_batch.parents, tree_batch.children,
+        tuple((level.nodes, level.places) for level in tree_batch.levels),
+        logits[:, : tree_batch.num_drawn_from] if tree_batch.levels else None, tree_batch.drawn_by,
+        None, None,
     )  # fmt: skip
     sampling = Sampling(torch.ones(1, dtype=torch.float64), one, one)
     for rule in ("naive", "multi_step", "traversal"):
@@ -181,12 +189,12 @@ def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
     """In the shape of LFM2-1.2B."""
     tree, channels, width = TokenTree.chain(num_nodes - 1), 2048, 3
     one = torch.zeros(1, dtype=torch.long)
-    steering = Steering(one, torch.zeros(1, 8, dtype=torch.long), one, one, one)
+    cache_state = CacheState(one, torch.zeros(1, 8, dtype=torch.long), one, one, one)
     rows = torch.zeros(2, 1, width - 1 + num_nodes, channels, dtype=dtype)
     projected = torch.zeros(1, num_nodes, 3 * channels, dtype=dtype)
     weight = torch.zeros(width, channels, dtype=dtype).t()
     topology = topology_of(tree, width, torch.device("cpu"))
-    ops.short_conv_tree(projected, rows, weight, None, topology, steering, 0)
+    ops.short_conv_tree(projected, rows, weight, None, topology, cache_state, 0)
 
 
 def experts(num_rows: int, dtype: torch.dtype) -> None:
@@ -257,7 +265,7 @@ def main() -> None:
             ops.norm(Stream(hidden, scale.repeat(2), 1e-5, (one, one), beside=hidden))
             for added in ((one, one), one):
                 stream = Stream(hidden, scale, 1e-5, added)
-                ops.take_roots(stream, block, active, tokens, cache.steering)
+                ops.take_roots(stream, block, active, tokens, cache.cache_state)
             for count, by in ((3, None), (3, sampling)):
                 places = torch.full((*inner.shape, count), -1)
                 model.draw_children(stream, levels, by, places, tokens, finite, inner, None)

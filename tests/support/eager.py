@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stree.batching.runners import Eager
+from stree.batching.runners import EagerRunner
 
 T = TypeVar("T")
 
@@ -13,5 +13,5 @@ T = TypeVar("T")
 def without_graphs(monkeypatch: Any, run: Callable[[], T]) -> T:
     """What it gives when its decoders launch one operation after the other."""
     with monkeypatch.context() as patch:
-        patch.setattr("stree.batching.batch_decoder.executor_of", Eager)
+        patch.setattr("stree.batching.batch_decoder.runner_of", EagerRunner)
         return run()

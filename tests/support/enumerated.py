@@ -16,12 +16,12 @@ from toys import TableDrafter, Undrawn, drawing_in_turn, exact_distribution, tot
 
 from stree import GenerationConfig, TokenTree
 from stree.batching.runners import new_report
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.batching.step import Step
-from stree.drafters import Drawn, Proposal
-from stree.trees.build import tree_batch
+from stree.drafters import Proposal, SiblingSampling
+from stree.trees.build import make_tree_batch
 from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.rejection import Judging
+from stree.verifiers.rejection import RejectionSampling
 from stree_kernels import ops
 
 TREES = [
@@ -42,15 +42,15 @@ class Repetitive(TableDrafter):
 
     drawn = Undrawn.drawn
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
-        nodes = torch.arange(forest.num_nodes).expand(len(rows.active), -1)
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+        nodes = torch.arange(tree_batch.num_nodes).expand(len(rows.active), -1)
         return Proposal((rows.block[:, 1:2] + nodes // 2) % len(self.table))
 
 
 class Independent(TableDrafter):
     """Draws siblings with replacement, as SpecInfer does."""
 
-    drawn = Drawn.INDEPENDENT
+    drawn = SiblingSampling.INDEPENDENT
 
     def choose(self, logits, noise_at, sampling, places, tokens, finite) -> None:
         for place in places.split(1, -1):
@@ -62,12 +62,12 @@ class Mixed(TableDrafter):
     """Draws all nodes but the root's last child and what is below: the table's best tokens, that
     child's another than its siblings'."""
 
-    drawn = Drawn.MIXED
+    drawn = SiblingSampling.MIXED
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
-        proposal = super().draft(rows, forest, longest, bound, keep_logits)
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+        proposal = super().draft(rows, tree_batch, longest, bound, keep_logits)
         points = torch.zeros_like(proposal.tokens, dtype=torch.bool)
-        for row, tree in enumerate(forest.trees):
+        for row, tree in enumerate(tree_batch.trees):
             for node in range(1, tree.num_nodes):
                 parent = tree.parents[node]
                 points[row, node] = points[row, parent] or node == tree.children[0][-1]
@@ -119,17 +119,17 @@ def block_distribution(
     drafter: Any,
     tree: TokenTree,
     setting: GenerationConfig,
-    kind: Callable[..., Judging] = MultiStep,
+    kind: Callable[..., RejectionSampling] = MultiStep,
     beside: TokenTree = TREES[1],
 ) -> dict:
     """Of the tokens that one step gives row 0; row 1, with the tree beside, must always get the
     same."""
     settings = [setting, GREEDY]
     trees = [tree, beside]
-    forest, neighbours = tree_batch(trees, torch.device("cpu")), set()
+    tree_batch, neighbours = make_tree_batch(trees, torch.device("cpu")), set()
 
     def run(choose):
-        everyone, cache = Rows.new(2, 4), target.new_cache(16, 4, 2)
+        everyone, cache = BatchState.new(2, 4), target.new_cache(16, 4, 2)
         for row, generation in enumerate(settings):
             everyone.set(row, generation, CONTEXT[:-1], len(target.table))
             everyone.begin(row, 1, CONTEXT[-1])
@@ -138,11 +138,11 @@ def block_distribution(
             drafter.read(row, torch.tensor(CONTEXT[:-1]))
         rows = everyone.narrow(0, 2, settings)
         step = Step(target, cache, drafter, kind(lambda probs, places: choose(probs)))
-        report = new_report(rows, forest)
+        report = new_report(rows, tree_batch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ops, "choose_children", drawing_in_turn(choose))
-            proposal = step.draft(rows, forest, 1, 8)
-        step.verify(rows, forest, proposal, 8, report)
+            proposal = step.draft(rows, tree_batch, 1, 8)
+        step.verify(rows, tree_batch, proposal, 8, report)
         first, second = report.tolist()
         neighbours.add(tuple(second))
         assert rows.block[0].tolist()[: 1 + first[1]] == first[1 : 2 + first[1]]
@@ -161,7 +161,7 @@ def block_distribution(
 
 def plain_distribution(logits, setting, text=CONTEXT):
     """Of the token after a text, of which only penalties know more than the logits (V,)."""
-    rows = Rows.new(1)
+    rows = BatchState.new(1)
     rows.set(0, setting, text, len(logits))
     rows = rows.narrow(0, 1, [setting])
     return rows.distribution(rows.kept(logits[None]))[0]

@@ -14,15 +14,15 @@ class Growing(TableDrafter):
 
     grows = True
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
         self.read_blocks(rows)
         paths = [{0: []} for _ in rows.active]  # of the pool's nodes, by row
-        forest.pool[:, 0] = rows.block.gather(1, rows.block[:, :1])[:, 0]
-        finite = torch.ones(len(rows.active), forest.num_drawn_from, dtype=torch.bool)
+        tree_batch.pool[:, 0] = rows.block.gather(1, rows.block[:, :1])[:, 0]
+        finite = torch.ones(len(rows.active), tree_batch.num_drawn_from, dtype=torch.bool)
         logits, done = [], 0
-        for number, level in enumerate(forest.levels):
+        for number, level in enumerate(tree_batch.levels):
             if number:
-                forest.grow(number)
+                tree_batch.grow(number)
             after = torch.stack([
                 torch.stack([
                     self.table[tuple(([0, 0, *self.sequences[row]] + paths[row][node])[-2:])]
@@ -30,22 +30,22 @@ class Growing(TableDrafter):
                 ])
                 for row, nodes in enumerate(level.nodes.tolist())
             ])  # fmt: skip
-            logits.append(rows.kept(after, forest.drafts_at(rows, forest.pool, number)))
+            logits.append(rows.kept(after, tree_batch.drafts_at(rows, tree_batch.pool, number)))
             count = level.nodes.shape[1]
-            self.choose(forest, rows, level, logits[-1], finite[:, done : done + count])
-            forest.rate(number, logits[-1], rows, forest.pool, None)
+            self.choose(tree_batch, rows, level, logits[-1], finite[:, done : done + count])
+            tree_batch.rate(number, logits[-1], rows, tree_batch.pool, None)
             done += count
             for row, nodes in enumerate(level.nodes.tolist()):
                 for node, places in zip(nodes, level.places[row].tolist(), strict=True):
                     for place in places:
-                        paths[row][place] = [*paths[row][node], int(forest.pool[row, place])]
+                        paths[row][place] = [*paths[row][node], int(tree_batch.pool[row, place])]
         self.logits = torch.cat(logits, 1)
-        return Proposal(forest.finish(forest.pool), finite)
+        return Proposal(tree_batch.finish(tree_batch.pool), finite)
 
-    def choose(self, forest, rows, level, logits, finite) -> None:
+    def choose(self, tree_batch, rows, level, logits, finite) -> None:
         ops.choose_children(
-            logits, level.depths, rows.sampling, level.places, forest.pool, finite, level.nodes,
-            forest.values,
+            logits, level.depths, rows.sampling, level.places, tree_batch.pool, finite, level.nodes,
+            tree_batch.values,
         )  # fmt: skip
 
 
@@ -56,8 +56,8 @@ class GrowingInTurn(Growing):
         super().__init__(table)
         self.draw = drawing_in_turn(choose)
 
-    def choose(self, forest, rows, level, logits, finite) -> None:
-        self.draw(logits, level.depths, rows.sampling, level.places, forest.pool, finite)
+    def choose(self, tree_batch, rows, level, logits, finite) -> None:
+        self.draw(logits, level.depths, rows.sampling, level.places, tree_batch.pool, finite)
 
 
 class Telling(GrowingInTurn):

@@ -20,7 +20,7 @@ from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import exit_with_reason
 from stree.speculation_profile import load_profile
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree_pipelines import distill, eval_spec, report
 from stree_pipelines.comparison.gate.baseline import Baseline
@@ -65,7 +65,7 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "training state": SafeCheckpointIO().load_checkpoint,
     "resume": latest_valid,
     "profile": load_profile,
-    "costs": Costs.load,
+    "costs": StepTimes.load,
     "tree": TokenTree.load,
     "evaluation config": lambda path: eval_spec.main(["--config", str(path)]),
     "training config": train,

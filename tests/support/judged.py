@@ -15,7 +15,7 @@ import triton.language as tl
 from kernel_cases import DEVICE
 from torch import Tensor
 
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.contracts import Drafts, Sampling
@@ -65,15 +65,15 @@ def case(
     tokens: Tensor, points: Tensor | None = None, independent: bool = False,
 ) -> Case:  # fmt: skip
     """Rows that all decode, from seeds 0, 1, … at position 7."""
-    forest, batch = tree_batch(trees, torch.device(DEVICE)), len(trees)
-    levels = tuple((level.nodes, level.places) for level in forest.levels)
+    tree_batch, batch = make_tree_batch(trees, torch.device(DEVICE)), len(trees)
+    levels = tuple((level.nodes, level.places) for level in tree_batch.levels)
     drafts = Drafts(
         tokens,
-        forest.parents,
-        forest.children,
+        tree_batch.parents,
+        tree_batch.children,
         levels,
         drawn,
-        forest.drawn_by,
+        tree_batch.drawn_by,
         points,
         None,
         independent,
@@ -128,7 +128,7 @@ def draw_tree(tree, target, drawn, points, independent, choose) -> Tensor:
     """A tree's tokens: siblings without replacement or independent, points the target's worst
     tokens."""
     tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
-    drawn_by = tree_batch([tree], torch.device("cpu")).drawn_by[0]
+    drawn_by = make_tree_batch([tree], torch.device("cpu")).drawn_by[0]
     for node, children in enumerate(tree.children):
         left = None if drawn is None else drawn[drawn_by[node]].softmax(-1)
         for rank, child in enumerate(children):
@@ -215,13 +215,13 @@ def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabula
 
 def sampled_tree(trees, logits, drawn, temperature) -> Tensor:
     """Tokens (B, N) of trees as a drafter draws them, by the product's op."""
-    forest = tree_batch(trees, torch.device(DEVICE))
+    tree_batch = make_tree_batch(trees, torch.device(DEVICE))
     batch = len(trees)
-    tokens = torch.zeros(batch, forest.num_nodes, dtype=torch.long, device=DEVICE)
+    tokens = torch.zeros(batch, tree_batch.num_nodes, dtype=torch.long, device=DEVICE)
     seeds = torch.arange(batch, device=DEVICE) + 100
     sampling = Sampling(temperature, seeds, torch.full_like(seeds, 7))
     done = 0
-    for level in forest.levels:
+    for level in tree_batch.levels:
         count = level.nodes.shape[1]
         finite = torch.zeros(batch, count, dtype=torch.bool, device=DEVICE)
         naive.choose_children(

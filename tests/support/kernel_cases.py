@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stree.trees.token_tree import TokenTree, balanced
-from stree_kernels.contracts import Steering, Topology
+from stree_kernels.contracts import CacheState, Topology
 
 pytest.importorskip("triton")
 
@@ -39,14 +39,14 @@ def topology_of(trees: list[TokenTree], width: int = 4) -> Topology:
     )
 
 
-def steering_of(
+def cache_state_of(
     lengths: list[int], paths: list[list[int]], num_trees: int, slots: int, parity: int = 1
-) -> Steering:
+) -> CacheState:
     """Uncounted path entries point far outside, so that reading them shows."""
     path = torch.full((len(paths), slots), 10_000, dtype=torch.long)
     for row, nodes in enumerate(paths):
         path[row, : len(nodes)] = torch.tensor(nodes, dtype=torch.long)
-    return Steering(
+    return CacheState(
         torch.tensor(lengths).to(DEVICE),
         path.to(DEVICE),
         torch.tensor([len(nodes) for nodes in paths]).to(DEVICE),
@@ -59,16 +59,16 @@ def compare_pieces(whole: Any, parts: Any, shape: Any, tree: TokenTree, piece: i
     """`parts`, whose call takes a tree a few nodes at a time, beside `whole`, the same inputs in
     one call: what they give, what they keep of the tree, and the replay of that."""
     topology = topology_of([tree])
-    steering = steering_of([0], [[]], 1, 4, parity=1)
-    growing = replace(steering, parity=1 - steering.parity)
-    wanted = whole.call(0, shape, topology, steering)
+    cache_state = cache_state_of([0], [[]], 1, 4, parity=1)
+    growing = replace(cache_state, parity=1 - cache_state.parity)
+    wanted = whole.call(0, shape, topology, cache_state)
     for start in range(0, tree.num_nodes, piece):
         nodes = slice(start, start + piece)
-        got = parts.call(0, shape, topology, steering if start == 0 else growing, start, nodes)
+        got = parts.call(0, shape, topology, cache_state if start == 0 else growing, start, nodes)
         assert relative_error(got, wanted[:, nodes]) < 1e-5
     used = shape.tail + tree.num_nodes
     assert torch.equal(parts.rows[0, :, :used], whole.rows[0, :, :used])
-    accepted = steering_of([0], [[0, 1, 2]], 1, 4, parity=0)
+    accepted = cache_state_of([0], [[0, 1, 2]], 1, 4, parity=0)
     wanted = whole.call(1, shape, topology, accepted)
     assert relative_error(parts.call(1, shape, topology, accepted), wanted) < 1e-5
     assert relative_error(parts.state, whole.state) < 1e-5
@@ -76,10 +76,10 @@ def compare_pieces(whole: Any, parts: Any, shape: Any, tree: TokenTree, piece: i
 
 def readers_of(node: int, case: Any, changed: Any, shape: Any, tree: TokenTree) -> list[int]:
     """The nodes for which it matters what a node's input is, given the same inputs twice."""
-    topology, steering = topology_of([tree]), steering_of([0, 0], [[], []], 1, 4, parity=1)
-    before = case.call(0, shape, topology, steering)
+    topology, cache_state = topology_of([tree]), cache_state_of([0, 0], [[], []], 1, 4, parity=1)
+    before = case.call(0, shape, topology, cache_state)
     changed.projected[0][:, node] += 1
-    after = changed.call(0, shape, topology, steering)
+    after = changed.call(0, shape, topology, cache_state)
     return (before != after).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
 
 
@@ -103,7 +103,7 @@ def compare_calls(
     tolerance: float,
     after_each: Callable[[], None] = lambda: None,
     copies: bool = True,
-) -> tuple[Topology, Steering]:
+) -> tuple[Topology, CacheState]:
     """Two calls of a recurrent op, the second of which replays `paths` of the first one's trees,
     beside the same in fp64, `exact`; what is kept is copied (or else near), and nothing behind it
     is touched.
@@ -113,11 +113,11 @@ def compare_calls(
     N, batch, dtype = trees[0].num_nodes, len(paths), case.projected[0].dtype
     topology = topology_of(trees, shape.width)
     slots = max(1, *(len(path) for path in paths)) + 1
-    before = steering_of([0] * batch, [[]] * batch, len(trees), slots, parity=1)
-    after = steering_of([0] * batch, paths, len(trees), slots, parity=0)
-    for number, steering in enumerate((before, after)):
-        wanted = exact.call(number, shape, topology, steering)
-        got = case.call(number, shape, topology, steering)
+    before = cache_state_of([0] * batch, [[]] * batch, len(trees), slots, parity=1)
+    after = cache_state_of([0] * batch, paths, len(trees), slots, parity=0)
+    for number, cache_state in enumerate((before, after)):
+        wanted = exact.call(number, shape, topology, cache_state)
+        got = case.call(number, shape, topology, cache_state)
         assert got.dtype == dtype and got.shape == wanted.shape
         assert relative_error(got, wanted) < tolerance
         after_each()

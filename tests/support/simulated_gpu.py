@@ -25,7 +25,7 @@ class SimulatedGPU:
         return SimulatedEvent(self)
 
     def capture(self, seconds: list[float], capture_s: float) -> type[Replayed]:
-        """Stands in for `Capture`: replays queue so much, first captured first."""
+        """Stands in for `CudaGraph`: replays queue so much, first captured first."""
         gpu, left = self, iter(seconds)
 
         class Timed(Replayed):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from stree.batching.sequences import Request
-from stree.batching.state import Rows
-from stree.drafters import Drawn, Proposal
+from stree.batching.state import BatchState
+from stree.drafters import Proposal, SiblingSampling
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.models.slicing import with_random_head
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
 
 FEATURE_LAYERS = (0, 2)  # that drafters here read of a target
@@ -134,11 +134,11 @@ class TableTarget:
         row.committed += tokens[0].tolist()
         return self.after(row.committed)[None]
 
-    def forest_forward(
-        self, tokens: Tensor, forest: Forest, cache: TableCache, bound: int
+    def tree_batch_forward(
+        self, tokens: Tensor, tree_batch: TreeBatch, cache: TableCache, bound: int
     ) -> Tensor:
         logits = torch.zeros(*tokens.shape, self.table.shape[-1], dtype=self.table.dtype)
-        for at, (row, tree) in enumerate(zip(cache.rows, forest.trees, strict=True)):
+        for at, (row, tree) in enumerate(zip(cache.rows, tree_batch.trees, strict=True)):
             accepted = cache.path[at, : int(cache.path_length[at])].tolist()
             row.committed += [row.tree[node] for node in accepted]
             cache.path_length[at] = 0
@@ -190,7 +190,7 @@ class TableCache:
 class TableDrafter:
     """Grows trees with the product's own op, from a table over the last two tokens."""
 
-    drawn = Drawn.WITHOUT_REPLACEMENT
+    drawn = SiblingSampling.WITHOUT_REPLACEMENT
     capturable = False
 
     def __init__(self, table: Tensor) -> None:
@@ -203,37 +203,37 @@ class TableDrafter:
     def read(self, row: int, tokens: Tensor) -> None:
         self.sequences[row] += tokens.tolist()
 
-    def read_blocks(self, rows: Rows) -> None:
+    def read_blocks(self, rows: BatchState) -> None:
         for row, (count, *block) in enumerate(rows.block.tolist()):
             if rows.active[row]:
                 self.sequences[row] += block[:count]
 
     def draft(
-        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
         self.read_blocks(rows)
         batch = len(rows.active)
-        tokens = torch.zeros(batch, forest.num_nodes, dtype=torch.long)
-        finite = torch.ones(batch, forest.num_drawn_from, dtype=torch.bool)
+        tokens = torch.zeros(batch, tree_batch.num_nodes, dtype=torch.long)
+        finite = torch.ones(batch, tree_batch.num_drawn_from, dtype=torch.bool)
         for row in range(batch):
             tokens[row, 0] = self.sequences[row][-1] if rows.active[row] else 0
         drawn_from: list[Tensor] = []
-        for number, level in enumerate(forest.levels):
+        for number, level in enumerate(tree_batch.levels):
             logits = torch.zeros(*level.nodes.shape, len(self.table), dtype=self.table.dtype)
-            for row, tree in enumerate(forest.trees):
+            for row, tree in enumerate(tree_batch.trees):
                 for at, node in enumerate(level.nodes[row].tolist()):
                     if node >= 0 and rows.active[row]:
                         path = tokens[row, tree.path_to(node)[1:]].tolist()
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
-            logits = rows.kept(logits, forest.drafts_at(rows, tokens, number))
+            logits = rows.kept(logits, tree_batch.drafts_at(rows, tokens, number))
             self.choose(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],
             )  # fmt: skip
             drawn_from.append(logits)
         logits = torch.cat(drawn_from, 1) if drawn_from and keep_logits else None
-        independent = self.drawn is Drawn.INDEPENDENT
+        independent = self.drawn is SiblingSampling.INDEPENDENT
         return Proposal(tokens, finite, logits, independent=independent)
 
     def choose(self, *given) -> None:
@@ -243,11 +243,11 @@ class TableDrafter:
 class Undrawn(TableDrafter):
     """Draws nothing: the best tokens of its table, whatever the rows' settings."""
 
-    drawn = Drawn.POINT
+    drawn = SiblingSampling.DETERMINISTIC
 
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
         greedy = dataclasses.replace(rows, sampled=False, filtered=False)
-        proposal = super().draft(greedy, forest, longest, bound, False)
+        proposal = super().draft(greedy, tree_batch, longest, bound, False)
         return Proposal(proposal.tokens, proposal.finite)
 
 

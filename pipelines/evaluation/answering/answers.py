@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stree import metrics
 from stree.batching.sequences import Request
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.chat_encoding import encode_prompt
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import InvariantBroken, StreeError, UsageError
@@ -277,7 +277,7 @@ class Answerer:
         tokens_BT = torch.tensor([tokens], device=self.decoders.device)
         last_BD = self.decoders.target.hidden_states(tokens_BT)[:, -1:]
         logits_BTV = self.decoders.target.logits(last_BD)
-        rows = Rows.new(1, device=self.decoders.device)
+        rows = BatchState.new(1, device=self.decoders.device)
         rows.set(0, generation, tokens, logits_BTV.shape[2])
         rows = rows.narrow(0, 1, [generation])
         rows.position.fill_(len(tokens) - 1)

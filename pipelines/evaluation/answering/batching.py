@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.sequences import Report, Request
+from stree.batching.sequences import Request, StepOutput
 from stree.generation import GenerationOutput
 
 
@@ -57,7 +57,7 @@ class Batch:
         self._reading.add(row)
         return row
 
-    def step(self) -> list[Report]:
+    def step(self) -> list[StepOutput]:
         reading, read_before = set(self._reading), self.decoder.read_s
         started = time.perf_counter()
         reports = self.decoder.step()

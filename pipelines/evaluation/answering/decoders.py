@@ -8,20 +8,20 @@ from functools import cached_property, partial
 from typing import Any
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.memory_report import Room
+from stree.batching.memory_report import MemoryReport
 from stree.batching.sequences import Request
 from stree.batching.step_timing import length_to_time
 from stree.checkpoints.load_save import load_config, load_model
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
 from stree.decoder import Decoder
-from stree.drafters.model import Drawing
+from stree.drafters.model import ModelDrafterSpec
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.model import READ_AT_ONCE, HybridModel
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.step_times import StepTimes
 from stree_kernels.naive import accumulation_dtype
-from stree_pipelines.console.progress import measured_costs
+from stree_pipelines.console.progress import measured_step_times
 from stree_pipelines.evaluation.answering import gc_freeze as garbage
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
@@ -29,7 +29,7 @@ from stree_pipelines.evaluation.plan import (
     DrafterIdentity,
     EvaluationSettings,
     Job,
-    growth_of,
+    policy_of,
 )
 from stree_pipelines.evaluation.sampling import sampling_of
 
@@ -74,7 +74,7 @@ class Decoders:
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
         self._drafters: dict[DrafterIdentity, Any] = {}
         # By drafter, method and temperature, of those that choose a tree: what they choose by
-        self._costs: dict[tuple[DrafterIdentity | None, str, float], Costs] = {}
+        self._costs: dict[tuple[DrafterIdentity | None, str, float], StepTimes] = {}
         # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
         self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
         if target_model is not None:
@@ -114,16 +114,16 @@ class Decoders:
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
         """The model that drafts, alone and by the target's tokens; None where none does."""
         made = self._drafter(drafter) if drafter is not None else None
-        return made.model if isinstance(made, Drawing) else None
+        return made.model if isinstance(made, ModelDrafterSpec) else None
 
     @property
-    def room(self) -> Room | None:
+    def room(self) -> MemoryReport | None:
         """Of the decoders that are held, in which each prompt that is answered has a row; None
         where prompts are answered one at a time."""
         batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
-        return Room.of(batches) if batches else None
+        return MemoryReport.of(batches) if batches else None
 
-    def costs(self, job: Job) -> Costs | None:
+    def costs(self, job: Job) -> StepTimes | None:
         """By which the job's trees are chosen; None where none are."""
         return self._costs.get((*job.decoder_key, job.temperature))
 
@@ -198,7 +198,7 @@ class Decoders:
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
-                tree=job.tree and growth_of(job.tree),
+                tree=job.tree and policy_of(job.tree),
                 max_length=room,
                 tokenizer=self.tokenizer,
                 verifier=job.verifier,
@@ -213,10 +213,10 @@ class Decoders:
         key = (*job.decoder_key, job.temperature)
         if key not in self._costs:
             generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
-            self._costs[key] = measured_costs(decoder, tree.name, generation, self.say)
-        modes = _batch_of(decoder).modes
-        if modes.costs is not self._costs[key]:
-            modes.costs = self._costs[key]
+            self._costs[key] = measured_step_times(decoder, tree.name, generation, self.say)
+        adaptive_trees = _batch_of(decoder).adaptive_trees
+        if adaptive_trees.costs is not self._costs[key]:
+            adaptive_trees.costs = self._costs[key]
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
         if drafter not in self._drafters:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stree.batching.prefill import FEATURES_CHUNK
 from stree.chat_encoding import chat_encoder
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
 from stree_kernels import ops
 from stree_pipelines.evaluation.answering.decoders import Decoders
@@ -95,7 +95,7 @@ def _target_read(
     cache = target.new_cache(len(tokens), 1)
     following: list[Tensor] = []
     for begin, end in _pieces(len(tokens), start - 1):
-        features = Features((*layers, target.config.num_layers - 1))
+        features = HiddenStateTap((*layers, target.config.num_layers - 1))
         target.prefill(tokens[None, begin:end], cache, features=features)
         streams = features.values
         if drafter is not None and layers:
@@ -115,7 +115,7 @@ def _drafter_log_probs(
         inputs = inputs[:, begin:].clone()
         inputs[:, 0] = drafter.model.features.unknown
     cache = drafter.new_cache(len(tokens) - begin, 1)
-    features = Features((drafter.config.num_layers - 1,))
+    features = HiddenStateTap((drafter.config.num_layers - 1,))
     drafter.prefill(tokens[None, begin:], cache, features=features, inputs=inputs)
     stream = features.values[0, start - 1 - begin : -1]
     return drafter.logits(drafter.model.norm(stream)).log_softmax(-1)

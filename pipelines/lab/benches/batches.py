@@ -18,7 +18,7 @@ from stree.generation import GenerationConfig
 from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import AttentionCache
 from stree.models.model import HybridModel
-from stree.tree_policy.adaptive import PLAIN, Modes
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.evaluation.answering import gc_freeze as garbage
 from stree_pipelines.lab.benches.calls import Floor, cache_bytes, kept_bytes, weight_bytes
@@ -110,7 +110,7 @@ def joint_of_rows(
         del decoder, decoders, targets
 
 
-class WithoutPrompts(Modes):
+class WithoutPrompts(AdaptiveTrees):
     """Chooses for decoding alone: what drafters take to read prompts is not in these times."""
 
     def learn_answer(self, reading_s: float | None = None, catch_up_s: float | None = None) -> None:
@@ -132,7 +132,7 @@ def serve_at(
     The share of a step that the host does not hide is as in `steps.decode_at`."""
     tree = TREES[-1]
     longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
-    ways: dict[str, TokenTree | Modes] = {
+    ways: dict[str, TokenTree | AdaptiveTrees] = {
         "plain": PLAIN,
         "tree": tree,
         "modes": WithoutPrompts(TREES[1:]),
@@ -143,7 +143,7 @@ def serve_at(
             name: _decoder(target, drafter, way, count, longest, verifier)
             for name, way in ways.items()
         }
-        decoders["modes"].measure_costs(counts=[count])  # all rows decode to the end
+        decoders["modes"].measure_step_times(counts=[count])  # all rows decode to the end
         print(f"{count} rows: costs measured", flush=True)
         for tau in taus:
             verifier.accepted.copy_(torch.tensor(accepted_for(tau, tree.max_depth)))
@@ -167,7 +167,7 @@ def serve_at(
 def _decoder(
     target: HybridModel,
     drafter: HybridModel,
-    tree: TokenTree | Modes,
+    tree: TokenTree | AdaptiveTrees,
     num_rows: int,
     max_length: int,
     verifier: Any = "coupled",
@@ -182,7 +182,7 @@ def _decoder(
 def _decoded_ready(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:
     """`_decoded`, again until no graph was captured meanwhile: what is chosen differs from run to
     run."""
-    captured: Any = getattr(decoder.executor, "captured", ())
+    captured: Any = getattr(decoder.runner, "captured", ())
     _decoded(decoder, context, length)
     while True:
         known = len(captured)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
@@ -24,7 +24,7 @@ from stree.models.layers.mlp import Experts
 from stree.models.layers.parallel import SideBySide
 from stree.models.layers.part import Part
 from stree.models.model import HybridModel, read_row
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import ops
 from stree_pipelines.lab.benches.profiles import profile_call
@@ -99,7 +99,7 @@ def draft_lengths(
         for (kind, drafter), name in itertools.product(drafters.items(), trees):
             tree, each = as_tree(name), f"{kind}, {name}"
             functions[each] = _drafts(drafter, tree, context)["draft"]
-            levels = tree_batch([tree], drafter.device).levels
+            levels = make_tree_batch([tree], drafter.device).levels
             # As large as the one that is drafted with
             cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
             rows[each] = dict(
@@ -128,7 +128,7 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 
             return call
 
-        by_graphs = decoder.executor.reader.read_row
+        by_graphs = decoder.runner.reader.read_row
         functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
         times = in_turns(functions, target.device, repeats)
         yield dict(what="prompt", num_tokens=num_tokens) | {
@@ -140,12 +140,15 @@ def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Ca
     """Drafts of a tree after so many tokens, greedy and sampled."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
-    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), tree_batch([tree], drafter.device)
+    rows, tree_batch = (
+        BatchState.new(1, tree.num_nodes, drafter.device),
+        make_tree_batch([tree], drafter.device),
+    )
     rows.begin(0, context, 1)
     longest, bound = tree.max_depth + 1, model.cache.num_slots
     sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
     return {
-        name: partial(model.draft, settings, forest, longest, bound, False)
+        name: partial(model.draft, settings, tree_batch, longest, bound, False)
         for name, settings in (("draft", rows), ("draft_sampled", sampled))
     }
 

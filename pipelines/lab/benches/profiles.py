@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from stree.batching.runners import Capture
+from stree.batching.runners import CudaGraph
 
 PRODUCTS = re.compile(r"nvjet|cublas|cutlass|gemm|gemv", re.IGNORECASE)
 WAITING = "nothing"
@@ -48,7 +48,7 @@ def kind_of(kernel: str) -> str:
 
 def profile_call(call: Callable[[], object], repeats: int) -> dict[str, Any]:
     """Medians over profiled replays of a call's graph: {"us": whole, "kernels": by kind}."""
-    replay = Capture(torch.device("cuda"), call).graph.replay
+    replay = CudaGraph(torch.device("cuda"), call).graph.replay
     for _ in range(3):
         replay()
     runs = []

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.runners import Graphs
-from stree.batching.state import Rows
+from stree.batching.runners import GraphRunner
+from stree.batching.state import BatchState
 from stree.decoder import Decoder
 from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
 from stree.models.model import HybridModel
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree, index_tensor
-from stree.trees.tree_batch import Forest
+from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import fits, named
 from stree.verifiers.coupled import Coupled
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
@@ -43,12 +43,12 @@ class GivenAcceptance(Coupled):
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
 
     def choose(
-        self, logits: Tensor, proposal: Proposal, forest: Forest, rows: Rows
+        self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState
     ) -> tuple[Tensor, Tensor]:
-        best, highest = super().choose(logits, proposal, forest, rows)
+        best, highest = super().choose(logits, proposal, tree_batch, rows)
         count = self.accepted.index_select(0, self.turn % len(self.accepted))
         self.turn += 1
-        tree = forest.trees[0]
+        tree = tree_batch.trees[0]
         line = tree.path_to(max(range(tree.num_nodes), key=tree.depths.__getitem__))
         inner, after = (index_tensor(tuple(each), best.device) for each in (line[:-1], line[1:]))
         place = torch.arange(len(inner), device=best.device)
@@ -158,12 +158,12 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
         decoder.rows.set(row, generation)
         decoder.rows.begin(row, context, _first_token(decoder, row))
     rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
-    forest = tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
+    tree_batch = make_tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
     longest = decoder.tree.max_depth + 1
 
     def launch() -> None:
-        decoder.executor.launch(rows, forest, longest, decoder.max_length, lambda phase: None)
-        decoder.executor.drop()
+        decoder.runner.launch(rows, tree_batch, longest, decoder.max_length, lambda phase: None)
+        decoder.runner.drop()
 
     return launch
 
@@ -178,8 +178,8 @@ def graphs_of(
 ) -> dict[str, Callable[[], object]]:
     """What replays a step's two graphs after so many tokens; the target's alone without a draft."""
     launcher(decoder, context, temperature)()
-    assert isinstance(decoder.executor, Graphs)
-    (envelope,) = decoder.executor.envelopes.values()
+    assert isinstance(decoder.runner, GraphRunner)
+    (envelope,) = decoder.runner.envelopes.values()
     found: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
     return found if envelope.draft is None else {"draft": envelope.draft.replay, **found}
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from stree import metrics
-from stree.batching.runners import Capture
+from stree.batching.runners import CudaGraph
 from stree.common.errors import InvariantBroken
 from stree.common.files import write_atomically
 from stree_pipelines.evaluation.context import describe_environment
@@ -34,7 +34,7 @@ def side_by_side(
     On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
     """
     if device.type == "cuda":
-        captures = {name: Capture(device, each) for name, each in functions.items()}
+        captures = {name: CudaGraph(device, each) for name, each in functions.items()}
         functions = {name: capture.graph.replay for name, capture in captures.items()}
     return in_turns(functions, device, repeats)
 

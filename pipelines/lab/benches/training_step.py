@@ -15,7 +15,7 @@ from torch import Tensor
 from stree.common.errors import UsageError
 from stree.common.words import counted
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
 from stree_pipelines.console.progress import EvaluationProgress, stage
 from stree_pipelines.data.micro_batches import Batch, MicroBatches
@@ -139,9 +139,9 @@ class _Step:
         """What to call for each."""
         module, frozen, batch = self.module, self.module.frozen, self.batch()
         inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
-        features = Features(module.exported.config.feature_layers)
+        features = HiddenStateTap(module.exported.config.feature_layers)
 
-        def target_pass(features: Features | None = None) -> None:
+        def target_pass(features: HiddenStateTap | None = None) -> None:
             assert frozen is not None
             with torch.autocast(self.device.type, torch.bfloat16):
                 frozen.hidden_states(inputs, self.device, features)

@@ -16,7 +16,7 @@ from stree.models.config import HybridConfig
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import topology_of
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Steering
+from stree_kernels.contracts import CacheState
 from stree_pipelines.lab.benches.timing import side_by_side
 from stree_pipelines.lab.papers.node_order import (
     Parents,
@@ -100,7 +100,7 @@ def _calls(
         return torch.randn(*shape, device=device).bfloat16()
 
     path = torch.arange(tree.num_nodes, device=device)[None]
-    steering = Steering(whole(context), path, whole(1), whole(0), whole(0))
+    cache_state = CacheState(whole(context), path, whole(1), whole(0), whole(0))
     slots, dim = context + 2 * tree.num_nodes, config.head_dim
     columns = (config.num_heads + 2 * config.num_kv_heads) * dim
     angles = torch.rand(2, slots, dim // 2, device=device)
@@ -108,7 +108,7 @@ def _calls(
         (
             normal(1, tree.num_nodes, columns),
             *(normal(1, config.num_kv_heads, slots, dim) for _ in range(2)),
-            angles, topology, steering, 0, slots,
+            angles, topology, cache_state, 0, slots,
         )
         for _ in range(LAYERS)
     ]  # fmt: skip

@@ -18,8 +18,8 @@ import numpy as np
 
 from stree.common.errors import UsageError
 from stree.metrics import acceptance_length
-from stree.tree_policy.adaptive import PLAIN, Modes
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow, read_rows
 from stree_pipelines.reports.tables.tables import Table
@@ -34,7 +34,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class PairTimes:
     """µs of one sequence's steps: rows of `bench_decode.py` of target calls and of drafts.
 
     Calls of other sizes are on the line between two. A draft that was not timed takes its share
@@ -157,7 +157,7 @@ def _place(
 
 
 def chosen_speed(
-    name: str, places: Sequence[Place], times: StepTimes
+    name: str, places: Sequence[Place], times: PairTimes
 ) -> list[tuple[float, dict[str, float]]]:
     """Of a choice by cost that knows these times: its speed over plain decoding in each place, and
     the shares of its steps by tree. It decodes as many tokens as were recorded, place by place, and
@@ -165,21 +165,21 @@ def chosen_speed(
     random; what a step yields counts as the tree's mean, so that draws tell nothing but by what is
     chosen."""
     results: list[list[tuple[float, dict[str, float]]]] = [[] for _ in places]
-    trees = Modes(name.split(" or ")).trees
+    trees = AdaptiveTrees(name.split(" or ")).trees
     for seed in range(NUM_RUNS):
-        rng, modes = random.Random(seed), Modes(trees)
+        rng, adaptive_trees = random.Random(seed), AdaptiveTrees(trees)
         for place, found in zip(places, results, strict=True):
             seconds = {
                 (1, tree): 1e-6 * times.step_us(tree, place.temperature > 0) for tree in trees
             }
-            modes.costs = Costs(seconds)
+            adaptive_trees.costs = StepTimes(seconds)
             ends = {tree: place.ends_of(tree) for tree in trees}
             taus = {tree: place.tau(tree) for tree in trees}
             steps: dict[TokenTree, int] = dict.fromkeys(trees, 0)
             tokens = spent = 0.0
             while tokens < place.num_tokens:
-                tree = modes.choose(1)
-                modes.learn_path(tree, tree.path_to(rng.choice(ends[tree])))
+                tree = adaptive_trees.choose(1)
+                adaptive_trees.learn_path(tree, tree.path_to(rng.choice(ends[tree])))
                 steps[tree] += 1
                 tokens, spent = tokens + taus[tree], spent + seconds[1, tree]
             total = sum(steps.values())
@@ -194,13 +194,13 @@ def chosen_speed(
     ]
 
 
-def speed_of(tree: TokenTree, place: Place, times: StepTimes) -> float:
+def speed_of(tree: TokenTree, place: Place, times: PairTimes) -> float:
     """Over plain decoding."""
     sampled = place.temperature > 0
     return place.tau(tree) * times.step_us(PLAIN, sampled) / times.step_us(tree, sampled)
 
 
-def tables(places: Sequence[Place], times: StepTimes, choice: str) -> list[Table]:
+def tables(places: Sequence[Place], times: PairTimes, choice: str) -> list[Table]:
     """Each place, and geometric means by temperature."""
     fixed = [tree for tree in places[0].ends if not _is_chain(tree)]
     if not fixed or not any(map(_is_chain, places[0].ends)):

@@ -217,9 +217,10 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "Transformer drafter is [beside a Mamba-2 one](results/cpu-rival/README.md) with "
               "another tree", TREES, PAPER_TREES, paper_tables.drafters_6),
         Entry("drafters-table-7", "a search over trees", RTX_4090,
-              TREES_PAIR + "; the reward of our bandit (`stree.Bandit`) has measured times where "
-              "the paper's has a constant, and it goes on from prompt to prompt. The fixed tree is "
-              "(3, 3, 2, 1), whose throughput in the paper's Table 6 is that of its Table 7. "
+              TREES_PAIR + "; the reward of our bandit (`stree.BanditTrees`) has measured times "
+              "where the paper's has a constant, and it goes on from prompt to prompt. The "
+              "fixed tree is (3, 3, 2, 1), whose throughput in the paper's Table 6 is "
+              "that of its Table 7. "
               "Alpaca is left out: we have no prompts of it", TREES, PAPER_TREES,
               paper_tables.drafters_7),
     ),

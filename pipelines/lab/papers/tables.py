@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.common.errors import NotFound
-from stree.drafters import Drawn
+from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import BANDIT
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
@@ -162,7 +162,7 @@ def stree_8(folder: Path) -> Made:
 
 
 def stree_figure_4(folder: Path) -> Made:
-    drawn, top = Drawn.WITHOUT_REPLACEMENT, Drawn.POINT
+    drawn, top = SiblingSampling.WITHOUT_REPLACEMENT, SiblingSampling.DETERMINISTIC
     ways = {
         "Vanilla SD": ("chain-4", "multi_step", drawn),
         "STree, MSS": ("paper", "multi_step", drawn),
@@ -344,7 +344,9 @@ def _tree_name(row: ResultRow) -> str | None:
     return row.tree.name if row.tree else None
 
 
-def _is_model(row: ResultRow, siblings: Drawn = Drawn.WITHOUT_REPLACEMENT) -> bool:
+def _is_model(
+    row: ResultRow, siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
+) -> bool:
     """Whether a model alone drafts that draws siblings so, and nothing but the row's verifier is
     out of the ordinary."""
     name = DrafterName.parse(row.checkpoint or "ngram")

@@ -9,10 +9,10 @@ from stree.common.words import is_cpu_name
 from stree.drafters.names import DrafterName
 from stree.speculation_profile import (
     FOLDER,
-    CostsRecord,
     Measurement,
     Recommendation,
     SpeculationProfile,
+    StepTimesRecord,
     SuggestedTree,
 )
 from stree.verifiers import NAMES as VERIFIERS
@@ -176,7 +176,7 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
         )
 
 
-def _costs(data: RunData, won: ResultRow, temperature: float) -> CostsRecord | None:
+def _costs(data: RunData, won: ResultRow, temperature: float) -> StepTimesRecord | None:
     """Those of a method's steps at this temperature, of whichever benchmark: rows that a resumed
     run completed lack them."""
     alike = (won.method, won.tree, temperature)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from stree.common.errors import UsageError
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
 from stree_pipelines.training.parallel.float8 import FLOAT8, require_float8, round_products
 from stree_pipelines.training.parallel.sharding import shard
@@ -89,7 +89,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def hidden_states(
-        self, inputs: TargetInputs, device: torch.device, features: Features | None = None
+        self, inputs: TargetInputs, device: torch.device, features: HiddenStateTap | None = None
     ) -> Tensor:
         """(B, T, D) on `device`; features takes what the drafter reads, where the target is."""
         hidden = self.model.hidden_states(inputs.tokens, inputs.segment_ids, features=features)

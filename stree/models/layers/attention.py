@@ -13,16 +13,16 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import AttentionCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
-    Extension,
     Part,
-    Sequences,
-    TreeCall,
+    PrefillPass,
+    TrainingPass,
+    TreePass,
     project,
     project_parts,
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Steering, Stream, Topology
+from stree_kernels.contracts import CacheState, Stream, Topology
 
 Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
 
@@ -57,7 +57,7 @@ class Attention(Part):
         return [(*read, self.gate_proj) if self.gated else read, (self.o_proj,)]
 
     def _project(
-        self, x: Tensor, context: Sequences, adapters: Adapters
+        self, x: Tensor, context: TrainingPass, adapters: Adapters
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, P), k and v (B, Hkv, T, P), rotated."""
         projected = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
@@ -70,12 +70,12 @@ class Attention(Part):
         q, k = (naive.rotate(part, *context.rotary) for part in (q, k))
         return q, k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x: Tensor, context: Sequences, adapters: Adapters = None) -> Tensor:
+    def forward(self, x: Tensor, context: TrainingPass, adapters: Adapters = None) -> Tensor:
         q, k, v = self._project(x, context, adapters)
         return self._finish(self._attend(q, k, v, context), x)
 
     def extend(
-        self, x: Tensor, cache: AttentionCache, context: Extension, adapters: Adapters = None
+        self, x: Tensor, cache: AttentionCache, context: PrefillPass, adapters: Adapters = None
     ) -> Tensor:
         q, k, v = self._project(x, context, adapters)
         bound = context.start + x.shape[1]
@@ -85,7 +85,7 @@ class Attention(Part):
         return self._finish(y, x)
 
     def tree(
-        self, x: Stream, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
+        self, x: Stream, cache: AttentionCache, call: TreePass, adapters: Adapters = None
     ) -> Tensor:
         read, last = self.packed
         projected = project(x, read)
@@ -94,7 +94,7 @@ class Attention(Part):
         return project_parts(self.mix(projected, cache, call), last)
 
     def mix(
-        self, projected: Tensor, cache: AttentionCache, call: TreeCall, out: Tensor | None = None
+        self, projected: Tensor, cache: AttentionCache, call: TreePass, out: Tensor | None = None
     ) -> Tensor:
         qkv = projected
         if self.gated:
@@ -104,20 +104,24 @@ class Attention(Part):
             qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
 
         def attend(
-            nodes: Tensor, to: Tensor | None, topology: Topology, steering: Steering, first: int
+            nodes: Tensor,
+            to: Tensor | None,
+            topology: Topology,
+            cache_state: CacheState,
+            first: int,
         ) -> Tensor:
-            if self.normed and steering.ready == "all":  # the norm is the launch ahead
-                steering = replace(steering, ready="memory")
+            if self.normed and cache_state.ready == "all":  # the norm is the launch ahead
+                cache_state = replace(cache_state, ready="memory")
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
-                topology, steering, first, call.bound, self.scale, to,
+                topology, cache_state, first, call.bound, self.scale, to,
             )  # fmt: skip
 
         if not self.gated:
             return call.over_nodes(cache, attend, qkv, out)
         return put(ops.sigmoid_gated(call.over_nodes(cache, attend, qkv), gate), out)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TrainingPass) -> Tensor:
         if context.bounds is not None:
             return packed_attention(
                 q, k.transpose(1, 2), v.transpose(1, 2), context.bounds, self.scale

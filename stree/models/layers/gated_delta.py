@@ -16,10 +16,10 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import GatedDeltaCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
-    Extension,
     Part,
-    Sequences,
-    TreeCall,
+    PrefillPass,
+    TrainingPass,
+    TreePass,
     lay_channels_together,
     project,
     project_parts,
@@ -65,7 +65,7 @@ class GatedDeltaNet(Part):
             self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log
         )
 
-    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+    def forward(self, x: Tensor, context: TrainingPass) -> Tensor:
         inputs = self.in_proj_qkv(x)
         q, k, v = self._convolve(inputs, context.segment_ids)
         y, _ = gated_delta_scan(
@@ -74,7 +74,7 @@ class GatedDeltaNet(Part):
         )  # fmt: skip
         return self._finish(y, x)
 
-    def extend(self, x: Tensor, cache: GatedDeltaCache, context: Extension) -> Tensor:
+    def extend(self, x: Tensor, cache: GatedDeltaCache, context: PrefillPass) -> Tensor:
         seen = torch.cat([cache.tail, self.in_proj_qkv(x)], dim=1)
         q, k, v = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
         y, state = gated_delta_scan(
@@ -85,12 +85,12 @@ class GatedDeltaNet(Part):
         cache.tail = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)
 
-    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreePass) -> Tensor:
         read, last = self.packed
         return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
-        self, projected: Tensor, cache: GatedDeltaCache, call: TreeCall, out: Tensor | None = None
+        self, projected: Tensor, cache: GatedDeltaCache, call: TreePass, out: Tensor | None = None
     ) -> Tensor:
         def rule(nodes: Tensor, to: None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.updates, cache.state)

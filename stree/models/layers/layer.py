@@ -13,7 +13,7 @@ from stree.models.layers.mamba import Mamba2
 from stree.models.layers.mlp import MLP, Experts
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.parallel import SideBySide
-from stree.models.layers.part import Sequences
+from stree.models.layers.part import TrainingPass
 from stree.models.layers.short_conv import ShortConv
 from stree_kernels.contracts import Stream
 
@@ -165,5 +165,5 @@ class Layer(nn.Module):
         assert x is not None and y is not None
         return x, y
 
-    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+    def forward(self, x: Tensor, context: TrainingPass) -> Tensor:
         return context.add(*self.run(x, None, context))

@@ -16,16 +16,16 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import MambaCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
-    Extension,
     Part,
-    Sequences,
-    TreeCall,
+    PrefillPass,
+    TrainingPass,
+    TreePass,
     lay_channels_together,
     project,
     project_parts,
     put,
 )
-from stree.models.multi_step import Ahead, Scanned, convolved, scanned_ahead
+from stree.models.multi_step import MultiStepPass, Scanned, convolved, scanned_ahead
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Gated, MixerWeights, Stream
 from stree_kernels.mamba.chunk_scan import chunk_scan
@@ -99,7 +99,7 @@ class Mamba2(Part):
     def _finish(self, y: Tensor, z: Tensor) -> Tensor:
         return self.out_proj(self._gate(y.flatten(-2), z))
 
-    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+    def forward(self, x: Tensor, context: TrainingPass) -> Tensor:
         z, inputs, dt = self._project(x)
         values, B, C = self._convolve(inputs, context.segment_ids)
         y, _ = chunk_scan(
@@ -108,7 +108,7 @@ class Mamba2(Part):
         )  # fmt: skip
         return self._finish(y, z)
 
-    def ahead(self, x: Tensor, slot: int, context: Ahead) -> Tensor:
+    def ahead(self, x: Tensor, slot: int, context: MultiStepPass) -> Tensor:
         """One of the passes of `stree.models.multi_step`."""
         z, inputs, dt = self._project(x)
         inputs, passes = naive.conv_channels(inputs, self.shape), context.scanned.get(slot, [])
@@ -123,7 +123,7 @@ class Mamba2(Part):
         y = scanned_ahead(passes, self.A, C, self.D, self.chunk_size, context.segment_ids)
         return self._finish(y, z)
 
-    def extend(self, x: Tensor, cache: MambaCache, context: Extension) -> Tensor:
+    def extend(self, x: Tensor, cache: MambaCache, context: PrefillPass) -> Tensor:
         z, inputs, dt = self._project(x)
         seen = torch.cat([cache.tail, inputs], dim=1)
         values, B, C = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
@@ -135,12 +135,12 @@ class Mamba2(Part):
         cache.tail = seen[:, -self.shape.tail :]
         return self._finish(y, z)
 
-    def tree(self, x: Stream, cache: MambaCache, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: MambaCache, call: TreePass) -> Tensor:
         read, last = self.packed
         return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
-        self, projected: Tensor, cache: MambaCache, call: TreeCall, out: Tensor | None = None
+        self, projected: Tensor, cache: MambaCache, call: TreePass, out: Tensor | None = None
     ) -> Tensor | Gated:
         def scan(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.state)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.models.layers.part import Joined, Sequences, TreeCall, joined, project
+from stree.models.layers.part import Joined, TrainingPass, TreePass, joined, project
 from stree_kernels import ops
 from stree_kernels.contracts import Stream
 
@@ -26,10 +26,10 @@ class SideBySide:
     mixers: list[tuple[Any, int]]
     packed: tuple[Joined, Joined] | tuple[None, None] = (None, None)
 
-    def __call__(self, x: Tensor, context: Sequences) -> Tensor:
+    def __call__(self, x: Tensor, context: TrainingPass) -> Tensor:
         return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
 
-    def tree(self, x: Stream, cache: None, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: None, call: TreePass) -> Tensor:
         (read, last), closing = self.packed, self._closing()
         assert read is not None and last is not None
         widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]

@@ -3,8 +3,8 @@
 Shapes: B batch, T tokens, N tree nodes, Q of them in one call, D model width.
 
 A layer says in one place how its blocks hang on the residual stream (`Layer.run`); how a stream is
-added to, normed and given to a part is up to the pass: over whole sequences (`Sequences`), over a
-piece that goes on from a cache (`Extension`), or over nodes of token trees (`TreeCall`).
+added to, normed and given to a part is up to the pass: over whole sequences (`TrainingPass`), over
+a piece that goes on from a cache (`PrefillPass`), or over nodes of token trees (`TreePass`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from stree.models.layers.norm import RMSNorm
 from stree_kernels import ops
-from stree_kernels.contracts import Added, Gated, Steering, Stream, Topology
+from stree_kernels.contracts import Added, CacheState, Gated, Stream, Topology
 
 if TYPE_CHECKING:
-    from stree.models.hidden_states import Features
+    from stree.models.hidden_states import HiddenStateTap
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -42,7 +42,7 @@ def has_products_in_8_bits(device: torch.device) -> bool:
 
 
 @dataclass
-class Sequences:
+class TrainingPass:
     """One pass over whole sequences: what its layers share. Streams are (B, T, D)."""
 
     rotary: Tensor | None = None  # (2, B, T, 1, P), see `whole_heads`
@@ -85,12 +85,12 @@ class Sequences:
 
 
 @dataclass
-class Extension(Sequences):
+class PrefillPass(TrainingPass):
     """The same over the next tokens of sequences that caches remember."""
 
     caches: Sequence[Any] = ()
     start: int = 0  # committed tokens
-    features: Features | None = None
+    features: HiddenStateTap | None = None
 
     def enter(self, layer: int, x: Tensor) -> None:
         if self.features is not None:
@@ -103,14 +103,14 @@ class Extension(Sequences):
 
 
 @dataclass
-class TreeCall:
+class TreePass:
     """One call over tree nodes: what its layers share. Streams are (B, Q, D); what is to be added
     to one comes as `Added`, with parts of sums (S, B, Q, D)."""
 
     READY: ClassVar[str] = "memory"  # a mixer's first launch comes after a product
 
     topology: Topology
-    steering: Steering
+    cache_state: CacheState
     first: int  # the tree's nodes that earlier calls have seen
     bound: int  # cache slots to look at
     caches: Sequence[Any]
@@ -119,11 +119,11 @@ class TreeCall:
     nodes: Tensor | None  # (B, Q), −1 for none
     shared: Sequence[nn.Module] = ()
     inputs: Tensor | None = None  # (B, Q, D), what is added to the embeddings
-    features: Features | None = None
+    features: HiddenStateTap | None = None
     embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.steering = self.steering.of_a_call(self.READY)
+        self.cache_state = self.cache_state.of_a_call(self.READY)
         if self.shared:
             tokens = self.tokens
             if self.nodes is not None:
@@ -160,21 +160,21 @@ class TreeCall:
     def over_nodes(
         self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """What a mixer's op(x, out, topology, steering, first) gives for the nodes, (B, Q, …),
+        """What a mixer's op(x, out, topology, cache_state, first) gives for the nodes, (B, Q, …),
         written to `out` if there is one."""
-        return op(x, out, self.topology, self.steering, self.first)
+        return op(x, out, self.topology, self.cache_state, self.first)
 
-    def after_a_mixer(self) -> TreeCall:
+    def after_a_mixer(self) -> TreePass:
         """The same for one that reads what the mixer before it has read: that product is no longer
         the launch ahead."""
         later = copy.copy(self)
-        later.steering = replace(self.steering, ready="all")
+        later.cache_state = replace(self.cache_state, ready="all")
         return later
 
     def end(self, hidden: Tensor) -> Tensor:
         """After all layers: hidden states (B, Q, D) of the nodes that were asked for."""
         if self.first == 0:
-            ops.advance(self.steering, hidden)
+            ops.advance(self.cache_state, hidden)
         return hidden
 
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class TreeCall:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-Pass = Sequences | TreeCall
+Pass = TrainingPass | TreePass
 
 
 def rows_of(x: Tensor | Stream) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import ShortConvCache
 from stree.models.layers.part import (
-    Extension,
     Part,
-    Sequences,
-    TreeCall,
+    PrefillPass,
+    TrainingPass,
+    TreePass,
     project,
     project_parts,
     put,
@@ -35,14 +35,14 @@ class ShortConv(Part):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         return [(self.in_proj,), (self.out_proj,)]
 
-    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+    def forward(self, x: Tensor, context: TrainingPass) -> Tensor:
         B, C, values = self.in_proj(x).chunk(3, dim=-1)
         y = naive.segment_conv(
             B * values, self.conv.weight[:, 0], self.conv.bias, context.segment_ids
         )
         return self.out_proj(C * y)
 
-    def extend(self, x: Tensor, cache: ShortConvCache, context: Extension) -> Tensor:
+    def extend(self, x: Tensor, cache: ShortConvCache, context: PrefillPass) -> Tensor:
         B, C, values = self.in_proj(x).chunk(3, dim=-1)
         tail = cache.width - 1
         seen = torch.cat([cache.tail, B * values], dim=1)
@@ -50,12 +50,12 @@ class ShortConv(Part):
         cache.tail = seen[:, -tail:]
         return self.out_proj(C * y)
 
-    def tree(self, x: Stream, cache: ShortConvCache, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: ShortConvCache, call: TreePass) -> Tensor:
         read, last = self.packed
         return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
-        self, projected: Tensor, cache: ShortConvCache, call: TreeCall, out: Tensor | None = None
+        self, projected: Tensor, cache: ShortConvCache, call: TreePass, out: Tensor | None = None
     ) -> Tensor:
         def conv(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
             weights = (self.conv.weight[:, 0], self.conv.bias)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from kernel_cases import (
     DEVICE,
+    cache_state_of,
     comb,
     normal,
     relative_error,
     star,
-    steering_of,
     topology_of,
 )
 from lanes import quick_first
@@ -24,7 +24,7 @@ from toys import random_tree
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.attention import tree_attention
-from stree_kernels.contracts import Steering
+from stree_kernels.contracts import CacheState
 from stree_pipelines.lab.papers.node_order import depth_first, heavy_path
 
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(40)]
@@ -58,9 +58,9 @@ def compare(tree, lengths, paths, dtype=torch.float32, **options):
     qkv, keys, values, rotary = make(tree, lengths, paths, dtype, **options)
     exact = [qkv.double(), keys.double(), values.double(), rotary.double()]
     topology = topology_of([tree])
-    steering = steering_of(lengths, paths, 1, max(1, *(len(path) for path in paths)) + 1)
-    wanted = naive.attend_tree(*exact, topology, steering, 0, keys.shape[2])
-    got = tree_attention.attend_tree(qkv, keys, values, rotary, topology, steering, 0, 0)
+    cache_state = cache_state_of(lengths, paths, 1, max(1, *(len(path) for path in paths)) + 1)
+    wanted = naive.attend_tree(*exact, topology, cache_state, 0, keys.shape[2])
+    got = tree_attention.attend_tree(qkv, keys, values, rotary, topology, cache_state, 0, 0)
     tolerance = TOLERANCE[dtype]
     assert got.dtype == dtype and got.shape == wanted.shape
     assert relative_error(got, wanted) < tolerance
@@ -111,10 +111,10 @@ def test_keys_that_are_left_out_change_nothing(tree):
     for skips in (False, True):
         inputs = make(tree, [9], [[0]], torch.float32, heads=1)
         for first, nodes in ((0, slice(40)), (40, slice(40, 70))):
-            steering = steering_of([10 if first else 9], [[] if first else [0]], 1, 2)
+            cache_state = cache_state_of([10 if first else 9], [[] if first else [0]], 1, 2)
             qkv, *rest = inputs
             outputs.append(tree_attention.attend_tree(
-                qkv[:, nodes], *rest, topology_of([tree]), steering, first, 0, skips=skips
+                qkv[:, nodes], *rest, topology_of([tree]), cache_state, first, 0, skips=skips
             ))  # fmt: skip
     for dense, sparse in zip(outputs[:2], outputs[2:], strict=True):
         assert torch.equal(dense, sparse)
@@ -123,12 +123,12 @@ def test_keys_that_are_left_out_change_nothing(tree):
 def test_keys_that_nobody_sees_are_not_read():
     """Two chains below a root: what a whole block of the one holds spoils only the one."""
     tree = TokenTree((-1, *range(31), 0, *range(32, 63)))
-    topology, steering = topology_of([tree]), steering_of([9], [[0]], 1, 2)
+    topology, cache_state = topology_of([tree]), cache_state_of([9], [[0]], 1, 2)
     spoiled = []
     for skips in (False, True):
         qkv, *rest = make(tree, [9], [[0]], torch.float32, heads=1, head_dim=8)
         qkv[:, 20, -8:] = torch.nan  # its value
-        got = tree_attention.attend_tree(qkv, *rest, topology, steering, 0, 0, skips=skips)
+        got = tree_attention.attend_tree(qkv, *rest, topology, cache_state, 0, 0, skips=skips)
         spoiled.append(got[0].isnan().any(-1).nonzero().flatten().tolist())
     assert spoiled[1] == list(range(32)) and set(spoiled[0]) > set(spoiled[1])
 
@@ -137,7 +137,7 @@ def test_keys_that_nobody_sees_are_not_read():
 def test_some_sequences_of_a_cache(slack):
     """The third and first of four; with too few slots, what has none leaves nothing."""
     tree, paths, chosen = TokenTree.chain(19), [[], [0, 1]], [2, 0]
-    topology, steering = topology_of([tree]), steering_of([33, 5], paths, 1, 3)
+    topology, cache_state = topology_of([tree]), cache_state_of([33, 5], paths, 1, 3)
     rows = torch.tensor(chosen, device=DEVICE)
     qkv, keys, values, rotary = make(tree, [5, 40, 33, 9], [[0, 1]] * 4, torch.float32, slack=0)
     count = 40 + 40 if slack > 0 else 33 + 20 + slack
@@ -145,11 +145,11 @@ def test_some_sequences_of_a_cache(slack):
     exact, before = ([each.clone() for each in held] for _ in range(2))
     exact = [each.double() for each in exact]
     qkv = qkv[:2].contiguous()
-    steering = replace(steering, rows=rows)
+    cache_state = replace(cache_state, rows=rows)
     wanted = naive.attend_tree(
-        qkv.double(), *exact, rotary.double(), topology, steering, 0, 40 + 40
+        qkv.double(), *exact, rotary.double(), topology, cache_state, 0, 40 + 40
     )
-    got = tree_attention.attend_tree(qkv, *held, rotary, topology, steering, 0, 0)
+    got = tree_attention.attend_tree(qkv, *held, rotary, topology, cache_state, 0, 0)
     assert relative_error(got, wanted) < TOLERANCE[torch.float32]
     for ours, theirs, old in zip(held, exact, before, strict=True):
         for length, row in zip((33, 7), chosen, strict=True):
@@ -179,18 +179,18 @@ def test_shapes(heads, kv_heads, head_dim, dtype):
 def test_growing_a_tree_in_pieces(num_nodes, piece):
     tree, lengths, paths = comb(num_nodes), [37, 2], [[0, 1, 4], [0]]
     whole, parts = (make(tree, lengths, paths, torch.float32) for _ in range(2))
-    topology, steering = topology_of([tree]), steering_of(lengths, paths, 1, 4)
-    wanted = tree_attention.attend_tree(*whole, topology, steering, 0, 0)
-    later = Steering(
-        steering.length + steering.path_length,
-        steering.path,
-        steering.path_length * 0,
-        steering.variant,
-        steering.parity,
+    topology, cache_state = topology_of([tree]), cache_state_of(lengths, paths, 1, 4)
+    wanted = tree_attention.attend_tree(*whole, topology, cache_state, 0, 0)
+    later = CacheState(
+        cache_state.length + cache_state.path_length,
+        cache_state.path,
+        cache_state.path_length * 0,
+        cache_state.variant,
+        cache_state.parity,
     )
     for start in range(0, num_nodes, piece):
         new = parts[0][:, start : start + piece]
-        now = steering if start == 0 else later
+        now = cache_state if start == 0 else later
         exact = [new.double(), *(each.double() for each in parts[1:])]
         bound = parts[1].shape[2]
         for got in (
@@ -203,12 +203,14 @@ def test_growing_a_tree_in_pieces(num_nodes, piece):
 
 
 def test_siblings_are_invisible():
-    tree, steering = TokenTree.paper(), steering_of([9], [[0]], 1, 2)
+    tree, cache_state = TokenTree.paper(), cache_state_of([9], [[0]], 1, 2)
     outputs = []
     for change in (0.0, 1.0):
         qkv, *rest = make(tree, [9], [[0]], torch.float32)
         qkv[:, 2] += change  # nodes 2 and 6 are its only readers
-        outputs.append(tree_attention.attend_tree(qkv, *rest, topology_of([tree]), steering, 0, 0))
+        outputs.append(
+            tree_attention.attend_tree(qkv, *rest, topology_of([tree]), cache_state, 0, 0)
+        )
     moved = (outputs[0] != outputs[1]).any(-1).any(0).nonzero().flatten().tolist()
     assert moved == [2, 6]
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import DEVICE, comb, compare_calls, normal, relative_error, star, steering_of
+from kernel_cases import DEVICE, cache_state_of, comb, compare_calls, normal, relative_error, star
 from kernel_cases import topology_of as topologies
 from lanes import quick_first
 
@@ -29,11 +29,11 @@ class Case:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def call(self, number, shape, topology, steering, first=0, nodes=slice(None)):
+    def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         module = naive if self.rows.dtype == torch.float64 else short_conv
         projected = self.projected[number][:, nodes]
         return module.short_conv_tree(
-            projected, self.rows, self.weight, self.bias, topology, steering, first
+            projected, self.rows, self.weight, self.bias, topology, cache_state, first
         )
 
     def in_fp64(self):
@@ -81,11 +81,11 @@ def test_widths_and_a_tree_per_sequence(width):
 def test_growing_a_tree_in_pieces():
     tree, shape = comb(20), SimpleNamespace(width=3, tail=2)
     whole, parts = (make(20, torch.float32, 1) for _ in range(2))
-    topology, steering = topologies([tree], 3), steering_of([0], [[]], 1, 4, parity=1)
-    growing = dataclasses.replace(steering, parity=1 - steering.parity)
-    wanted = whole.call(0, shape, topology, steering)
+    topology, cache_state = topologies([tree], 3), cache_state_of([0], [[]], 1, 4, parity=1)
+    growing = dataclasses.replace(cache_state, parity=1 - cache_state.parity)
+    wanted = whole.call(0, shape, topology, cache_state)
     for start, end in ((0, 1), (1, 18), (18, 20)):
         nodes = slice(start, end)
-        got = parts.call(0, shape, topology, steering if start == 0 else growing, start, nodes)
+        got = parts.call(0, shape, topology, cache_state if start == 0 else growing, start, nodes)
         assert relative_error(got, wanted[:, nodes]) < 1e-6
     assert torch.equal(parts.rows[0, :, :22], whole.rows[0, :, :22])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from kernel_cases import (
     DEVICE,
+    cache_state_of,
     comb,
     compare_calls,
     compare_pieces,
@@ -24,7 +25,6 @@ from kernel_cases import (
     readers_of,
     relative_error,
     star,
-    steering_of,
     topology_of,
 )
 from lanes import quick_first
@@ -69,10 +69,10 @@ class Case:
             self.updates.double(), self.state.double(), GatedDeltaWeights(*wide),
         )  # fmt: skip
 
-    def call(self, number, shape, topology, steering, first=0, nodes=slice(None)):
+    def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         """Through the kernels, or in fp64 through the twin."""
         projected = self.projected[number][:, nodes]
-        rest = (self.updates, self.state, self.weights, shape, topology, steering, first)
+        rest = (self.updates, self.state, self.weights, shape, topology, cache_state, first)
         if self.state.dtype == torch.float64:
             return naive.gated_delta_tree(projected, self.rows, *rest)
         arguments = (projected, self.rows, self.derived, *rest)
@@ -199,13 +199,13 @@ def test_what_was_not_accepted_is_invisible(as_chain):
     results = []
     for poison in (0.0, torch.nan):
         case = make(shape, 4, torch.float32, batch=1, as_chain=as_chain)
-        case.call(0, shape, topology, steering_of([0], [[]], 1, 4, parity=1))
+        case.call(0, shape, topology, cache_state_of([0], [[]], 1, 4, parity=1))
         kept = case.updates[:, 2:4], case.derived.xb[0, :, 2:4], case.derived.steps[0, :, :, 2:4]
         for each in (*kept, case.rows[0, :, shape.tail + 2 : shape.tail + 4]):
             each += poison
-        steering = steering_of([0], [[0, 1, 2, 3]], 1, 4, parity=0)
-        steering.path_length.fill_(2)
-        y = case.call(1, shape, topology, steering)
+        cache_state = cache_state_of([0], [[0, 1, 2, 3]], 1, 4, parity=0)
+        cache_state.path_length.fill_(2)
+        y = case.call(1, shape, topology, cache_state)
         results.append((y, case.state, case.updates[:, :4]))
     for clean, poisoned in zip(*results, strict=True):
         assert torch.equal(clean, poisoned)
@@ -224,8 +224,10 @@ def test_a_chain_of_one_key():
     projected[..., keys] = 1
     projected[..., -1] = 12  # b
     exact = case.in_fp64()
-    steering = steering_of([0], [[]], 1, 2, parity=1)
-    wanted, got = (each.call(0, shape, topology_of([tree], 1), steering) for each in (exact, case))
+    cache_state = cache_state_of([0], [[]], 1, 2, parity=1)
+    wanted, got = (
+        each.call(0, shape, topology_of([tree], 1), cache_state) for each in (exact, case)
+    )
     assert relative_error(got, wanted) < 1e-5
     assert relative_error(case.updates[:, :32], exact.updates[:, :32]) < 1e-5
 
@@ -242,14 +244,14 @@ def test_the_state_after_5000_tokens(through):
     longest = max((tree.path_to(node) for node in range(16)), key=len)
     path, left, call = [], 5_000, 0
     while left > 0 or path:
-        steering = steering_of([0], [path], 1, len(longest), parity=(call + 1) % 2)
-        exact.call(call % 7, shape, topology, steering)
+        cache_state = cache_state_of([0], [path], 1, len(longest), parity=(call + 1) % 2)
+        exact.call(call % 7, shape, topology, cache_state)
         if through == "kernels":
-            case.call(call % 7, shape, topology, steering)
+            case.call(call % 7, shape, topology, cache_state)
         else:
             naive.gated_delta_tree(
                 case.projected[call % 7], case.rows, case.updates, case.state, case.weights, shape,
-                topology, steering, 0,
+                topology, cache_state, 0,
             )  # fmt: skip
         path = longest[: min(left, 1 + call % len(longest))]
         left, call = left - len(path), call + 1

@@ -17,6 +17,7 @@ import pytest
 import torch
 from kernel_cases import (
     DEVICE,
+    cache_state_of,
     comb,
     compare_calls,
     compare_pieces,
@@ -24,7 +25,6 @@ from kernel_cases import (
     readers_of,
     relative_error,
     star,
-    steering_of,
     topology_of,
 )
 from lanes import quick_first
@@ -71,10 +71,10 @@ class Case:
             self.rows.double(), self.derived, self.state.double(), MixerWeights(*wide),
         )  # fmt: skip
 
-    def call(self, number, shape, topology, steering, first=0, nodes=slice(None)):
+    def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         """Through the kernels, or in fp64 through the twin."""
         projected = self.projected[number][:, nodes]
-        rest = (self.state, self.weights, shape, topology, steering, first)
+        rest = (self.state, self.weights, shape, topology, cache_state, first)
         if self.state.dtype == torch.float64:
             return naive.mamba_tree(projected, self.rows, *rest)
         if self.as_chain:
@@ -235,7 +235,7 @@ def steered_twice(shape, tree, paths, dtype, as_chain):
     topology, slots = topology_of([tree], shape.width), 1 + max(map(len, paths))
     lengths, first = [0] * len(paths), [[] for _ in paths]
     outputs = [
-        case.call(n, shape, topology, steering_of(lengths, each, 1, slots, parity=1 - n))
+        case.call(n, shape, topology, cache_state_of(lengths, each, 1, slots, parity=1 - n))
         for n, each in enumerate((first, paths))
     ]
     return [*outputs, case.state]
@@ -261,9 +261,9 @@ def test_what_a_path_held_before_does_not_count(far, monkeypatch):
         far_states(monkeypatch, shape)
     for left in (10_000, 2):
         case = make(shape, tree.num_nodes, torch.float32)
-        topology, before = topology_of([tree]), steering_of([0, 0], [[], []], 1, 4, parity=1)
+        topology, before = topology_of([tree]), cache_state_of([0, 0], [[], []], 1, 4, parity=1)
         case.call(0, shape, topology, before)
-        after = steering_of([0, 0], [[0], [0, 1]], 1, 4, parity=0)
+        after = cache_state_of([0, 0], [[0], [0, 1]], 1, 4, parity=0)
         after.path[after.path == 10_000] = left
         found.append([case.call(1, shape, topology, after), case.state])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

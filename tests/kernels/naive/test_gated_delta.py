@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from kernel_cases import DEVICE, comb, relative_error, star, steering_of, topology_of
+from kernel_cases import DEVICE, cache_state_of, comb, relative_error, star, topology_of
 
 from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
@@ -92,9 +92,9 @@ def test_trees_are_their_paths(tree, name, bias):
     for number, path in enumerate(paths):
         if path:
             expected, _ = along(shape, weights, projected[number - 1, 0], expected, path)
-        steering = steering_of([0], [path], 1, tree.num_nodes + 1, parity=number % 2)
+        cache_state = cache_state_of([0], [path], 1, tree.num_nodes + 1, parity=number % 2)
         y = naive.gated_delta_tree(
-            projected[number], rows, updates, state, weights, shape, topology, steering, 0
+            projected[number], rows, updates, state, weights, shape, topology, cache_state, 0
         )
         torch.testing.assert_close(
             state[0], torch.from_numpy(expected["delta"]).to(DEVICE), rtol=0, atol=1e-11
@@ -114,9 +114,9 @@ def test_growing_a_tree_in_pieces(pieces):
     whole, parts = (buffers(shape, 6, batch=2) for _ in range(2))
 
     def call(held, nodes, parity):
-        steering = steering_of([0, 0], [[], []], 1, 3, parity=parity)
+        cache_state = cache_state_of([0, 0], [[], []], 1, 3, parity=parity)
         return naive.gated_delta_tree(
-            projected[:, nodes], *held, weights, shape, topology, steering, nodes.start
+            projected[:, nodes], *held, weights, shape, topology, cache_state, nodes.start
         )
 
     wanted = call(whole, slice(0, 6), 1)
@@ -135,12 +135,12 @@ def test_a_tree_per_sequence_and_uncounted_slots():
     paths = [[0, 1, 4], [0], [0, 1, 2, 3]]
     rows, updates, state = buffers(shape, 13, batch=3)
     projected = [on_device(3, 13, shape.num_projected, seed=seed) for seed in (1, 2)]
-    first = steering_of([0] * 3, [[]] * 3, 3, 5, parity=1)
+    first = cache_state_of([0] * 3, [[]] * 3, 3, 5, parity=1)
     naive.gated_delta_tree(projected[0], rows, updates, state, weights, shape, topology, first, 0)
     for row, path in enumerate(paths):
         others = [node for node in range(13) if node not in path]
         updates[row, others] = rows[0, row, [shape.tail + node for node in others]] = torch.nan
-    second = steering_of([0] * 3, paths, 3, 5, parity=0)
+    second = cache_state_of([0] * 3, paths, 3, 5, parity=0)
     y = naive.gated_delta_tree(
         projected[1], rows, updates, state, weights, shape, topology, second, 0
     )

@@ -16,7 +16,7 @@ from tiny_run import distill_arguments, make_workspace
 
 from stree.common.errors import NotFound, StreeError, UsageError
 from stree.generation import GenerationConfig
-from stree.tree_policy.names import GROWTHS
+from stree.tree_policy.names import TREE_POLICIES
 from stree_pipelines import (
     ask_conversations,
     benchmark_checkpoint,
@@ -295,7 +295,7 @@ def test_a_gate_without_thresholds_is_told_by_an_example_that_is_one(capsys):
 )
 def test_the_help_says_what_trees_there_are(command, capsys, monkeypatch):
     text = "".join(help_of(command.main, ["--help"], capsys, monkeypatch).split())
-    assert re.search(r"--treeTREE.{0,30}" + re.escape("".join(GROWTHS.split())), text)
+    assert re.search(r"--treeTREE.{0,30}" + re.escape("".join(TREE_POLICIES.split())), text)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=label)

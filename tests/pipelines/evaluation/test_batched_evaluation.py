@@ -28,7 +28,7 @@ from stree.common.errors import InvariantBroken, OutOfMemory, UsageError
 from stree.decoder import Decoder
 from stree.generation import GenerationConfig
 from stree.models.model import HybridModel
-from stree.tree_policy.adaptive import PLAIN, Modes
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.answering import answers
 from stree_pipelines.evaluation.context import Workers
@@ -198,17 +198,19 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     evaluation = quiet(settings)
     (job,) = evaluation.plan(export(world, 10))
     decoder = evaluation.decoders.warm(job, [3, 5, 7])
-    modes = getattr(decoder, "batch", decoder).modes
-    fresh = Modes(modes.trees)
-    assert modes.current == fresh.current != PLAIN
-    for tree in modes.trees[1:]:
-        assert modes.expected_tokens(tree) == fresh.expected_tokens(tree)
+    adaptive_trees = getattr(decoder, "batch", decoder).adaptive_trees
+    fresh = AdaptiveTrees(adaptive_trees.trees)
+    assert adaptive_trees.current == fresh.current != PLAIN
+    for tree in adaptive_trees.trees[1:]:
+        assert adaptive_trees.expected_tokens(tree) == fresh.expected_tokens(tree)
     decoder.generate([3, 5], GenerationConfig(20, ignore_eos=True))
-    learned = [modes.expected_tokens(each) for each in modes.trees]
+    learned = [adaptive_trees.expected_tokens(each) for each in adaptive_trees.trees]
     assert evaluation.decoders.warm(job, [3, 5, 7, 9]) is decoder
-    assert [modes.expected_tokens(each) for each in modes.trees] == learned
+    assert [adaptive_trees.expected_tokens(each) for each in adaptive_trees.trees] == learned
     evaluation.decoders.begin(job)  # other prompts
-    assert modes.expected_tokens(modes.trees[-1]) == fresh.expected_tokens(fresh.trees[-1])
+    assert adaptive_trees.expected_tokens(adaptive_trees.trees[-1]) == fresh.expected_tokens(
+        fresh.trees[-1]
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

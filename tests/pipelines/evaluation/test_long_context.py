@@ -16,7 +16,7 @@ from toys import FEATURE_LAYERS, reading, tiny_model
 from stree.chat_encoding import chat_encoder
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import BadData, UsageError
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree_pipelines.ask_conversations import main as ask
 from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation.answering import drafter_readings as reading_module
@@ -159,7 +159,7 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
     question = start - len(encoder.encode_prompt(asked[-1:]))
     whole = encoder.encode([[*asked, ("assistant", prompt.reference_answer)]])[0].tokens
     tokens = torch.tensor(whole)[None].long()
-    features = Features(FEATURE_LAYERS)
+    features = HiddenStateTap(FEATURE_LAYERS)
     with torch.no_grad():
         p = target.logits(target.hidden_states(tokens, features=features))[0].softmax(-1)
         read = features.values

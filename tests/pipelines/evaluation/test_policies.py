@@ -9,7 +9,7 @@ import stree
 from stree import GenerationConfig, TokenTree
 from stree.checkpoints.load_save import load_config
 from stree.common.errors import NotFound, UsageError
-from stree.drafters import Drawn
+from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree_pipelines.evaluation.estimates import memory_of
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable
@@ -148,10 +148,10 @@ def test_names_of_drafters(tmp_path):
     assert head == DrafterName("a/b", float8=True) and head.is_folder
     assert DrafterName.parse("float8:a/b+ngram:4") == DrafterName("a/b", 4, float8=True)
     assert DrafterName.parse("float8:text:a") == DrafterName("a", retokenised=True, float8=True)
-    drawn = DrafterName("a/b", siblings=Drawn.INDEPENDENT)
+    drawn = DrafterName("a/b", siblings=SiblingSampling.INDEPENDENT)
     assert DrafterName.parse("independent:a/b") == drawn and drawn.is_folder
     assert not drawn.is_plain and not drawn.grows and DrafterName.parse("top:a/b").grows
-    both = DrafterName("a/b", 4, float8=True, siblings=Drawn.POINT)
+    both = DrafterName("a/b", 4, float8=True, siblings=SiblingSampling.DETERMINISTIC)
     assert DrafterName.parse("float8:top:a/b+ngram:4") == both
     assert DrafterName.parse("top:float8:a/b+ngram:4") == both
     (tmp_path / "top:x").mkdir()

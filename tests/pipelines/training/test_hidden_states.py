@@ -13,7 +13,7 @@ from stree import Decoder, GenerationConfig, TokenTree
 from stree.checkpoints.load_save import load_config, load_model
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
 from stree_pipelines import distill
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
@@ -86,7 +86,7 @@ def test_a_sliced_drafter_begins_as_one_without_features(workspace):
     with_features = Distillation(target, features=FeatureConfig())
     without = Distillation(target)
     tokens = torch.randint(320, (1, 9))
-    features = Features(with_features.exported.config.feature_layers)
+    features = HiddenStateTap(with_features.exported.config.feature_layers)
     with_features.target.hidden_states(tokens, features=features)
     torch.testing.assert_close(
         with_features.exported.hidden_states(tokens, read=features.values),
@@ -178,7 +178,7 @@ def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
     assert (got.get("model.features.own.weight") is not None) == own
     module.zero_grad()
     (chosen, there), (tokens, segments) = drawn[0], (batch["tokens"], batch["segment_ids"])
-    features = Features(module.exported.config.feature_layers)
+    features = HiddenStateTap(module.exported.config.feature_layers)
     hidden = module.target.hidden_states(tokens, segments, features=features)
     log_p = module.target.logits(hidden).log_softmax(-1)
     passes = module.exported.hidden_ahead(tokens, segments, features.values, None, 3)

@@ -15,7 +15,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request, samples_of
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters.ngram import NGram
-from stree.tree_policy.adaptive import Modes
+from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),
@@ -97,7 +97,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
             assert mine.stats.accepted_per_call == wanted.stats.accepted_per_call
 
 
-class AnyTree(Modes):
+class AnyTree(AdaptiveTrees):
     """Another tree each step."""
 
     def choose(self, num_rows):
@@ -171,16 +171,17 @@ def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu
     decoder = BatchDecoder(
         target, right_now_and_then(target), tree, num_rows=4, max_length=128, tokenizer=Letters()
     )
-    launch = decoder.executor.launch
+    launch = decoder.runner.launch
     monkeypatch.setattr(
-        decoder.executor, "launch",
-        lambda rows, forest, *rest: (launched.append(forest), launch(rows, forest, *rest)),
+        decoder.runner, "launch",
+        lambda rows, tree_batch, *rest: (launched.append(tree_batch), launch(rows, tree_batch,
+        *rest)),
     )  # fmt: skip
     requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
     served = serve(decoder, requests, seed=5)
     plain = BatchDecoder(target, num_rows=1, max_length=128, tokenizer=Letters()).generate(requests)
     assert [each.tokens for each in served] == [each.tokens for each in plain]
-    assert {forest.trees for forest in launched} <= {(tree,), (tree,) * 2, (tree,) * 4}
+    assert {tree_batch.trees for tree_batch in launched} <= {(tree,), (tree,) * 2, (tree,) * 4}
     assert len(set(map(id, launched))) <= 3
 
 
@@ -259,9 +260,9 @@ def test_trees_go_by_their_names_and_what_cannot_be_is_refused_when_the_decoder_
         [Request([1, 2, 3], GenerationConfig(8))]
     )
     assert decoder.generate([request])[0].tokens == wanted[0].tokens
-    assert Modes(["chain-2"]).trees[1] == TokenTree.chain(2)
+    assert AdaptiveTrees(["chain-2"]).trees[1] == TokenTree.chain(2)
     for wrong, message in (
-        (dict(tree=Modes(["chain-2"])), "chain-2.* needs a drafter"),
+        (dict(tree=AdaptiveTrees(["chain-2"])), "chain-2.* needs a drafter"),
         (dict(tree=3), "a tree is 3, wanted a TokenTree"),
         (dict(verifier=3), "verifier is 3, wanted one of coupled"),
         (dict(drafter="x"), "a drafter is 'x', wanted a model"),

@@ -10,7 +10,7 @@ from eager import without_graphs
 from toys import recurrent, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.runners import MAX_KEPT, Capture, Graphs
+from stree.batching.runners import MAX_KEPT, CudaGraph, GraphRunner
 from stree.models.joint import BACKTRACKING
 from stree.trees.token_tree import balanced
 from stree_kernels import ops
@@ -39,7 +39,7 @@ def test_graphs_give_what_eager_steps_give(
         return Decoder(*models, tree, max_length=700, verifier=verifier)
 
     decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.executor, Graphs)
+    assert isinstance(decoder.batch.runner, GraphRunner)
     for seed, length in ((1, 5), (2, 250), (3, 300)):
         prompt = [(7 * i + seed) % 61 for i in range(length)]
         generation = GenerationConfig(60, temperature=temperature, seed=seed)
@@ -60,9 +60,9 @@ def test_prompts_read_by_graphs_are_as_read_in_fp64(models, dtype):
     wanted = exact.new_cache(2000, 1)
     for count in (5, 600, 30, 700):
         tokens = torch.randint(61, (1, count), device=model.device)
-        got = decoder.executor.reader.read_row(model, decoder.cache, 1, tokens[0])
+        got = decoder.runner.reader.read_row(model, decoder.cache, 1, tokens[0])
         torch.testing.assert_close(got.double(), exact.prefill(tokens, wanted), **near)
-    pieces = decoder.executor.reader.pieces.values()
+    pieces = decoder.runner.reader.pieces.values()
     assert {piece.size for piece in pieces} == {16, 512, 128, 32, 256}
     assert decoder.cache.length.tolist() == [0, 1335, 0]
     saved = (cache.save().layers for cache in (decoder.cache.narrow(1, 1), wanted))
@@ -80,7 +80,7 @@ def test_graphs_of_a_transformer_that_drafts_for_itself(tree, monkeypatch):
         return Decoder(model, model, tree, max_length=400)
 
     decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.executor, Graphs)
+    assert isinstance(decoder.batch.runner, GraphRunner)
     for length in (5, 300):
         prompt = [7 * i % 61 for i in range(length)]
         got, wanted = (each.generate(prompt, GenerationConfig(60)) for each in (decoder, plain))
@@ -100,7 +100,7 @@ def test_graphs_hand_features_over_as_eager_steps_do(tree, own, backtracking, mo
         return Decoder(target, drafter, tree, max_length=400, backtracking=backtracking)
 
     decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.executor, Graphs)
+    assert isinstance(decoder.batch.runner, GraphRunner)
     for seed, length in ((1, 5), (2, 250)):
         prompt = [(7 * i + seed) % 61 for i in range(length)]
         generation = GenerationConfig(60, temperature=float(seed - 1), seed=seed)
@@ -221,7 +221,7 @@ def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temp
     decoder = Decoder(models[0], max_length=700)
     generation = GenerationConfig(4, temperature=temperature, seed=0)
     decoder.generate([1, 2, 3], generation)
-    (envelope,) = decoder.batch.executor.envelopes.values()
+    (envelope,) = decoder.batch.runner.envelopes.values()
     replay = envelope.rest.replay
 
     def slow():
@@ -255,7 +255,7 @@ def test_graphs_of_a_decoder_that_is_gone_are_not_destroyed_during_a_capture(mod
 
     gc.collect()
     del decoder
-    Capture(torch.device("cuda"), collected).replay()
+    CudaGraph(torch.device("cuda"), collected).replay()
     assert there.tolist() == [3.0] * 4
     gc.collect()
     assert gone() is None

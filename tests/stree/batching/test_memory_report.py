@@ -7,7 +7,7 @@ from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder
 from stree.batching import memory_report as room
-from stree.batching.memory_report import Room
+from stree.batching.memory_report import MemoryReport
 from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import KEYS, NODES, STATES
 from stree_kernels import ops
@@ -72,13 +72,13 @@ def test_a_sequence_takes_what_one_more_row_takes(
 def test_it_is_one_plain_line(monkeypatch):
     monkeypatch.setattr(room, "free_memory_bytes", lambda on_cuda: 3 * 2**30)
     parts = {STATES: 2**25, KEYS: 2**24, NODES: 0, "drafter": 2**20}
-    said = Room(16, 2048, 2, parts, 3 * 2**30)
+    said = MemoryReport(16, 2048, 2, parts, 3 * 2**30)
     assert str(said) == (
         "16 sequences at once, of up to 2,048 tokens: 49.0 MiB a sequence in 2 decoders (states "
         "32.0 MiB, keys and values 16.0 MiB, drafter 1.0 MiB); 3.0 GiB are free, enough for 62 more"
     )
     target = tiny_model()
     one, other = (BatchDecoder(target, num_rows=rows, max_length=64) for rows in (4, 2))
-    both = Room.of([one, other])
+    both = MemoryReport.of([one, other])
     assert both.num_rows == 2 and both.sequence_bytes == 2 * one.room.sequence_bytes
     assert one.room.num_more == 3 * 2**30 // one.room.sequence_bytes

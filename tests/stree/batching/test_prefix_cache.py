@@ -9,8 +9,8 @@ from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.prefillers import Piece
-from stree.common.host_copy import Arrival
+from stree.batching.prefillers import PrefillGraph
+from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
 
 SYSTEM = [7, 3, 9, 1, 5, 5, 2]
@@ -50,7 +50,7 @@ def test_a_conversation_reads_each_turn_once(
         return turns(decoder, 4, generation, keep=True)
 
     wanted = answers(0)
-    read, replay, again = ModelDrafter.read, Piece.replay_drafter, []
+    read, replay, again = ModelDrafter.read, PrefillGraph.replay_drafter, []
 
     def counted(self, row, tokens, *others):
         again.append(len(tokens))
@@ -61,7 +61,7 @@ def test_a_conversation_reads_each_turn_once(
         replay(self, skipped)
 
     monkeypatch.setattr(ModelDrafter, "read", counted)
-    monkeypatch.setattr(Piece, "replay_drafter", counted_too)
+    monkeypatch.setattr(PrefillGraph, "replay_drafter", counted_too)
     got = answers(3)
     prompt_length = len(SYSTEM) + 1
     reused = []
@@ -175,7 +175,7 @@ def test_no_more_is_held_than_asked_for(on_its_way):
     decoder = BatchDecoder(target, num_rows=1, max_length=64, num_prefixes=3)
     prefixes, asked = decoder.prefixes, []
     if on_its_way:
-        prefixes.hand_over = lambda values: OnItsWay(Arrival(values), asked)
+        prefixes.hand_over = lambda values: OnItsWay(HostCopy(values), asked)
     row = decoder.admit(Request([*SYSTEM, 0], GenerationConfig(9)))
     decoder.step()
     for last in range(8):

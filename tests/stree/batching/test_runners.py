@@ -17,11 +17,11 @@ from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.prefillers import Called, Piece, Pieces
-from stree.batching.runners import Graphs
+from stree.batching.prefillers import Called, ChunkedPrefill, PrefillGraph
+from stree.batching.runners import GraphRunner
 from stree.common.errors import InvariantBroken
 from stree.drafters.ngram import NGram
-from stree.models.hidden_states import Features
+from stree.models.hidden_states import HiddenStateTap
 from stree.trees.token_tree import balanced
 from stree_kernels import ops
 
@@ -141,7 +141,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
     monkeypatch.setattr("stree.batching.prefillers.LONGEST_PIECE", longest)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
-    reader = decoder.executor.reader if captured else Pieces(Called)
+    reader = decoder.runner.reader if captured else ChunkedPrefill(Called)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
     cache.variant.zero_()  # one tree for all
     draw = torch.Generator().manual_seed(2)
@@ -149,7 +149,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
         tokens = torch.randint(61, (1, count), generator=draw)
         inputs = torch.randn(1, count, model.config.d_model, generator=draw, dtype=model.dtype)
         inputs = inputs if turn % 2 else None
-        mine, theirs = Features([0, 2]), Features([0, 2])
+        mine, theirs = HiddenStateTap([0, 2]), HiddenStateTap([0, 2])
         logits = model.prefill(tokens, wanted, features=theirs, inputs=inputs)
         given = (tokens[0], mine, None if inputs is None else inputs[0])
         with torch.inference_mode(turn % 3 == 0):
@@ -179,7 +179,7 @@ def test_prompts_have_all_of_their_graphs_beforehand(drafter, captured_on_cpu):
     decoder = BatchDecoder(target, made[drafter], TREES[1], num_rows=1, max_length=80)
     decoder.admit(Request([5, 3, 9] * 6, GenerationConfig(6, ignore_eos=True)))
     decoder.prepare()
-    pieces = decoder.executor.reader.pieces
+    pieces = decoder.runner.reader.pieces
     ready = set(pieces)
     assert not any(given.requires_grad for piece in pieces.values() for given in piece.given)
     decoder.step()
@@ -190,12 +190,12 @@ def test_a_piece_that_does_not_fit_is_made_anew(captured_on_cpu, monkeypatch):
     """Its drafter's part fails: nothing half made is kept."""
     target = tiny_model(1)
     decoder = BatchDecoder(target, target, TREES[1], num_rows=1, max_length=80)
-    add = Piece.add_drafter
-    monkeypatch.setattr(Piece, "add_drafter", lambda *told: 1 / 0)
+    add = PrefillGraph.add_drafter
+    monkeypatch.setattr(PrefillGraph, "add_drafter", lambda *told: 1 / 0)
     request = Request([5, 3, 9] * 6, GenerationConfig(6, ignore_eos=True))
     with pytest.raises(ZeroDivisionError):
         decoder.generate([request])
-    monkeypatch.setattr(Piece, "add_drafter", add)
+    monkeypatch.setattr(PrefillGraph, "add_drafter", add)
     plain = Decoder(target, max_length=80).generate(request.prompt_ids, request.generation)
     assert decoder.generate([request])[0].tokens == plain.tokens
 
@@ -255,7 +255,7 @@ def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
             if report.finish_reason:
                 outputs[report.row] = decoder.release(report.row)
     assert outputs[first].tokens == alone.tokens
-    assert len(decoder.executor.envelopes) > 3
+    assert len(decoder.runner.envelopes) > 3
 
 
 @pytest.mark.filterwarnings("ignore:steps of this decoder")
@@ -267,7 +267,7 @@ def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
     for depth in (*range(1, MAX_KEPT + 4), 1):
         request = Request([1, 2, 3], GenerationConfig(6), TokenTree.chain(depth))
         decoder.generate([request])
-    assert len(decoder.executor.envelopes) == MAX_KEPT
+    assert len(decoder.runner.envelopes) == MAX_KEPT
     # A draft and a target call each; the prompt's, which is read by both, and what is done before
     # and after it
     assert len(living_captures() - before) == 2 * MAX_KEPT + 4
@@ -299,7 +299,7 @@ def test_graphs_that_are_captured_again_are_warned_of_once(captured_on_cpu, monk
         assert decode(depth) == []
     (warning,) = decode(1)
     assert f"more shapes than the {MAX_KEPT} whose CUDA graphs are kept" in warning
-    assert decode(2) == [] and len(decoder.executor.envelopes) == MAX_KEPT
+    assert decode(2) == [] and len(decoder.runner.envelopes) == MAX_KEPT
 
 
 def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_cpu):
@@ -311,7 +311,7 @@ def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_c
         for temperature in (0.5, 1.0) for seed in (1, 2) for tree in trees
     ]  # fmt: skip
     outputs = [decoder.generate([each])[0].tokens for each in served]
-    assert len(decoder.executor.envelopes) == 1
+    assert len(decoder.runner.envelopes) == 1
     for each, tokens in zip(served, outputs, strict=True):
         assert Decoder(target, max_length=64).generate([1, 2], each.generation).tokens == tokens
 
@@ -345,13 +345,13 @@ def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
 def test_slots_are_looked_at_in_buckets_without_the_fused_kernels(captured_on_cpu):
     target = tiny_model(1, num_layers=2)
     decoder = Decoder(target, max_length=600)
-    executor = decoder.batch.executor
-    assert isinstance(executor, Graphs) and executor.bucket == ops.BUCKET
+    runner = decoder.batch.runner
+    assert isinstance(runner, GraphRunner) and runner.bucket == ops.BUCKET
     for length in (10, 250, 300, 10):
         prompt, generation = [7] * length, GenerationConfig(12)
         want = naive_tokens(target, prompt, 12)
         assert decoder.generate(prompt, generation).tokens == want
-    assert sorted(key[-1] for key in executor.envelopes) == [256, 512]
+    assert sorted(key[-1] for key in runner.envelopes) == [256, 512]
 
 
 def naive_tokens(model, prompt, count):

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from stree import GenerationConfig
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree_kernels.naive.sampling.verification import Chooser
 
 SETTINGS = [
@@ -29,7 +29,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 
 
 def rows_of(settings):
-    rows = Rows.new(len(settings))
+    rows = BatchState.new(len(settings))
     for row, setting in enumerate(settings):
         rows.set(row, setting, PROMPT, 50)
     return rows.narrow(0, len(settings), settings)

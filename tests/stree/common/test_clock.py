@@ -38,9 +38,9 @@ class TimedTarget(TableTarget):
         self.gpu.now += PREFILL_S
         return super().prefill(tokens, cache)
 
-    def forest_forward(self, *arguments):
+    def tree_batch_forward(self, *arguments):
         self.gpu.now += VERIFY_S
-        return super().forest_forward(*arguments)
+        return super().tree_batch_forward(*arguments)
 
 
 class TimedDrafter(TableDrafter):
@@ -74,7 +74,7 @@ def on_device(gpu, monkeypatch, captured_on_cpu):
     """The decoder works as on a GPU, where so long a replay take: admission, the target's reading
     of a prompt, its first token, the drafter's reading, draft and target call."""
     capture = gpu.capture([0, PREFILL_S, 0, 0, DRAFT_S, VERIFY_S], CAPTURE_S)
-    monkeypatch.setattr("stree.batching.runners.Capture", capture)
+    monkeypatch.setattr("stree.batching.runners.CudaGraph", capture)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     clock = stree.common.clock.PhaseClock

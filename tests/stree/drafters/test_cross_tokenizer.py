@@ -15,10 +15,10 @@ from toys import tiny_model
 from transformers import PreTrainedTokenizerFast
 
 import stree
-from stree import BatchDecoder, GenerationConfig, Modes, Request, TokenTree
+from stree import AdaptiveTrees, BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
-from stree.drafters.cross_tokenizer import Retokenised, _fill, _last_word
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec, _fill, _last_word
 from stree.models.model import HybridModel
 from stree.trees.token_tree import balanced
 
@@ -89,7 +89,7 @@ def test_words_that_are_spelt_are_accepted_in_the_targets_tokens(target):
     plain = BatchDecoder(target, num_rows=1, max_length=128).generate([Request(prompt, generation)])
     answer = ours.decode(prompt + plain[0].tokens)
     own = of_characters(answer)
-    drafter = Retokenised(Knowing(answer + "?" * 99, own), own, ours)
+    drafter = CrossTokenizerSpec(Knowing(answer + "?" * 99, own), own, ours)
     decoder = BatchDecoder(target, drafter, "chain-4", num_rows=1, max_length=128)
     (output,) = decoder.generate([Request(prompt, generation)])
     assert output.tokens == plain[0].tokens
@@ -100,7 +100,7 @@ def test_a_drafter_of_the_same_tokenizer_loses_little_by_the_text(target):
     """The target drafts for itself: handed over as tokens, all drafts would be accepted."""
     ours = load_tokenizer(SHIPPED)
     decoder = BatchDecoder(
-        target, Retokenised(target, ours, ours), "chain-3", num_rows=2, max_length=128
+        target, CrossTokenizerSpec(target, ours, ours), "chain-3", num_rows=2, max_length=128
     )
     generation = GenerationConfig(24, ignore_eos=True)
     served = [
@@ -130,13 +130,13 @@ def test_what_is_sampled_is_plain_decodings(layers, verifier, target, monkeypatc
         for seed, temperature in enumerate((0.0, 1.0))
     ]
     plain = BatchDecoder(target, num_rows=2, max_length=64).generate(served)
-    for tree in (balanced([2, 1, 1]), Modes(["chain-2"])):
+    for tree in (balanced([2, 1, 1]), AdaptiveTrees(["chain-2"])):
         decoder = BatchDecoder(
-            target, Retokenised(model, own, ours), tree, num_rows=2, max_length=64,
+            target, CrossTokenizerSpec(model, own, ours), tree, num_rows=2, max_length=64,
             verifier=verifier,
         )  # fmt: skip
-        if isinstance(tree, Modes):
-            decoder.measure_costs(num_steps=1)
+        if isinstance(tree, AdaptiveTrees):
+            decoder.measure_step_times(num_steps=1)
         outputs = decoder.generate(served)
         exact = 2 if verifier == "coupled" else 1
         assert [e.tokens for e in outputs][:exact] == [e.tokens for e in plain][:exact]
@@ -147,7 +147,9 @@ def test_a_drafter_that_reads_features_is_refused(target):
     model = tiny_model(2, torch.float32, vocab_size=len(own), attn_layers=())
     config = model.config.reading((0,), target.config, False)
     with pytest.raises(UsageError, match="reads features of its target"):
-        BatchDecoder(target, Retokenised(HybridModel(config), own, ours), "chain-2", num_rows=1)
+        BatchDecoder(
+            target, CrossTokenizerSpec(HybridModel(config), own, ours), "chain-2", num_rows=1
+        )
 
 
 def test_it_has_a_name(target):
@@ -156,7 +158,7 @@ def test_it_has_a_name(target):
     assert (
         out.tokens == stree.load(SHIPPED, device="cpu").complete("import", max_new_tokens=8).tokens
     )
-    assert type(decoder.drafter).__name__ == "RetokenisingDrafter"
+    assert type(decoder.drafter).__name__ == "CrossTokenizerDrafter"
     with pytest.raises(UsageError, match="needs a model"):
         stree.load(SHIPPED, f"text:{SHIPPED}", tree="beam-2-2-4", max_length=64, device="cpu")
 

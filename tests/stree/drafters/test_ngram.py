@@ -10,11 +10,11 @@ from captures import NothingWaits
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.common.errors import UsageError
 from stree.drafters.ngram import NGram, Text
-from stree.tree_policy.adaptive import PLAIN, Modes
-from stree.trees.build import tree_batch
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
 
 PNG = TokenTree((-1, 0, 0, 1, 2, 3, 4), "png-3-2")  # three tokens of two drafts
@@ -24,15 +24,15 @@ def drafted(text: list[int], tree: TokenTree, corpus=(), context: int = 3) -> li
     """What the second of two rows drafts after a text whose last two tokens came in a block."""
     target = tiny_model(1)
     drafter = NGram(context, corpus).for_decoder(target, 2, 64, tree.num_nodes)
-    rows = Rows.new(2, 8)
+    rows = BatchState.new(2, 8)
     rows.set(1, GenerationConfig())
     drafter.read(1, torch.tensor(text[:3]))
     drafter.read(1, torch.tensor(text[3:-2]))
     rows.begin(1, len(text) - 1, 0)
     rows.block[1, :3] = torch.tensor([2, *text[-2:]])
-    forest = tree_batch([TokenTree.chain(2), tree], target.device)
+    tree_batch = make_tree_batch([TokenTree.chain(2), tree], target.device)
     with NothingWaits():
-        proposal = drafter.draft(rows, forest, 2, 64, False)
+        proposal = drafter.draft(rows, tree_batch, 2, 64, False)
     return proposal.tokens[1, : tree.num_nodes].tolist()
 
 
@@ -78,7 +78,7 @@ def test_continuations_are_those_of_a_search_place_by_place():
         words = [rng.randrange(rng.randint(1, 6)) for _ in range(rng.randint(1, 25))]
         text = Text(context, torch.tensor(corpus), 1, 40, vocabulary, torch.device("cpu"))
         text.read(0, torch.tensor(words))
-        rows = Rows.new(1, 4)
+        rows = BatchState.new(1, 4)
         rows.begin(0, len(words) - 1, words[-1])
         barred = rng.sample(range(vocabulary + 1), num_barred)
         given = torch.tensor(barred).view(1, 1, -1) if barred else None
@@ -101,7 +101,7 @@ def test_of_a_long_corpus_the_first_continuation_is_that_of_a_whole_search():
         words = [rng.randrange(7) for _ in range(rng.randint(1, 12))]
         text = Text(5, torch.tensor(corpus), 1, 16, 9, torch.device("cpu"))
         text.read(0, torch.tensor(words))
-        rows = Rows.new(1, 4)
+        rows = BatchState.new(1, 4)
         rows.begin(0, len(words) - 1, words[-1])
         seen = text.look(rows, 3)
         lengths.add(int(seen.matches.max()))
@@ -193,15 +193,15 @@ def test_the_roots_last_child_and_what_is_below_are_n_grams():
     trees = [TokenTree.chain(2), PNG, balanced([3, 1]), TokenTree((-1, 0, 0, 1, 1))]
     drafter = NGram(3, model=model).for_decoder(target, 4, 64, 8)
     alone = NGram(3, model=model).for_decoder(target, 4, 64, 8)
-    rows = Rows.new(4, 8)
+    rows = BatchState.new(4, 8)
     for row in range(4):
         for each in (drafter, alone):
             each.read(row, torch.tensor([7, 8, 9, 7]))
         rows.set(row, GenerationConfig())
         rows.begin(row, 4, 8)
-    forest = tree_batch(trees, target.device)
-    got = drafter.draft(rows, forest, 1, 64, True)
-    models = super(type(alone), alone).draft(rows, forest, 1, 64, True)
+    tree_batch = make_tree_batch(trees, target.device)
+    got = drafter.draft(rows, tree_batch, 1, 64, True)
+    models = super(type(alone), alone).draft(rows, tree_batch, 1, 64, True)
     grafted = [[], [2, 4, 6], [3, 6], [2]]
     assert [row.nonzero()[:, 0].tolist() for row in got.points] == grafted
     assert torch.equal(got.tokens[~got.points], models.tokens[~got.points])
@@ -216,7 +216,7 @@ def test_a_context_of_nothing_is_refused():
         NGram(0)
 
 
-class Alternating(Modes):
+class Alternating(AdaptiveTrees):
     """Two steps with a tree, then a plain one."""
 
     def choose(self, num_rows):

@@ -12,16 +12,16 @@ from lanes import quick_first
 from toys import FEATURE_LAYERS, TableTarget, mixed_requests, reading, recurrent, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.prefillers import Called, Pieces
+from stree.batching.prefillers import Called, ChunkedPrefill
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
-from stree.models.hidden_states import Features
-from stree.models.layers.part import Sequences
-from stree.tree_policy.adaptive import Modes
-from stree.tree_policy.step_times import Costs
-from stree.trees.dynamic import GrownForest
+from stree.models.hidden_states import HiddenStateTap
+from stree.models.layers.part import TrainingPass
+from stree.tree_policy.adaptive import AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.dynamic import DynamicTreeBatch
 from stree.trees.token_tree import as_tree, balanced
 from stree_kernels import ops
 
@@ -43,12 +43,12 @@ def drafter(target):
 def either_way(request, monkeypatch):
     """How prompts are read; in pieces as on a GPU."""
     if request.param == "in pieces":
-        monkeypatch.setattr("stree.batching.runners.Whole", lambda: Pieces(Called))
+        monkeypatch.setattr("stree.batching.runners.Whole", lambda: ChunkedPrefill(Called))
         monkeypatch.setattr("stree.batching.prefillers.LEAST_READ", 2)
 
 
 def features_of(target, tokens):
-    features = Features(FEATURE_LAYERS)
+    features = HiddenStateTap(FEATURE_LAYERS)
     target.hidden_states(torch.tensor([tokens]), features=features)
     return features.values
 
@@ -68,12 +68,12 @@ def watch(*arguments):
     drafter = ModelDrafter(*arguments)
     drafter.drafts, draft = [], drafter.draft
 
-    def watched(rows, forest, longest, bound, keep_logits):
-        proposal = draft(rows, forest, longest, bound, True)
+    def watched(rows, tree_batch, longest, bound, keep_logits):
+        proposal = draft(rows, tree_batch, longest, bound, True)
         for row in rows.active.nonzero()[:, 0].tolist():
-            at, drawn_by = int(rows.position[row]), forest.drawn_by[row].tolist()
+            at, drawn_by = int(rows.position[row]), tree_batch.drawn_by[row].tolist()
             drafter.drafts.append(
-                (row, at, forest.trees[row], proposal.tokens[row].tolist(), drawn_by,
+                (row, at, tree_batch.trees[row], proposal.tokens[row].tolist(), drawn_by,
                  proposal.logits[row])
             )  # fmt: skip
         return proposal
@@ -261,13 +261,13 @@ def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter
     """Plain steps keep none for it."""
     watched = watch(drafter, 1, 64, 5)
     plain, tree = TokenTree.chain(0, "plain"), TREES[1]
-    modes = Modes([tree], Costs({(1, plain): 1.0, (1, tree): 1e9}))
-    decoder = Decoder(target, watched, modes, max_length=64)
+    adaptive_trees = AdaptiveTrees([tree], StepTimes({(1, plain): 1.0, (1, tree): 1e9}))
+    decoder = Decoder(target, watched, adaptive_trees, max_length=64)
     row = decoder.batch.admit(Request(PROMPT, GenerationConfig(24)))
     for _ in range(8):
         decoder.batch.step()
     assert not watched.drafts
-    modes.costs = Costs({(1, plain): 1e9, (1, tree): 1.0})
+    adaptive_trees.costs = StepTimes({(1, plain): 1e9, (1, tree): 1.0})
     while not decoder.batch._sequences[row].finish_reason:
         decoder.batch.step()
     text = PROMPT + decoder.batch.release(row).tokens
@@ -294,7 +294,7 @@ def test_packed_sequences_see_no_features_of_each_other(target, drafter):
     first, second = [3, 1, 4, 1, 5], [9, 2, 6]
     packed = torch.tensor([first + second])
     segments = torch.tensor([[0] * 5 + [1] * 3])
-    features = Features(FEATURE_LAYERS)
+    features = HiddenStateTap(FEATURE_LAYERS)
     target.hidden_states(packed, segments, features=features)
     with torch.no_grad():
         hidden = drafter.hidden_states(packed, segments, read=features.values)
@@ -339,7 +339,7 @@ def hidden_one_by_one(drafter, tokens, read, ahead):
                 drafted[:, at - back] = reader.of_drafts(wanted[depth - back - 1, at - back - 1])
             x = drafter.model.embed_tokens(torch.tensor([tokens[: at + 1]])) + drafted
             for layer in drafter.model.layers:
-                x = layer(x, Sequences())
+                x = layer(x, TrainingPass())
             wanted[depth, at] = drafter.model.norm(x)[0, -1]
     return wanted
 
@@ -350,7 +350,7 @@ def test_passes_ahead_are_drafts_from_every_token(changes, own):
     target, drafter = recurrent(own, **changes)
     torch.manual_seed(6)
     ahead, first, second = 5, torch.randint(61, (13,)).tolist(), torch.randint(61, (9,)).tolist()
-    features = Features(FEATURE_LAYERS)
+    features = HiddenStateTap(FEATURE_LAYERS)
     packed, segments = torch.tensor([first + second]), torch.tensor([[0] * 13 + [1] * 9])
     target.hidden_states(packed, segments, features=features)
     with torch.no_grad():
@@ -362,11 +362,11 @@ def test_passes_ahead_are_drafts_from_every_token(changes, own):
                 assert torch.allclose(got[0, part][depth:], want[depth:], atol=1e-9)
 
 
-def paths_of(forest, row, tokens):
+def paths_of(tree_batch, row, tokens):
     """The tokens from the root down to each node that others were drawn from."""
-    if isinstance(forest, GrownForest):
-        drawn, by = forest._drawn[row].tolist(), forest._drawn_by.tolist()
-        tokens = forest.pool[row].tolist()
+    if isinstance(tree_batch, DynamicTreeBatch):
+        drawn, by = tree_batch._drawn[row].tolist(), tree_batch._drawn_by.tolist()
+        tokens = tree_batch.pool[row].tolist()
         paths = []
         for node in drawn:
             path = [node]
@@ -374,7 +374,7 @@ def paths_of(forest, row, tokens):
                 path.insert(0, drawn[by[path[0]]])
             paths.append([tokens[each] for each in path])
         return paths
-    tree, nodes = forest.trees[row], torch.cat([each.nodes for each in forest.levels], 1)
+    tree, nodes = tree_batch.trees[row], torch.cat([each.nodes for each in tree_batch.levels], 1)
     return [[tokens[each] for each in tree.path_to(node)] for node in nodes[row].tolist()]
 
 
@@ -384,9 +384,9 @@ def test_own_features_are_those_of_the_parent_as_in_training(tree):
     own, drafts = ModelDrafter(drafter, 1, 64, 13), []
     draft = own.draft
 
-    def watched(rows, forest, longest, bound, keep_logits):
-        proposal = draft(rows, forest, longest, bound, True)
-        paths = paths_of(forest, 0, proposal.tokens[0].tolist())
+    def watched(rows, tree_batch, longest, bound, keep_logits):
+        proposal = draft(rows, tree_batch, longest, bound, True)
+        paths = paths_of(tree_batch, 0, proposal.tokens[0].tolist())
         drafts.append((int(rows.position[0]), paths, proposal.logits[0]))
         return proposal
 

@@ -7,12 +7,12 @@ import torch
 from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.runners import Graphs
+from stree.batching.runners import GraphRunner
 from stree.common.errors import UsageError
-from stree.trees.build import tree_batch
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
 from stree_kernels import ops
-from stree_kernels.contracts import Steering
+from stree_kernels.contracts import CacheState
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]), TokenTree.chain(0)]
 KINDS = dict(  # every mixer, two of them more than once and side by side
@@ -23,7 +23,7 @@ KINDS = dict(  # every mixer, two of them more than once and side by side
 
 
 @pytest.mark.parametrize(
-    ("dtype", "verifier", "executor"),
+    ("dtype", "verifier", "runner"),
     [
         (torch.float64, "coupled", "eager"),
         (torch.float64, "coupled", "graphs"),
@@ -31,8 +31,8 @@ KINDS = dict(  # every mixer, two of them more than once and side by side
     ],
     ids=str,
 )
-def test_it_gives_the_same_tokens(dtype, verifier, executor, request):
-    if executor == "graphs":
+def test_it_gives_the_same_tokens(dtype, verifier, runner, request):
+    if runner == "graphs":
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1, dtype)
     drafter, served = right_now_and_then(target), mixed_requests(7, TREES, seed=2)
@@ -42,7 +42,7 @@ def test_it_gives_the_same_tokens(dtype, verifier, executor, request):
             target, drafter, num_rows=4, max_length=64, max_nodes=13, verifier=verifier,
             backtracking=backtracking,
         )  # fmt: skip
-        assert isinstance(decoder.executor, Graphs) == (executor == "graphs")
+        assert isinstance(decoder.runner, GraphRunner) == (runner == "graphs")
         return decoder.generate(served)
 
     outputs = serve("joint")
@@ -64,12 +64,12 @@ def test_states_after_commits_are_those_of_the_committed_tokens():
         model.prefill(torch.tensor([line]), cache.at(row))
     for _ in range(6):
         trees = [rng.choice(TREES) for _ in lines]
-        forest = tree_batch(trees, model.device)
-        tokens = torch.randint(61, (4, forest.num_nodes), generator=generator)
+        tree_batch = make_tree_batch(trees, model.device)
+        tokens = torch.randint(61, (4, tree_batch.num_nodes), generator=generator)
         for layer in cache.layers:
             if hasattr(layer, "rows"):  # nothing of what a call has computed is left to the next
                 layer.rows.fill_(torch.nan)
-        logits = model.forest_forward(tokens, forest, cache, bound=60)
+        logits = model.tree_batch_forward(tokens, tree_batch, cache, bound=60)
         for row, tree in enumerate(trees):
             path = tree.path_to(rng.randrange(tree.num_nodes))
             seen = torch.tensor([lines[row] + tokens[row, path].tolist()])
@@ -101,16 +101,16 @@ def test_the_fused_kernels_do_it_too(layers, monkeypatch):
     kinds = KINDS | dict(layer_types=layers, num_layers=len(layers))
     model = tiny_model(3, torch.float32, **kinds)
     trees = [TokenTree((-1, 0, 0, 1, 3)), TokenTree.chain(2)]
-    forest = tree_batch(trees, model.device)
+    tree_batch = make_tree_batch(trees, model.device)
 
     def calls():
         cache = model.new_cache(32, 5, 2, backtracking="joint")
         cache.variant.copy_(torch.arange(2))
         model.prefill(torch.arange(10).view(2, 5), cache)
-        yield model.forest_forward(torch.arange(10).view(2, 5), forest, cache, 32)
+        yield model.tree_batch_forward(torch.arange(10).view(2, 5), tree_batch, cache, 32)
         cache.path[:] = torch.tensor([[0, 1, 3, 0, 0], [0, 0, 0, 0, 0]])
         cache.path_length.copy_(torch.tensor([3, 1]))
-        yield model.forest_forward(torch.arange(20, 30).view(2, 5), forest, cache, 32)
+        yield model.tree_batch_forward(torch.arange(20, 30).view(2, 5), tree_batch, cache, 32)
 
     wanted = list(calls())
     monkeypatch.setattr(ops, "fused", lambda *_: True)
@@ -156,13 +156,13 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
         target, target, num_rows=2, max_length=96, max_nodes=13, num_prefixes=1,
         backtracking="joint",
     )  # fmt: skip
-    launch = decoder.executor.launch
+    launch = decoder.runner.launch
 
-    def listening(rows, forest, longest, position, mark):
+    def listening(rows, tree_batch, longest, position, mark):
         assert int(decoder.cache.path_length.max()) <= longest
-        launch(rows, forest, longest, position, mark)
+        launch(rows, tree_batch, longest, position, mark)
 
-    decoder.executor.launch = listening
+    decoder.runner.launch = listening
     prompt = [3, 1, 4]
     row = decoder.admit(Request(prompt, GenerationConfig(11), TokenTree.chain(4)))
     decoder.admit(Request([9], GenerationConfig(60), TokenTree.chain(0)))
@@ -191,8 +191,8 @@ def test_ops_know_what_is_ready_when_they_begin(backtracking, normed, monkeypatc
 
     def note(name, own):
         def run(*arguments):
-            steering = next(each for each in arguments if isinstance(each, Steering))
-            seen.append((name, steering.ready))
+            cache_state = next(each for each in arguments if isinstance(each, CacheState))
+            seen.append((name, cache_state.ready))
             return own(*arguments)
 
         return run

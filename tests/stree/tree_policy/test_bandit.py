@@ -8,17 +8,17 @@ import random
 import pytest
 from toys import right_now_and_then, tiny_model
 
-from stree import Bandit, BatchDecoder, GenerationConfig, Request, TokenTree
+from stree import BanditTrees, BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
-from stree.tree_policy.adaptive import PLAIN, Modes
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, expanded
 
 TREES = [expanded(each) for each in ((3, 3, 2, 1), (3, 2, 2, 1, 1), (2, 2, 2, 1, 1, 1))]
-COSTS = Costs({(1, PLAIN): 1.0} | {(1, tree): 1 + 0.1 * tree.max_depth for tree in TREES})
+COSTS = StepTimes({(1, PLAIN): 1.0} | {(1, tree): 1 + 0.1 * tree.max_depth for tree in TREES})
 
 
-def played(bandit: Bandit, accepted, rounds: int, seed: int = 0) -> list[TokenTree]:
+def played(bandit: BanditTrees, accepted, rounds: int, seed: int = 0) -> list[TokenTree]:
     """What it chooses where steps of a tree accept as many drafts as accepted(tree, rng) says."""
     rng, chosen = random.Random(seed), []
     for _ in range(rounds):
@@ -30,7 +30,7 @@ def played(bandit: Bandit, accepted, rounds: int, seed: int = 0) -> list[TokenTr
 
 def test_it_takes_the_tree_of_the_papers_equations():
     """By hand: rewards −(T_tree / T_plain) / N, and the bound of Eq. 1, in parts of that cost."""
-    bandit = Bandit(TREES, COSTS, exploration=0.3)
+    bandit = BanditTrees(TREES, COSTS, exploration=0.3)
     costs = [1 + 0.1 * tree.max_depth for tree in TREES]
     counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
     for step, number in enumerate([2, 0, 3, 1, 1, 4, 2, 2, 0, 5]):
@@ -52,7 +52,7 @@ def test_it_takes_the_tree_of_the_papers_equations():
 def test_the_best_is_taken_nearly_always_in_the_end_and_the_others_now_and_then():
     best = TREES[1]
     chosen = played(
-        Bandit(TREES, COSTS), lambda tree, rng: (rng.random() < 0.5) + (tree == best), 3000
+        BanditTrees(TREES, COSTS), lambda tree, rng: (rng.random() < 0.5) + (tree == best), 3000
     )
     late = chosen[1500:]
     assert late.count(best) > 0.95 * len(late)
@@ -61,8 +61,8 @@ def test_the_best_is_taken_nearly_always_in_the_end_and_the_others_now_and_then(
 
 @pytest.mark.parametrize("cost", [1.5, 3.0])
 def test_a_bad_first_step_is_no_end(cost):
-    costs = Costs({(1, PLAIN): 1.0} | {(1, tree): cost for tree in TREES[:2]})
-    bandit = Bandit(TREES[:2], costs)
+    costs = StepTimes({(1, PLAIN): 1.0} | {(1, tree): cost for tree in TREES[:2]})
+    bandit = BanditTrees(TREES[:2], costs)
     played(bandit, lambda tree, rng: 0 if tree == TREES[0] else 3, 2)
     assert TREES[0] in played(bandit, lambda tree, rng: 4 if tree == TREES[0] else 3, 100)
 
@@ -71,10 +71,10 @@ def test_what_rounds_have_accepted_counts_at_the_costs_of_now():
     """The deepest tree accepts all there is to accept, and is best until it takes four times as
     long: then the next round is another's, though nothing else has been played."""
     deepest = TREES[2]
-    bandit = Bandit(TREES, COSTS)
+    bandit = BanditTrees(TREES, COSTS)
     chosen = played(bandit, lambda tree, rng: 5 if tree == deepest else 1, 300)
     assert chosen[200:].count(deepest) > 90
-    bandit.costs = Costs({**COSTS.seconds, (1, deepest): 4 * COSTS.of(1, deepest)})
+    bandit.costs = StepTimes({**COSTS.seconds, (1, deepest): 4 * COSTS.of(1, deepest)})
     assert deepest not in played(bandit, lambda tree, rng: 1, 10)
 
 
@@ -82,8 +82,8 @@ def test_a_history_decides_alone():
     def accepted(tree, rng):
         return rng.randrange(tree.max_depth + 1)
 
-    first, second = (played(Bandit(TREES, COSTS), accepted, 300) for _ in range(2))
-    assert first == second != played(Bandit(TREES, COSTS), accepted, 300, seed=1)
+    first, second = (played(BanditTrees(TREES, COSTS), accepted, 300) for _ in range(2))
+    assert first == second != played(BanditTrees(TREES, COSTS), accepted, 300, seed=1)
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
@@ -93,9 +93,9 @@ def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1)
     trees = [TokenTree.chain(2), BeamTree.of(2, 3, 6), TokenTree.load("dyspec-2-3-6")]
-    bandit = Bandit(trees)
+    bandit = BanditTrees(trees)
     decoder = BatchDecoder(target, right_now_and_then(target), bandit, num_rows=2, max_length=64)
-    decoder.measure_costs(num_steps=2)
+    decoder.measure_step_times(num_steps=2)
     seen, choose = set(), bandit.choose
     bandit.choose = lambda num_rows: seen.add(choose(num_rows)) or bandit.current
     served = [Request([1, 2], GenerationConfig(30, t, seed=3)) for t in (0.0, 1.0, 0.0)]
@@ -106,14 +106,14 @@ def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
 
 def test_one_tree_is_nothing_to_choose_among():
     with pytest.raises(UsageError, match="two trees at least"):
-        Bandit(["chain-2", PLAIN])
+        BanditTrees(["chain-2", PLAIN])
 
 
 def test_trees_that_requests_name_themselves_teach_it_too():
     target = tiny_model(1)
-    bandit = Bandit([TokenTree.chain(2), TokenTree.chain(3)])
+    bandit = BanditTrees([TokenTree.chain(2), TokenTree.chain(3)])
     decoder = BatchDecoder(target, right_now_and_then(target), bandit, num_rows=1, max_length=64)
-    decoder.measure_costs(num_steps=2)
+    decoder.measure_step_times(num_steps=2)
     request = Request([1, 2], GenerationConfig(12), TokenTree.chain(2))
     plain = BatchDecoder(target, num_rows=1, max_length=64).generate(
         [Request([1, 2], GenerationConfig(12))]
@@ -122,8 +122,12 @@ def test_trees_that_requests_name_themselves_teach_it_too():
 
 
 def test_a_choice_says_its_trees_its_costs_and_what_it_has_chosen():
-    bandit = Bandit([*TREES[:2]], COSTS)
+    bandit = BanditTrees([*TREES[:2]], COSTS)
     assert repr(bandit) == (
-        "Bandit(['expand-3-3-2-1', 'expand-3-2-2-1-1'], costs of up to 1 row, now expand-3-2-2-1-1)"
+        "BanditTrees(['expand-3-3-2-1', 'expand-3-2-2-1-1'], costs of up to 1 row, "
+        "now expand-3-2-2-1-1)"
     )
-    assert repr(Modes(["chain-2"])) == "Modes(['chain-2'], no costs measured, now chain-2)"
+    assert (
+        repr(AdaptiveTrees(["chain-2"]))
+        == "AdaptiveTrees(['chain-2'], no costs measured, now chain-2)"
+    )

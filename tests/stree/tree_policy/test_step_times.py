@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stree import Costs, Modes
+from stree import AdaptiveTrees, StepTimes
 from stree.common.errors import BadData, CannotWrite, NotFound
 from stree.common.words import device_name
 from stree.tree_policy.adaptive import PLAIN
@@ -21,25 +21,25 @@ TREES = (PLAIN, OWN, BEAM)
 HERE = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
 
 
-def costs(**changes) -> Costs:
+def costs(**changes) -> StepTimes:
     seconds = {
         (rows, tree): 0.1 * rows + number / 3
         for rows in (1, 2, 4)
         for number, tree in enumerate(TREES, 1)
     }
     place = dict(device=device_name(HERE.device), dtype="float32", temperature=0.7)
-    return Costs(seconds, 1 / 7, **{**place, **changes})
+    return StepTimes(seconds, 1 / 7, **{**place, **changes})
 
 
 def test_what_is_saved_comes_back(tmp_path):
     saved = costs(took_s=3.0)
     path = tmp_path / "new" / "costs.json"
     saved.save(path)
-    again = Costs.load(path)
+    again = StepTimes.load(path)
     assert again == saved and again.took_s == 0.0  # nothing was measured here
     content = json.loads(path.read_text())
     assert content["trees"][1]["tree"] == {"name": "own", "parents": [-1, 0, 0, 1]}
-    assert Modes([OWN, BEAM], again).choose(2) in TREES
+    assert AdaptiveTrees([OWN, BEAM], again).choose(2) in TREES
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite):
         saved.save(tmp_path / "file" / "costs.json")
@@ -71,15 +71,15 @@ def test_a_file_of_something_else_is_one_clear_line(tmp_path, text, reason):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(BadData, match=reason) as refused:
-        Costs.load(path)
+        StepTimes.load(path)
     assert str(path) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_without_a_file_it_says_so(tmp_path):
     with pytest.raises(NotFound, match=r"no costs at .*costs\.json"):
-        Costs.load(tmp_path / "costs.json")
+        StepTimes.load(tmp_path / "costs.json")
     with pytest.raises(BadData, match="no regular file"):
-        Costs.load(tmp_path)
+        StepTimes.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,6 @@ def test_without_a_file_it_says_so(tmp_path):
     ],
 )  # fmt: skip
 def test_they_say_which_steps_they_are_not_of(changes, trees, temperature, num_rows, reason):
-    table = Costs(**{**vars(costs()), **changes})
+    table = StepTimes(**{**vars(costs()), **changes})
     misfit = table.misfit(HERE, trees, temperature, num_rows)
     assert re.search(reason, misfit) and bool(misfit) == bool(reason)

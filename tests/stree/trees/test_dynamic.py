@@ -16,9 +16,9 @@ from toys import (
     tiny_model,
 )
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
+from stree import AdaptiveTrees, BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.runners import new_report
-from stree.batching.state import Rows
+from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.errors import UsageError
 from stree.drafters import Proposal
@@ -26,9 +26,9 @@ from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.speculation_profile import Tree
 from stree.tree_policy.adaptive import PLAIN
-from stree.tree_policy.step_times import Costs
-from stree.trees.build import tree_batch
-from stree.trees.dynamic import GrownForest
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.build import make_tree_batch
+from stree.trees.dynamic import DynamicTreeBatch
 from stree.trees.token_tree import BeamTree
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
@@ -78,9 +78,9 @@ def test_the_tree_is_the_best_by_the_drafter(name, layers):
         model.model.norm.weight.mul_(0.1)  # unsure, or all trees were chains
     settings = [GenerationConfig(temperature=0.0), GenerationConfig(temperature=1.3, seed=5)]
     texts = [[4, 9, 2, 7], [8, 1, 3]]
-    everyone = Rows.new(2, tree.num_nodes)
+    everyone = BatchState.new(2, tree.num_nodes)
     drafter = ModelDrafter(model, 2, 64, max(tree.num_nodes, tree.num_inner))
-    forest, shapes = tree_batch([tree, TokenTree.chain(0)], CPU), []
+    tree_batch, shapes = make_tree_batch([tree, TokenTree.chain(0)], CPU), []
     for turn in range(2):  # in the second, what the first has left must not matter
         for row, text in enumerate(texts):
             everyone.set(row, settings[row])
@@ -90,15 +90,15 @@ def test_the_tree_is_the_best_by_the_drafter(name, layers):
             everyone.block[row, : 2 + turn] = torch.tensor([1 + turn, *text[-1 - turn :]])
         with torch.no_grad():
             rows = everyone.narrow(0, 2, settings)
-            proposal = drafter.draft(rows, forest, 1 + turn, 32, False)
+            proposal = drafter.draft(rows, tree_batch, 1 + turn, 32, False)
             for row, text in enumerate(texts):
                 tokens, parents = best_first(model, text, tree, settings[row])
                 assert proposal.tokens[row].tolist() == [text[-1], *tokens]
-                assert forest.parents[row].tolist() == parents
+                assert tree_batch.parents[row].tolist() == parents
                 shapes.append(tuple(parents))
-                grown = forest.trees[row]
-                assert forest.depths[row].tolist() == list(grown.depths)
-                children = [[n for n in row if n >= 0] for row in forest.children[row].tolist()]
+                grown = tree_batch.trees[row]
+                assert tree_batch.depths[row].tolist() == list(grown.depths)
+                children = [[n for n in row if n >= 0] for row in tree_batch.children[row].tolist()]
                 assert children == [list(nodes) for nodes in grown.children]
     assert proposal.finite.all()
     assert tree.width == 1 or tree.depth == 1 or len(set(shapes)) > 1
@@ -191,33 +191,33 @@ def test_drafts_change_nothing_of_what_is_sampled():
 class InTurn(GrowingInTurn):
     """Its drafts are as good as they were probable."""
 
-    def choose(self, forest, rows, level, logits, finite) -> None:
-        super().choose(forest, rows, level, logits, finite)
-        shares = rows.distribution(logits).log().gather(2, forest.pool.gather(
+    def choose(self, tree_batch, rows, level, logits, finite) -> None:
+        super().choose(tree_batch, rows, level, logits, finite)
+        shares = rows.distribution(logits).log().gather(2, tree_batch.pool.gather(
             1, level.places.flatten(1)).view_as(level.places))  # fmt: skip
-        paths = forest.values.gather(1, level.nodes)[..., None] + shares.float()
-        forest.values.scatter_(1, level.places.flatten(1), paths.flatten(1))
+        paths = tree_batch.values.gather(1, level.nodes)[..., None] + shares.float()
+        tree_batch.values.scatter_(1, level.places.flatten(1), paths.flatten(1))
 
 
 def block_distribution(
     table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier
 ) -> dict:
     """Of what one step gives one row, over all draws and coins, by the verifier as it judges trees
-    of one shape: the drafts are given to it in a static forest of the shape that has grown."""
+    of one shape: the drafts are given to it in a static tree batch of the shape that has grown."""
 
     target = TableTarget(table)
 
     def run(choose):
-        everyone, cache = Rows.new(1, 8), target.new_cache(16, 8, 1)
+        everyone, cache = BatchState.new(1, 8), target.new_cache(16, 8, 1)
         everyone.set(0, setting)
         everyone.begin(0, 1, CONTEXT[-1])
         cache.rows[0].committed = list(CONTEXT[:-1])
         drafter = drafter_of(choose)
         drafter.read(0, torch.tensor(CONTEXT[:-1]))
-        rows, forest = everyone.narrow(0, 1, [setting]), GrownForest(tree, 1, CPU)
+        rows, tree_batch = everyone.narrow(0, 1, [setting]), DynamicTreeBatch(tree, 1, CPU)
         step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
-        proposal = step.draft(rows, forest, 1, 8)
-        static = tree_batch(forest.trees, CPU)
+        proposal = step.draft(rows, tree_batch, 1, 8)
+        static = make_tree_batch(tree_batch.trees, CPU)
         logits = torch.zeros(1, static.num_drawn_from, len(table), dtype=torch.float64)
         for node, children in enumerate(static.trees[0].children):
             if children:
@@ -274,7 +274,8 @@ def test_drafters_of_one_shape_refuse_it():
 def test_a_step_grows_all_trees_alike_or_none():
     model, tree = tiny_model(1), BeamTree.of(2, 2, 4)
     for made, asked in (
-        (tree, TokenTree.chain(2)), (TokenTree.chain(3), tree), (Modes([tree]), TokenTree.chain(2))
+        (tree, TokenTree.chain(2)), (TokenTree.chain(3), tree), (AdaptiveTrees([tree]),
+        TokenTree.chain(2))
     ):  # fmt: skip
         decoder = BatchDecoder(model, model, made, num_rows=1, max_length=32)
         with pytest.raises(UsageError, match="trees that grow are the decoder's"):
@@ -316,13 +317,15 @@ def test_modes_choose_among_trees_that_grow(monkeypatch):
     monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 1)  # the costs are replaced
     small, large = BeamTree.of(3, 4, 5), BeamTree.of(3, 4, 13)
     target = tiny_model(1)
-    modes = Modes([small, TokenTree.chain(2), large])
-    decoder = BatchDecoder(target, right_now_and_then(target), modes, num_rows=2, max_length=64)
-    costs = decoder.measure_costs(num_steps=2)
-    assert {tree for _, tree in costs.seconds} == {PLAIN, *modes.trees}
+    adaptive_trees = AdaptiveTrees([small, TokenTree.chain(2), large])
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, num_rows=2, max_length=64
+    )
+    costs = decoder.measure_step_times(num_steps=2)
+    assert {tree for _, tree in costs.seconds} == {PLAIN, *adaptive_trees.trees}
     request = Request([1, 2], GenerationConfig(30))
     plain = BatchDecoder(target, max_length=64).generate([request])[0].tokens
-    for best in modes.trees:
+    for best in adaptive_trees.trees:
         for count, tree in costs.seconds:
             costs.seconds[count, tree] = 1.0 if tree == best else 9.0
         assert decoder.generate([request])[0].tokens == plain
@@ -339,13 +342,15 @@ def simulated(rates_of_step, num_steps: int, cost) -> tuple[list[TokenTree], flo
     """What modes choose where the node of a rank is accepted at a rate, whatever else is; and the
     expected tokens a second of all that."""
     rng = random.Random(4)
-    modes = Modes(SIZES, Costs({(1, tree): cost(tree) for tree in (PLAIN, *SIZES)}))
+    adaptive_trees = AdaptiveTrees(
+        SIZES, StepTimes({(1, tree): cost(tree) for tree in (PLAIN, *SIZES)})
+    )
     chosen, tokens, seconds = [], 0.0, 0.0
     for step in range(num_steps):
-        tree = modes.choose(1)
+        tree = adaptive_trees.choose(1)
         rates = rates_of_step(step)[: tree.num_nodes - 1]
         accepted = [rank for rank, rate in enumerate(rates, 1) if rng.random() < rate]
-        modes.learn_path(tree, [0, *accepted][: tree.max_depth + 1])
+        adaptive_trees.learn_path(tree, [0, *accepted][: tree.max_depth + 1])
         chosen.append(tree)
         tokens, seconds = tokens + 1 + sum(rates), seconds + cost(tree)
     return chosen, tokens / seconds

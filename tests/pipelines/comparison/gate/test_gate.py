@@ -22,7 +22,7 @@ from stree.checkpoints.partners import TARGET_WEIGHTS
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree.tree_policy.adaptive import PLAIN
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.step_times import StepTimes
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
 from stree_pipelines.comparison.gate import gate
@@ -202,9 +202,9 @@ def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
     """As where it costs next to nothing."""
 
     def measured(decoder, *_):
-        costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.modes.trees}
-        decoder.modes.costs = Costs(costs)
-        return decoder.modes.costs
+        costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.adaptive_trees.trees}
+        decoder.adaptive_trees.costs = StepTimes(costs)
+        return decoder.adaptive_trees.costs
 
     monkeypatch.setattr(Decoder, "measure_costs", lambda each, **_: measured(each.batch))
     more = ["--tree", "chain-2 or chain-3", "--fail_below", TAU]

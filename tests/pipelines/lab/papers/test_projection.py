@@ -12,8 +12,8 @@ from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree_pipelines.lab.papers.projection import (
+    PairTimes,
     Place,
-    StepTimes,
     chosen_speed,
     read_places,
     speed_of,
@@ -37,7 +37,7 @@ def draft(us, us_sampled, **more):
     return dict(what="draft", us_draft=timed(us), us_draft_sampled=timed(us_sampled), **more)
 
 
-TIMES = StepTimes([
+TIMES = PairTimes([
     call(1, 1000.0), call(33, 1320.0), draft(400.0, 480.0), draft(9.0, 9.0, drafter="head=8"),
     draft(600.0, 800.0, tree="beam-4-4-32"),
 ])  # fmt: skip
@@ -56,7 +56,7 @@ def test_times_of_steps():
     with pytest.raises(UsageError, match="1 to 33 nodes were timed, none of 64"):
         TIMES.step_us(TokenTree.chain(63), False)
     with pytest.raises(UsageError, match="no draft like that of chain-2"):
-        StepTimes(TIMES.rows[:2]).step_us(CHAIN, False)
+        PairTimes(TIMES.rows[:2]).step_us(CHAIN, False)
 
 
 def test_a_beam_of_fewer_levels_accepts_what_the_deeper_one_shows():

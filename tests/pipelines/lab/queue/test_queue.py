@@ -230,8 +230,8 @@ def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):
     ]
     queue_bench.rehearse(decoder, requests)
     assert decoder.num_free_rows == 4
-    executor = decoder.executor
-    ready = set(executor.envelopes), set(executor.reader.pieces)
+    runner = decoder.runner
+    ready = set(runner.envelopes), set(runner.reader.pieces)
     assert ready[0] and ready[1]
     decoder.generate(requests)
-    assert (set(executor.envelopes), set(executor.reader.pieces)) == ready
+    assert (set(runner.envelopes), set(runner.reader.pieces)) == ready

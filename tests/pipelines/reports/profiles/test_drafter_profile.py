@@ -20,7 +20,7 @@ from stree.common.files import add_files, publish_directory, verify_manifest
 from stree.drafters.names import DrafterName
 from stree.speculation_profile import PROFILE_NAME, Tree, load_profile
 from stree.tree_policy.adaptive import PLAIN
-from stree.tree_policy.step_times import Costs
+from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.evaluation.plan import form_sha256
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultStore, write_rows
@@ -262,7 +262,7 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
     """Each temperature's own; a row that a resumed run completed may lack them."""
     choice, trees = Tree(name="chain-1 or paper", parents=(-1, 0, 0)), (PLAIN, TokenTree.paper())
     costs = {
-        temperature: Costs(dict.fromkeys([(1, each) for each in trees], 1.0 + temperature),
+        temperature: StepTimes(dict.fromkeys([(1, each) for each in trees], 1.0 + temperature),
                            device="Test device", dtype="float32", temperature=temperature)
         for temperature in (0.0, 1.0)
     }  # fmt: skip
@@ -278,7 +278,7 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
     main([str(run)])
     path = run / "drafter/step-00010000" / PROFILE_NAME
     for won in load_profile(path.parent).recommendations:
-        assert won.tree == choice and Costs.of_record(won.costs) == costs[won.temperature]
+        assert won.tree == choice and StepTimes.of_record(won.costs) == costs[won.temperature]
     content = json.loads(path.read_text())
     content["recommendations"][0]["costs"]["trees"][1]["tree"]["parents"] = [-1, 2, 1]
     path.write_text(json.dumps(content))

@@ -10,7 +10,7 @@ from hand_made_run import make_row, make_run, make_sample
 
 from stree.common.errors import UsageError
 from stree.speculation_profile import Tree
-from stree.tree_policy.names import as_growth
+from stree.tree_policy.names import as_tree_policy
 from stree.trees.token_tree import TokenTree, balanced
 from stree_pipelines.reports.profiles.tree_suggestion import (
     Acceptance,
@@ -265,8 +265,8 @@ def test_the_fastest_trees_are_written_by_levels(tmp_path, capsys):
     assert TokenTree.load(tmp_path / "best.yaml").parents in {
         tree.parents for tree in trees.values()
     }
-    modes = as_growth(" or ".join(map(str, folder.iterdir())))
-    assert modes.trees[1:] == tuple(trees.values())
+    adaptive_trees = as_tree_policy(" or ".join(map(str, folder.iterdir())))
+    assert adaptive_trees.trees[1:] == tuple(trees.values())
 
 
 def test_trees_that_grow_say_nothing_of_ranks():

@@ -20,7 +20,7 @@ from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import CheckpointRefused
 from stree.decoder import Decoder
 from stree.generation import GenerationConfig
-from stree.models.chunk_pass import PieceRoom
+from stree.models.chunk_pass import PrefillScratch
 from stree.models.layer_caches import AttentionCache
 from stree.models.slicing import slice_drafter
 from stree.trees.token_tree import TokenTree, balanced
@@ -133,7 +133,7 @@ def test_padded_pieces_of_a_prompt(root, family, seed, backtracking):
         piece = prompt[:, begin : begin + count]
         logits = model.prefill(piece, wanted)
         padded = F.pad(piece, (0, size - count), value=3)
-        room = PieceRoom(cache, size, model.config.d_conv)
+        room = PrefillScratch(cache, size, model.config.d_conv)
         last = model.prefill_padded(padded, torch.tensor([count]), row, cache, room, bound)
         got = model.logits(last)
         assert relative(got, logits) <= 1e-9

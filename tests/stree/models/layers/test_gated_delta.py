@@ -7,13 +7,13 @@ by the order of sums alone: 1e-14 and the condition of a system of some dozen to
 
 import pytest
 import torch
-from kernel_cases import DEVICE, steering_of, topology_of
+from kernel_cases import DEVICE, cache_state_of, topology_of
 
 from stree.checkpoints.families.qwen3_next import of_key_heads
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import GatedDeltaCache
 from stree.models.layers.gated_delta import GatedDeltaNet
-from stree.models.layers.part import Extension, Sequences, TreeCall
+from stree.models.layers.part import PrefillPass, TrainingPass, TreePass
 from stree.trees.token_tree import TokenTree
 from stree_kernels import ops
 from stree_kernels.contracts import GatedDeltaShape
@@ -86,12 +86,12 @@ def test_equals_transformers(shape, family):
     mixer = mixer_of(shape)
     mixer.load_state_dict(weights)
     x = tokens(2, 70, dtype=torch.float32).cpu()
-    torch.testing.assert_close(mixer(x, Sequences()), layer(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(mixer(x, TrainingPass()), layer(x), rtol=0, atol=1e-5)
 
 
-def call_over(x, topology, steering):
+def call_over(x, topology, cache_state):
     """A call of the mixer alone: nothing else of it is read."""
-    return TreeCall(topology, steering, 0, 0, [], torch.empty(0), x, None)
+    return TreePass(topology, cache_state, 0, 0, [], torch.empty(0), x, None)
 
 
 def new_cache(shape, batch=1, num_nodes=13, dtype=torch.float64):
@@ -110,26 +110,26 @@ def test_prefill_trees_and_commits_equal_one_pass(shape):
     mixer.pack()
     topology, num_nodes = topology_of([tree], shape.width), tree.num_nodes
     history = tokens(1, 11, seed=1)
-    wanted = mixer(history, Sequences())
+    wanted = mixer(history, TrainingPass())
     for piece in (slice(0, 1), slice(1, 11)):
-        got = mixer.extend(history[:, piece], cache, Extension())
+        got = mixer.extend(history[:, piece], cache, PrefillPass())
         torch.testing.assert_close(got, wanted[:, piece], rtol=0, atol=1e-11)
     accepted: list[int] = []
     for number, path in enumerate([[0, 1, 4], tree.path_to(num_nodes - 1)]):
         x = tokens(1, num_nodes, seed=2 + number)
-        steering = steering_of([0], [accepted], 1, num_nodes, parity=number)
-        call = call_over(x, topology, steering)
+        cache_state = cache_state_of([0], [accepted], 1, num_nodes, parity=number)
+        call = call_over(x, topology, cache_state)
         got = mixer.tree(x, cache, call)[0]
         cache.parity.bitwise_xor_(1)
         for node in range(num_nodes):
             line = torch.cat([history, x[:, tree.path_to(node)]], dim=1)
-            wanted = mixer(line, Sequences())[:, -1]
+            wanted = mixer(line, TrainingPass())[:, -1]
             torch.testing.assert_close(got[:, node], wanted, rtol=0, atol=1e-11)
         history, accepted = torch.cat([history, x[:, path]], dim=1), path
-    cache.apply_path(mixer, steering_of([0], [accepted], 1, num_nodes, parity=0))
+    cache.apply_path(mixer, cache_state_of([0], [accepted], 1, num_nodes, parity=0))
     more = tokens(1, 5, seed=9)
-    got = mixer.extend(more, cache, Extension())
-    wanted = mixer(torch.cat([history, more], dim=1), Sequences())[:, -5:]
+    got = mixer.extend(more, cache, PrefillPass())
+    wanted = mixer(torch.cat([history, more], dim=1), TrainingPass())[:, -5:]
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
@@ -146,9 +146,9 @@ def test_through_the_kernels(monkeypatch, tree):
         cache = new_cache(shape, num_nodes=num_nodes, dtype=torch.float32)
         calls = []
         for number, path in enumerate([[], tree.path_to(num_nodes - 1)]):
-            steering = steering_of([0], [path], 1, num_nodes, parity=number)
+            cache_state = cache_state_of([0], [path], 1, num_nodes, parity=number)
             x = tokens(1, num_nodes, seed=number, dtype=torch.float32)
-            call = call_over(x, topology, steering)
+            call = call_over(x, topology, cache_state)
             calls.append(mixer.tree(x, cache, call).sum(0))
         outputs[fused] = (*calls, cache.state)
     for plain, fast in zip(outputs[False], outputs[True], strict=True):
@@ -160,12 +160,12 @@ def test_packed_samples_and_rows_of_a_cache():
     shape = SHAPES["grouped"]
     mixer, x = ours(shape), tokens(1, 20)
     segment_ids = torch.tensor([[0] * 3 + [1] * 17], device=DEVICE)
-    apart = torch.cat([mixer(x[:, :3], Sequences()), mixer(x[:, 3:], Sequences())], dim=1)
-    packed = mixer(x, Sequences(segment_ids=segment_ids))
+    apart = torch.cat([mixer(x[:, :3], TrainingPass()), mixer(x[:, 3:], TrainingPass())], dim=1)
+    packed = mixer(x, TrainingPass(segment_ids=segment_ids))
     torch.testing.assert_close(packed, apart, rtol=0, atol=1e-12)
     cache = new_cache(shape, batch=2)
-    got = mixer.extend(x, cache.narrow(1, 1), Extension())
-    torch.testing.assert_close(got, mixer(x, Sequences()), rtol=0, atol=1e-12)
+    got = mixer.extend(x, cache.narrow(1, 1), PrefillPass())
+    torch.testing.assert_close(got, mixer(x, TrainingPass()), rtol=0, atol=1e-12)
     assert cache.state[1].any() and not cache.state[0].any()
     cache.reset()
     assert not cache.state.any() and not cache.tail.any()
@@ -173,7 +173,7 @@ def test_packed_samples_and_rows_of_a_cache():
 
 def test_gradients_reach_every_weight():
     mixer = ours(SHAPES["grouped"])
-    mixer(tokens(2, 20), Sequences()).square().sum().backward()
+    mixer(tokens(2, 20), TrainingPass()).square().sum().backward()
     for name, parameter in mixer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
