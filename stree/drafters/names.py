@@ -33,7 +33,8 @@ _SIBLINGS = {"independent:": SiblingSampling.INDEPENDENT, "top:": SiblingSamplin
 class DrafterName:
     """What a name asks for: a folder, n-grams (context of 0: none) with a corpus' file, or both;
     retokenised, a folder whose drafts are handed over as text; float8, one whose model drafts with
-    its head in 8 bits; siblings, how its model draws them (`stree.drafters.model.ModelDrafterSpec`)."""
+    its head in 8 bits; siblings, how its model draws them
+    (`stree.drafters.model.ModelDrafterSpec`)."""
 
     folder: str | os.PathLike[str] | None
     context: int = 0

@@ -107,7 +107,7 @@ class StepTimes:
             return found
         measured = sorted(rows for rows, each in self.seconds if each == tree)
         if not measured:
-            raise UsageError(f"no cost of {tree} was measured: call measure_costs first")
+            raise UsageError(f"no cost of {tree} was measured: call measure_step_times first")
         rows = next((rows for rows in measured if rows >= num_rows), measured[-1])
         return self.seconds[rows, tree]
 

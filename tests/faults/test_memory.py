@@ -37,7 +37,7 @@ def test_training(training, tmp_path, fault, call):
 )
 def test_evaluation(evaluation, tmp_path, fault):
     function, reason = fault
-    call = "stree.models.model:HybridModel.forest_forward"
+    call = "stree.models.model:HybridModel.tree_batch_forward"
     command = evaluation.run(tmp_path / "out", before=(function, {"call": call, "nth": 30}))
     assert command.poll() == 71, command
     (said,) = (line for line in command.text().splitlines() if reason in line)

@@ -174,7 +174,7 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
     )
     timed, measure = [], BatchDecoder.measure_step_times
     monkeypatch.setattr(
-        BatchDecoder, "measure_costs", lambda self, **options: (
+        BatchDecoder, "measure_step_times", lambda self, **options: (
             timed.append(options["generation"].temperature) or measure(self, **options)
         ),
     )  # fmt: skip

@@ -483,7 +483,7 @@ def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
     """Of one row and greedy, that is: for two, or sampled in larger buffers, it measures."""
     timed, measure = [], BatchDecoder.measure_step_times
     monkeypatch.setattr(
-        BatchDecoder, "measure_costs", lambda self, **options: (
+        BatchDecoder, "measure_step_times", lambda self, **options: (
             timed.append(options["generation"].temperature) or measure(self, **options)
         ),
     )  # fmt: skip

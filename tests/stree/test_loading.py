@@ -247,7 +247,7 @@ def measured(monkeypatch) -> list[Decoder]:
     """The decoders whose steps were timed."""
     timed, measure = [], Decoder.measure_step_times
     monkeypatch.setattr(
-        Decoder, "measure_costs", lambda self, **options: (
+        Decoder, "measure_step_times", lambda self, **options: (
             timed.append(self) or measure(self, **options)
         ),
     )  # fmt: skip

@@ -110,7 +110,7 @@ def spoil_rows(model: str, nth: int) -> None:
         return logits
 
     if model == "target":
-        name = "stree.models.model:HybridModel.forest_forward"
+        name = "stree.models.model:HybridModel.tree_batch_forward"
         _replace(name, lambda original: _changed(original, nth, spoil))
     else:
         name = "stree_kernels.ops:choose_children"

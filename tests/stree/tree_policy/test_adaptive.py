@@ -541,7 +541,7 @@ def test_costs_are_measured_while_no_row_is_taken():
     decoder = BatchDecoder(
         target, right_now_and_then(target), adaptive_trees, num_rows=3, max_length=128
     )
-    with pytest.raises(UsageError, match="call measure_costs first"):
+    with pytest.raises(UsageError, match="call measure_step_times first"):
         decoder.generate([Request([1], GenerationConfig(4))])
     costs = decoder.measure_step_times(num_steps=3)
     assert {rows for rows, _ in costs.seconds} == {1, 2, 3}

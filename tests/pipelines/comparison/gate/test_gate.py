@@ -206,7 +206,7 @@ def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
         decoder.adaptive_trees.costs = StepTimes(costs)
         return decoder.adaptive_trees.costs
 
-    monkeypatch.setattr(Decoder, "measure_costs", lambda each, **_: measured(each.batch))
+    monkeypatch.setattr(Decoder, "measure_step_times", lambda each, **_: measured(each.batch))
     more = ["--tree", "chain-2 or chain-3", "--fail_below", TAU]
     benchmark_checkpoint(arguments(world, "fair", *more))
     told = summary(world)
