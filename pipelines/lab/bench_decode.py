@@ -60,12 +60,9 @@ from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
 from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, num_parameters
 
 TESTS = [
-    "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
-    "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
-    "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_uniforms.py",
-    "kernels/test_gated_delta.py", "kernels/test_verification.py", "kernels/test_short_products.py",
-    "kernels/test_scaled_products.py", "kernels/test_tiled_products.py", "kernels/test_head.py",
-    "stree/test_graphs.py",
+    "kernels/attention", "kernels/conv", "kernels/gated_delta", "kernels/mamba",
+    "kernels/products", "kernels/sampling", "kernels/test_gather.py", "kernels/test_pointwise.py",
+    "stree/batching/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"

@@ -43,12 +43,7 @@ GATED_DELTAS = {  # of that model's gated-delta layers alone
 HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
 MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width, and inside
 NODES = [1, 2, 4, 5, 8, 10, 13, 16, 32, 64, 128]
-TESTS = [
-    "kernels/test_products.py",
-    "kernels/test_tree_scan.py",
-    "kernels/test_gated_delta.py",
-    "kernels/test_tree_attention.py",
-]
+TESTS = ["kernels/attention", "kernels/gated_delta", "kernels/mamba", "kernels/products"]
 
 
 def measure(

@@ -54,8 +54,8 @@ TARGETS = {**OWN_SHAPES, "tiny": TINY}
 FROM_A_CACHE = {"target_dtype": "bfloat16", "features": None}  # whatever the recipe says
 ALONE = ("auto", 1)
 TESTS = {  # of what is measured
-    "processes": ["pipelines/test_losses.py", "pipelines/test_scaling.py"],
-    "step": ["pipelines/test_losses.py"],
+    "processes": ["pipelines/training/losses", "pipelines/training/parallel/test_scaling.py"],
+    "step": ["pipelines/training/losses"],
 }
 WHAT = tuple(TESTS)
 LESS = "lower --batch_size or --sequence_length, or take a smaller --shape"

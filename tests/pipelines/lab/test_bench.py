@@ -1,5 +1,6 @@
 """The benchmarks measure something, say what made it, and refuse to when a test is red."""
 
+import itertools
 import json
 import re
 import weakref
@@ -704,6 +705,16 @@ def test_no_number_when_red(tmp_path, monkeypatch):
     timing.require_green(["test_green.py"])
     with pytest.raises(InvariantBroken, match="red"):
         timing.require_green(["test_green.py", "test_red.py"])
+
+
+def test_each_benchmark_names_tests_that_are_there():
+    named = {
+        *bench_decode.TESTS,
+        *bench_kernels.TESTS,
+        *itertools.chain(*bench_training.TESTS.values()),
+    }
+    assert len(named) > 8
+    assert [each for each in named if not (timing.ROOT / "tests" / each).exists()] == []
 
 
 def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
