@@ -1,4 +1,4 @@
-"""A drafter learns from its frozen target, or from a cache of that target's outputs."""
+"""Train a drafter on its frozen target's outputs, live or from a teacher cache."""
 
 from __future__ import annotations
 
@@ -77,24 +77,25 @@ class Distillation(Training):
             drafter_layers: the target's layers to copy into a sliced drafter; "first" takes its
                 first recurrent layer, null the first and the last.
             start_from: folder of a drafter of this target to go on from, with new optimiser state.
-            features: which of the target's hidden states the drafter reads beside the tokens
-                (docs/features.md); null, none.
-            head: over which tokens, and of which rank, the drafter's head is (docs/losses.md).
+            features: hidden states of the target that the drafter reads with the tokens
+                (docs/features.md); null is none.
+            head: tokens and rank of the drafter's head (docs/losses.md).
             loss: the divergence from the target, and which tokens count (docs/losses.md).
-            ce_weight: weight of the cross-entropy to the data beside the divergence.
+            ce_weight: weight of the cross-entropy to the data, added to the divergence.
             temperature: of both softmaxes in the divergence.
             optimizer: AdamW or Muon, with a learning rate that is a function of the step.
-            target_dtype: in which the frozen target's weights are held; float8 is for its
-                projections, whose inputs are rounded, too, and all else in bfloat16: twice as fast
-                on a GPU of compute capability 8.9 or later.
-            target_placement: the whole frozen target on each device; its weights shared among the
-                devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
-                of its own beside each process's, where it can run ahead of the drafter.
+            target_dtype: dtype of the frozen target's weights; float8 rounds its projections and
+                their inputs and holds the rest in bfloat16: twice as fast on a GPU of compute
+                capability 8.9 or later.
+            target_placement: replicated, the whole frozen target on each device; sharded, its
+                weights shared among the devices and gathered layer by layer, under any trainer
+                strategy; beside, on a second GPU per process, where it can run ahead of the
+                drafter.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer, and the loss (a minute at the start, faster steps on
                 a GPU).
-            teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
-                there, and it need not run. The divergence is then that of top k and tail.
+            teacher_cache: folder that cache_teacher.py filled; the target's outputs are read from
+                there, and the target does not run. The divergence is then that of top k and tail.
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
             ema: decay of an exponential average of the weights, such as 0.999, which is validated
@@ -113,7 +114,7 @@ class Distillation(Training):
         )
         require_no_labels_outside(config, ce_weight)
         self.features = features_of(config, features, teacher_cache, loss, activation_checkpointing)
-        self._micro_batch: tuple[int, ...] = ()  # what is drawn by chance is a function of
+        self._micro_batch: tuple[int, ...] = ()  # seeds all random draws of its step
         is_sliced = drafter is None and start_from is None
         model = _target
         # A cut-out drafter starts from the target's weights
@@ -125,7 +126,7 @@ class Distillation(Training):
         elif is_sliced:
             assert model is not None
             whole = slice_drafter(model, drafter_layers, config.feature_layers, config.own_features)
-        self._whole_head: Tensor | None = None  # (V, D), until the head has taken its part
+        self._whole_head: Tensor | None = None  # (V, D), until the head has copied its rows
         if whole is None:
             self.exported = HybridModel(config)
         elif whole.config == config:
@@ -133,7 +134,7 @@ class Distillation(Training):
         else:
             self.exported = with_random_head(whole, head.vocab_size, head.rank)
             self._whole_head = whole.head_weight.detach()
-        # No nn.Module itself: never in a checkpoint, an optimiser, DDP's buckets or .train().
+        # Not an nn.Module: it stays out of checkpoints, the optimiser, DDP's buckets and .train().
         self.frozen: FrozenTarget | None = None
         if teacher_cache is None:
             assert model is not None
@@ -146,19 +147,23 @@ class Distillation(Training):
 
     @classmethod
     def from_model(cls, target: HybridModel, **options: Any) -> Distillation:
-        """From a target that is in memory, which is taken as it is, on its device and in its dtype;
-        `options` are the other arguments."""
+        """Make a distillation from a target in memory, used as it is (device and dtype unchanged).
+
+        `options` are the other arguments of the constructor.
+        """
         return cls("", _target=target, **options)
 
     def begin_head(self, ids: Tensor | None, is_resumed: bool) -> None:
-        """Once, before the first step: ids (K,), the tokens that the head is over, ascending; None
-        where that is known."""
+        """Give the drafter's head its tokens; call it once, before the first step.
+
+        ids (K,) int64: the tokens of the head, ascending; None when the head keeps its own.
+        """
         self.exported.take_head(None if is_resumed else self._whole_head, ids)
         self._whole_head = None
 
     @property
     def target(self) -> HybridModel | None:
-        """None where a cache has its outputs."""
+        """The live target; None when its outputs come from a cache."""
         return None if self.frozen is None else self.frozen.model
 
     def on_fit_start(self) -> None:
@@ -176,7 +181,7 @@ class Distillation(Training):
         return moved if inputs is None else {**moved, "target_inputs": inputs}
 
     def compiled_models(self) -> list[HybridModel]:
-        ahead = self.features is not None and self.features.ahead  # those passes run as they are
+        ahead = self.features is not None and self.features.ahead  # these passes are not compiled
         return ([] if ahead else [self.exported]) + ([] if self.target is None else [self.target])
 
     def first_frozen_weight_not_finite(self) -> str | None:
@@ -187,9 +192,12 @@ class Distillation(Training):
         return batch["loss_mask"]
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
-        """Tokens are weighed for the gradient only: a validation is about all of them alike."""
+        """Compute the loss of a batch; token weights apply only where a gradient is computed.
+
+        A validation weighs all tokens alike, so that runs with other weights compare.
+        """
         tokens, mask = batch["tokens"], shift_left(self.counted_mask(batch))
-        # The target's before the drafter's, whose activations stay for the backward pass.
+        # The target runs first: the drafter's activations stay in memory for the backward pass.
         features = HiddenStateTap(self.exported.config.feature_layers)
         target_hidden = self._target_hidden(batch, features)
         hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
@@ -214,7 +222,7 @@ class Distillation(Training):
             terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer, options)
         if accepted is None:
             return terms
-        # Of all tokens: runs with other weights are to be compared by it.
+        # Averaged over all tokens, so that runs with other weights can be compared.
         num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer
         return replace(terms, simulated_acceptance=accepted.sum() / num_tokens)
 
@@ -225,22 +233,26 @@ class Distillation(Training):
         return super().training_step(batch, batch_idx)
 
     def _chance(self, use: str) -> torch.Generator:
-        """Random numbers that are a function of the micro-batch alone: whoever goes on from a
-        checkpoint, or ends a decay of its own, has the same."""
+        """Make a random generator that is a function of the micro-batch and `use` alone.
+
+        A resumed training and an export's own decay phase then draw the same numbers.
+        """
         digest = hashlib.sha256(f"{use} {self._micro_batch}".encode()).digest()
         generator = torch.Generator(self.exported.device)
         return generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def _target_hidden(self, batch: Batch, features: HiddenStateTap) -> Tensor | None:
-        """(B, T, D) of a live target."""
+        """Return a live target's hidden states (B, T, D); None when they are cached."""
         if self.frozen is None:
             return None
         inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
         return self.frozen.hidden_states(inputs, batch["tokens"].device, features)
 
     def _drafter_hidden(self, batch: Batch, features: HiddenStateTap) -> list[Tensor]:
-        """(B, T, D) of the drafter, and of its passes ahead if there are any. In a validation each
-        token is read with its feature, in one pass."""
+        """Return the drafter's hidden states (B, T, D), then one tensor per multi-step pass.
+
+        In a validation each token is read with its feature, in one pass.
+        """
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         if self.features is None:
             return [self.exported.hidden_states(tokens, segment_ids)]
@@ -257,7 +269,7 @@ class Distillation(Training):
         self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor | None,
         normalizer: Tensor | None, options: dict[str, Any],
     ) -> LossTerms:  # fmt: skip
-        """The loss of the tokens, and of each as one of a draft, of a depth that is drawn anew."""
+        """Add the loss of each token as a drafted one, at a depth drawn anew for each token."""
         assert self.features is not None
         depths, there = self.features.depths(batch["segment_ids"], self._chance("depths"))
         mask = shift_left(self.counted_mask(batch)) & there
@@ -274,12 +286,12 @@ class Distillation(Training):
             name: (getattr(terms, name) + weight * getattr(drafts, name)) / (1 + weight)
             for name in ("loss", "divergence", "cross_entropy")
         }
-        return replace(terms, **mixed)  # the acceptance is that of first drafts
+        return replace(terms, **mixed)  # the acceptance stays that of first drafts
 
     def _teacher(
         self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None
     ) -> Teacher:
-        """Of the tokens that count."""
+        """Make the teacher of the counted tokens."""
         if target_hidden is None:
             return TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
         assert self.frozen is not None
@@ -342,8 +354,9 @@ def drafter_config_of(
     features: FeatureConfig | None = None,
     head: HeadConfig = HeadConfig(),
 ) -> HybridConfig:
-    """The architecture of the drafter that model.drafter, model.drafter_layers or model.start_from
-    asks for, reading what model.features says, with the head that model.head does.
+    """Build the drafter's architecture from model.drafter, drafter_layers or start_from.
+
+    `features` adds the target's hidden states that it reads, `head` the size of its head.
 
     Raises UsageError when more than one is given, or the target does not go with it.
     """

@@ -1,4 +1,4 @@
-"""A drafter's head over the tokens that its data has most often, and of low rank."""
+"""Choose the tokens of a drafter's head: the most frequent ones of its data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from stree_pipelines.data.packing import TokenTable
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The head of the drafter that is trained. One that is cut from a whole head, of the target or
-    of model.start_from, begins with what it can hold of it.
+    """Size of the trained drafter's head.
+
+    A head cut from a whole one (the target's, or model.start_from's) begins with its weights.
 
     Args:
-        vocab_size: so many tokens can be drafted, the most frequent ones among the assistant's in
-            data.train, special tokens always; null is all.
-        rank: the head is two products, down to so many numbers and up to the tokens; null is one.
+        vocab_size: number of tokens that can be drafted: the special ones, then the most frequent
+            among the assistant's in data.train; null is all.
+        rank: factor the head into two products, down to `rank` numbers and up to the tokens; null
+            is one product.
     """
 
     vocab_size: int | None = None
@@ -34,16 +36,16 @@ class HeadConfig:
 
 
 def count_tokens(table: TokenTable, vocab_size: int) -> NDArray[np.int64]:
-    """(V,), how often each token is among those that count for the loss."""
+    """Count each token among the tokens with a loss: (V,) int64."""
     return np.bincount(table.tokens[table.mask], minlength=vocab_size)
 
 
 def most_frequent(
     counts: NDArray[np.int64], size: int, always: Collection[int]
 ) -> NDArray[np.int64]:
-    """(size,) tokens, ascending: those of `always`, then by counts (V,), of equal ones the smaller.
+    """Return (size,) tokens, ascending: all of `always`, then the highest counts (V,).
 
-    Raises UsageError when `always` alone has more.
+    Of equal counts the smaller token comes first. Raises UsageError when `always` alone has more.
     """
     wanted = sorted(set(always))
     if len(wanted) > size:
@@ -59,7 +61,7 @@ def most_frequent(
 def coverage_of(
     ids: NDArray[np.int64], tables: Mapping[str, TokenTable], vocab_size: int
 ) -> dict[str, float]:
-    """Of each table's tokens that count, which share is among `ids`."""
+    """Return, per table, the share of its counted tokens that are among `ids` (0 to 1)."""
     counts = {name: count_tokens(table, vocab_size) for name, table in tables.items()}
     return {name: float(each[ids].sum() / max(each.sum(), 1)) for name, each in counts.items()}
 

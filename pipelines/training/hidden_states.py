@@ -1,8 +1,8 @@
-"""Training of a drafter that reads its target's hidden states (`stree.models.hidden_states`).
+"""Train a drafter that reads its target's hidden states (`stree.models.hidden_states`).
 
-At certain tokens a drafter has the target's features, further down a draft only what is its own.
-Training has both: either in one pass, where the features of random runs of tokens are left out, or
-in several, in which every token is also read as a drafted one (`stree.models.multi_step`).
+At certain tokens a drafter has the target's features; further down a draft it has only its own.
+Training covers both: in one pass, with the features of random runs of tokens left out, or in
+several passes, in which every token is also read as a drafted one (`stree.models.multi_step`).
 
 Shapes: B rows of a batch, T tokens.
 """
@@ -24,19 +24,19 @@ from stree_pipelines.training.losses.config import LossConfig
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """What a drafter reads of its target, and how it learns to.
+    """Hidden states that a drafter reads of its target, and how it is trained to read them.
 
     Args:
-        layers: of the target, whose outputs are read, in order; null takes an early, a middle and
-            the last one.
+        layers: the target's layers whose outputs are read, in order; null takes an early, a middle
+            and the last one.
         own: further down a draft the drafter reads its own last hidden state.
-        ahead: so many further passes, of which the k-th reads each token as the k-th of a draft;
-            for drafters of Mamba-2 layers and MLPs. 0: one pass with features left out.
-        ahead_decay: what a token counts as the k-th of a draft, of what it counts as the one
-            before; for each token one of the passes is drawn, as often as it counts.
-        unknown_share: of the tokens, so many on average are read without features; null, half of
+        ahead: number of further passes; the k-th reads each token as the k-th of a draft. For
+            drafters of Mamba-2 layers and MLPs. 0: one pass with features left out.
+        ahead_decay: weight of a token as the k-th of a draft, relative to its weight as the one
+            before; one pass per token is drawn, with chances in proportion to these weights.
+        unknown_share: average share of the tokens that are read without features; null is half of
             them in one pass and none in several.
-        longest_run: at most so many of them in a run, as deep as drafts go.
+        longest_run: most tokens without features in a row, as deep as drafts go.
     """
 
     layers: list[int] | None = None
@@ -47,8 +47,10 @@ class FeatureConfig:
     longest_run: int = 5
 
     def require_sensible(self) -> None:
-        """Raises UsageError for values that make no sense. Not when it is made: the parser, which
-        tries whether one is given at all, would wrap that error in its own."""
+        """Raise UsageError for values out of range.
+
+        The constructor does not check: the parser tries values there, and would wrap the error.
+        """
 
         def wanted(name: str, fits: bool, what: str) -> None:
             if not fits:
@@ -66,14 +68,14 @@ class FeatureConfig:
 
     @property
     def share(self) -> float:
-        """Of the tokens that are read without features."""
+        """Share of the tokens that are read without features, from 0 to below 1."""
         if self.unknown_share is None:
             return 0.0 if self.ahead else 0.5
         return self.unknown_share
 
     @property
     def ahead_weight(self) -> float:
-        """What a token counts in all passes ahead together, of what it counts in the first."""
+        """Total weight of a token in the further passes, relative to its weight in the first."""
         return sum(self.ahead_decay**depth for depth in range(1, self.ahead + 1))
 
     def layers_of(self, target: HybridConfig) -> tuple[int, ...]:
@@ -82,12 +84,14 @@ class FeatureConfig:
         return default_layers(target.num_layers)
 
     def added_to(self, drafter: HybridConfig, target: HybridConfig) -> HybridConfig:
-        """The drafter that reads these features of that target. Raises UsageError for layers that
-        it does not have."""
+        """Return the drafter's architecture with these features of the target.
+
+        Raises UsageError for layers that the target does not have.
+        """
         return drafter.reading(self.layers_of(target), target, self.own)
 
     def require_possible(self, drafter: HybridConfig) -> None:
-        """Raises UsageError for a drafter that cannot be trained like that."""
+        """Raise UsageError for a drafter that cannot be trained with these features."""
         self.require_sensible()
         if self.ahead:
             require_ahead(drafter)
@@ -99,7 +103,7 @@ class FeatureConfig:
             )
 
     def known(self, shape: Sequence[int], chance: torch.Generator) -> Tensor:
-        """(B, T) bool, by chance: runs of 1 to `longest_run` tokens are unknown."""
+        """Draw the tokens read with features, (B, T) bool; unknown runs have 1 to `longest_run`."""
         drawn: dict[str, Any] = dict(device=chance.device, generator=chance)
         begins = torch.rand(*shape, **drawn) < self._chance_of_a_run()
         lengths = torch.randint(1, self.longest_run + 1, tuple(shape), **drawn)
@@ -110,8 +114,11 @@ class FeatureConfig:
         return ~unknown
 
     def _chance_of_a_run(self) -> float:
-        """Of one that begins at a token. A token is known when none covers it, which one that
-        begins j tokens before does with a chance of p · (L − j) / L."""
+        """Find, by bisection, the chance that a run without features begins at a token.
+
+        A token is known when no run covers it; a run of at most L tokens that begins j tokens
+        before covers it with a chance of p · (L − j) / L.
+        """
         low, high, length = 0.0, 1.0, self.longest_run
         for _ in range(50):
             chance, known = (low + high) / 2, 1.0
@@ -121,8 +128,11 @@ class FeatureConfig:
         return low
 
     def depths(self, segment_ids: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
-        """For each token, by chance, a depth from 1 to `ahead` (B, T), as likely as it counts, and
-        whether so many tokens of its sequence stand before it (B, T) bool."""
+        """Draw a depth from 1 to `ahead` per token (B, T), with chances in proportion to weight.
+
+        The second tensor (B, T) bool is True where that many tokens of the same sequence come
+        before.
+        """
         chances = self.ahead_decay ** torch.arange(self.ahead, device=segment_ids.device).float()
         drawn = chances.multinomial(segment_ids.numel(), replacement=True, generator=chance)
         depths = 1 + drawn.view_as(segment_ids)
@@ -132,22 +142,24 @@ class FeatureConfig:
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """An early, a middle and the last layer."""
+    """Return an early, a middle and the last layer, by index."""
     return tuple(sorted({num_layers // 6, num_layers // 2, num_layers - 1}))
 
 
 def features_of(
     drafter: HybridConfig,
-    asked: FeatureConfig | None,
+    given: FeatureConfig | None,
     teacher_cache: str | None,
     loss: LossConfig,
     activation_checkpointing: bool,
 ) -> FeatureConfig | None:
-    """How a drafter learns its features; None where it reads none. Raises UsageError for what does
-    not go together with them."""
+    """Return how the drafter learns its features; None when it reads none.
+
+    Raises UsageError for options that do not go with features.
+    """
     if not drafter.feature_layers:
         return None
-    features = asked or FeatureConfig()
+    features = given or FeatureConfig()
     features.require_possible(drafter)
     if teacher_cache is not None:
         raise UsageError(

@@ -1,10 +1,11 @@
-"""What all training shares, and the training of a target on its data.
+"""Share the training loop of all models, and train a target on its data.
 
 Legend: B batch, T tokens, D width, V vocabulary.
 
 Batches are dicts of `tokens` (B, T) int64, `segment_ids` (B, T) int64 and `loss_mask` (B, T) bool;
-`loss_mask[b, t]` says that predicting token t counts, which the hidden state at t − 1 does. In
-training also `totals`, what the whole global batch counts (`MicroBatches.totals`).
+`loss_mask[b, t]` says that predicting token t counts; the hidden state at t − 1 predicts it.
+Training batches also have `totals`, the token counts of the whole global batch
+(`MicroBatches.totals`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ Batch = dict[str, Any]
 
 
 class Training(pl.LightningModule):
-    """What both kinds of training share. `exported` is the model that is trained."""
+    """Base of both kinds of training; `exported` is the model that is trained."""
 
     exported: HybridModel
     loss_on: Literal["assistant", "all"] = "assistant"  # whose tokens count
-    has_two_terms = False  # whether the loss is a sum whose parts are worth a column each
-    has_drafter = False  # whether there is anything to accept
+    has_two_terms = False  # True when the loss is a sum whose parts get a column each
+    has_drafter = False  # True when acceptance is logged
 
     def __init__(
         self,
@@ -54,16 +55,16 @@ class Training(pl.LightningModule):
         super().__init__()
         require_decay(ema)
         self.ema = ema
-        self.weight_average: WeightAverage | None = None  # from the first step on
-        self._average_state: dict[str, Any] | None = None  # to go on from
-        self.last_step: int | None = None  # at which the learning rate ends; None: the trainer's
+        self.weight_average: WeightAverage | None = None  # set at the start of fit
+        self._average_state: dict[str, Any] | None = None  # of the checkpoint resumed from
+        self.last_step: int | None = None  # end of the learning rate's schedule; None: max_steps
         self.compile_layers = compile_layers
         self.activation_checkpointing = activation_checkpointing
         self.optimizer_config = optimizer
         self.chunk_tokens = chunk_tokens
-        self.tokens_seen = 0  # real ones (no padding) that went through, over all ranks
+        self.tokens_seen = 0  # tokens trained on, without padding, over all ranks
         self.untimed_s = 0.0  # spent in `untimed`
-        # Of the last step, this rank's share, on the device: reading them is a host sync.
+        # The last step's, this rank's share, on the device: reading them is a host sync.
         self.step_metrics: dict[str, Tensor] = {}
         self.validation_metrics: dict[str, float] = {}
         self._validation_sums: Tensor | None = None
@@ -71,12 +72,12 @@ class Training(pl.LightningModule):
 
     @abstractmethod
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
-        """Loss of a batch as it lies on the device."""
+        """Compute the loss of a batch that is on the device."""
 
     # Batches
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Masks on the host, before the copy to the device."""
+        """Make the mask of real tokens on the host, before the copy to the device."""
         return {**batch, "real_mask": real_tokens(batch["segment_ids"], batch["loss_mask"])}
 
     # Optimisation
@@ -114,7 +115,7 @@ class Training(pl.LightningModule):
         self.prepare_layers()
 
     def prepare_layers(self) -> None:
-        """Once, where the models are: layers that keep their inputs only, and compiled ones."""
+        """Wrap layers for activation checkpointing and compile them, once, on the device."""
         if self.activation_checkpointing:
             for layer in self.exported.model.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -124,14 +125,14 @@ class Training(pl.LightningModule):
                     layer.compile(dynamic=False)
 
     def compiled_models(self) -> list[HybridModel]:
-        """The models whose layers `compile_layers` is about."""
+        """Return the models whose layers `compile_layers` compiles."""
         return [self.exported]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate = self.trainer.accumulate_grad_batches
         totals = batch["totals"]
-        # The trainer takes the mean over micro-batches and ranks of what this returns; with this
-        # divisor that is the mean over all tokens, whatever each micro-batch happened to get.
+        # The trainer averages the returned loss over micro-batches and ranks; this divisor makes
+        # that the mean over all tokens, even when micro-batches have different numbers of them.
         share = max(totals[self.loss_on], 1) / (accumulate * self.trainer.world_size)
         terms = self.loss_terms(batch, torch.full((), share, device=self.device))
         metrics = {"loss": terms.loss.detach()}
@@ -148,7 +149,7 @@ class Training(pl.LightningModule):
         return terms.loss
 
     def global_step_metrics(self) -> dict[str, float]:
-        """`step_metrics` over all ranks; a collective and a host sync."""
+        """Average `step_metrics` over all ranks; a collective and a host sync."""
         names, values = zip(*self.step_metrics.items(), strict=True)
         stacked = torch.stack([value.float() for value in values])
         if self.trainer.world_size > 1:
@@ -157,7 +158,7 @@ class Training(pl.LightningModule):
 
     @abstractmethod
     def counted_mask(self, batch: Batch) -> Tensor:
-        """(B, T) bool: the tokens whose prediction counts."""
+        """Mark the tokens whose prediction counts for the loss: (B, T) bool."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -174,8 +175,8 @@ class Training(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        # Lightning's own refuses fused AdamW even without a loss scaler, and keeps the norm to
-        # itself.
+        # Lightning's own refuses fused AdamW even without a loss scaler, and does not return the
+        # norm.
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
         self.note_grad_norm(whole(norm.detach()))
@@ -186,8 +187,11 @@ class Training(pl.LightningModule):
         self._watch_finite(norm)
 
     def _watch_finite(self, norm: Tensor) -> None:
-        """Remember the first step whose loss or gradient is not finite; look at it at once on a
-        CPU, and where looking is a host sync only when rows are logged (and before any save)."""
+        """Remember the first step whose loss or gradient is not finite.
+
+        A CPU looks at once. On a GPU looking is a host sync, so it happens only when rows are
+        logged and before any save.
+        """
         assert self._first_bad_step is not None
         step = self.trainer.global_step
         good = norm.isfinite() & self.step_metrics["loss"].isfinite()
@@ -222,11 +226,11 @@ class Training(pl.LightningModule):
         )
 
     def first_frozen_weight_not_finite(self) -> str | None:
-        """Names a weight that is used and not trained, where the blame may lie."""
+        """Name a used but untrained weight that is not finite; None without any."""
         return None
 
     def require_finite_weights(self) -> None:
-        """`require_finite`, and the weights themselves. Called before anything is written."""
+        """Call `require_finite` and check the weights themselves, before anything is written."""
         self.require_finite()
         parameters = self.named_parameters()
         bad = next((name for name, each in parameters if not own_part(each).isfinite().all()), None)
@@ -241,7 +245,7 @@ class Training(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         if self.weight_average is not None:
-            self.weight_average.swap()  # what would be exported is judged
+            self.weight_average.swap()  # validate the weights that would be exported
         self._validation_sums = torch.zeros(3, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -274,7 +278,7 @@ class Training(pl.LightningModule):
 
     @contextmanager
     def as_exported(self) -> Iterator[None]:
-        """`exported` has the weights that are exported."""
+        """Put the weights that are exported (the average's, if there is one) into `exported`."""
         if self.weight_average is None:
             yield
             return
@@ -286,7 +290,7 @@ class Training(pl.LightningModule):
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """What runs inside does not count against tokens per second."""
+        """Leave the time spent inside out of tokens per second."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         start = time.perf_counter()
@@ -297,7 +301,7 @@ class Training(pl.LightningModule):
 
 
 class TargetTraining(Training):
-    """A target learns the data: next-token cross-entropy."""
+    """Training of a target on its data by next-token cross-entropy."""
 
     def __init__(
         self,
@@ -358,14 +362,14 @@ def require_whole_vocabulary(target: HybridConfig) -> None:
 
 
 def shift_left(values_BT: Tensor) -> Tensor:
-    """What stands at t + 1, at t; zero (False) in the last column."""
+    """Return the value of t + 1 at each t; the last column is zero (False)."""
     shifted = torch.zeros_like(values_BT)
     shifted[:, :-1] = values_BT[:, 1:]
     return shifted
 
 
 def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
-    """(B, T) bool, False on padding: padding is a segment after the last that has a loss."""
+    """Mark real tokens (B, T) bool; padding is a segment after the last one with a loss."""
     last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
     return segment_ids <= last_segment
 

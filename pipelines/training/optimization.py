@@ -1,4 +1,4 @@
-"""The optimiser and its settings, and the learning rate as a function of the step."""
+"""Build the optimiser, and compute the learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ OptimizerKind = Literal["adamw", "muon"]
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW or Muon, with decay on matrices only, and a learning rate that is a function of the
-    step.
+    """AdamW or Muon, with weight decay on matrices only and a learning rate by step.
 
     Args:
         kind: adamw, or muon: the momentum of the layers' projection matrices is orthogonalised
@@ -27,11 +26,11 @@ class OptimizerConfig:
             AdamW's usually has, so an lr is of the same order (Liu et al. 2025, arXiv:2502.16982).
         lr: peak learning rate.
         schedule: cosine, or wsd (warm-up, stable, decay): lr until the last decay_share of the
-            steps. Each export then ends a decay of its own, which the training branches off to.
-        min_lr_ratio: where the schedule ends, as a share of `lr`.
+            steps. Each export then ends a decay phase of its own, branched off the training.
+        min_lr_ratio: learning rate at the schedule's end, as a share of `lr`.
         warmup_steps: linear from lr / warmup_steps to lr.
         decay_steps: optimiser step at which the cosine ends; null is trainer.max_steps.
-        decay_share: of wsd, which share of an export's steps are its decay (default: 0.2).
+        decay_share: with wsd, the share of an export's steps that are its decay (default: 0.2).
         weight_decay: of the projection matrices; not of embeddings, norms, biases, conv and A, D.
         betas: AdamW's.
         eps: AdamW's.
@@ -78,17 +77,17 @@ class OptimizerConfig:
 
     @property
     def branches(self) -> bool:
-        """Whether an export has a decay phase of its own."""
+        """True when each export ends a decay phase of its own (schedule wsd)."""
         return self.schedule == "wsd"
 
     def decay_begin(self, num_steps: int) -> int:
-        """After how many of `num_steps` steps a training by wsd begins to decay."""
+        """Return the step, out of `num_steps`, at which a wsd training begins to decay."""
         share = 0.2 if self.decay_share is None else self.decay_share
         return num_steps - max(1, round(share * num_steps))
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of the update that follows `step` updates, out of `num_steps`.
+    """Compute the learning rate of the update that follows `step` updates, out of `num_steps`.
 
     The decay of wsd falls with the square root of its progress, which Haegele et al. (2024) found
     to end lower than a line.
@@ -106,32 +105,37 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-# Which parameter is updated how
+# Rules by parameter
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix, or a stack of them, and no embedding."""
-    stacked = name.endswith((".experts.up", ".experts.down"))  # a matrix an expert
+    """Return True for a matrix, or a stack of matrices, that is no embedding."""
+    stacked = name.endswith((".experts.up", ".experts.down"))  # a matrix per expert
     return (parameter.ndim == 2 or stacked) and "embed_tokens" not in name
 
 
 def is_orthogonalised(name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates it: a matrix that is no embedding and no part of the head. A stack of
-    experts is not one (PyTorch's Muon takes matrices only); what lies in one matrix, such as
-    in_proj's parts, is one."""
+    """Return True when Muon updates the parameter: a matrix that is no embedding and no head.
+
+    A stack of experts is not (PyTorch's Muon takes matrices only). Weights that lie in one matrix,
+    such as in_proj's parts, count as one.
+    """
     is_head = "lm_head" in name or "head_down" in name
     return is_decayed(name, parameter) and parameter.ndim == 2 and not is_head
 
 
 def num_moments(name: str, parameter: Tensor, kind: OptimizerKind) -> int:
-    """So many numbers the optimiser keeps for each of the parameter's."""
+    """Count the numbers that the optimiser keeps per number of the parameter: 1 or 2."""
     return 1 if kind == "muon" and is_orthogonalised(name, parameter) else 2
 
 
 def make_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig, fused: bool
 ) -> Optimizer:
-    """The optimiser of all that needs a gradient. fused: AdamW's one kernel for many weights."""
+    """Make the optimiser of all parameters that need a gradient.
+
+    fused: AdamW's one kernel for many weights.
+    """
     matrices: list[Tensor] = []
     decayed: list[Tensor] = []
     kept: list[Tensor] = []
@@ -161,7 +165,7 @@ def make_optimizer(
 
 
 class Together(Optimizer):
-    """Several optimisers of different parameters as one: its groups and its state are theirs."""
+    """Several optimisers of different parameters as one, with their groups and their state."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -185,4 +189,4 @@ class Together(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._share()  # it has new groups and a new state
+        self._share()  # loading made new groups and a new state

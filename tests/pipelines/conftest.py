@@ -16,13 +16,15 @@ def default_torch_switches():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def little_own_text():
-    """What a training ends with would take half the time of a tiny one; test_own_text.py has all
-    of it."""
+def short_on_policy_check():
+    """Shorten the on-policy check, which would take half the time of a tiny training.
+
+    test_on_policy_check.py runs it whole.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        if own_text := sys.modules.get("stree_pipelines.training.teachers.on_policy_check"):
-            patch.setattr(own_text, "NUM_ROWS", 2)
-            patch.setattr(own_text, "NEW_TOKENS", 4)
+        if on_policy_check := sys.modules.get("stree_pipelines.training.teachers.on_policy_check"):
+            patch.setattr(on_policy_check, "NUM_ROWS", 2)
+            patch.setattr(on_policy_check, "NEW_TOKENS", 4)
         yield
 
 

@@ -165,9 +165,10 @@ def _serve() -> None:
 
     for name in ("distill", "train_target", "eval_spec"):
         importlib.import_module(f"stree_pipelines.{name}")
-    from stree_pipelines.training.teachers import on_policy_check as own_text
+    from stree_pipelines.training.teachers import on_policy_check
 
-    own_text.NUM_ROWS, own_text.NEW_TOKENS = 2, 4  # or half of a tiny training is its end
+    # With the defaults the check would take half the time of a tiny training.
+    on_policy_check.NUM_ROWS, on_policy_check.NEW_TOKENS = 2, 4
     gc.freeze()  # or each command would look through all of it
     gc.enable()
     _answer({"threads": _threads()})

@@ -1,8 +1,8 @@
-"""A decay phase for each export of a training whose learning rate stays high until its end.
+"""Run a decay phase for each export of a training whose learning rate stays high.
 
-An export at step s is then what a training of s steps would have ended with: the steps before its
-decay are shared by all, and the decay of each but the last is run beside the training, which goes
-on from where it was.
+An export at step s is then what a training of s steps would have ended with. All exports share the
+steps before their decay; each decay but the last runs on a branch, after which the training goes on
+from where it was.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from stree_pipelines.training.module import Training
 
 @contextmanager
 def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
-    """Weights, optimiser, averages and counts are the same behind it, bit for bit; a copy of them
-    is in the host's memory meanwhile."""
+    """Restore weights, optimiser, averages and counts on exit, bit for bit.
+
+    A copy of them is in the host's memory meanwhile.
+    """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.automatic_optimization.optim_progress
     optimizer = trainer.optimizers[0]
@@ -63,9 +65,11 @@ def run_decay(
     last: int,
     told: Callable[[], bool],
 ) -> bool:
-    """Steps first + 1 … last of a training that ends with step `last`, on the batches that these
-    steps have, by Lightning's own loop. False if it was told to stop, which is asked after each
-    step, before the last one was done."""
+    """Run steps first + 1 … last of a training that ends with step `last`, by Lightning's own loop.
+
+    The steps read the batches that they have in the whole training. `told` is asked after each
+    step; returns False if it told to stop before the last step was done, else True.
+    """
     loop, optimizer = trainer.fit_loop.epoch_loop, trainer.optimizers[0]
     accumulate, data = trainer.accumulate_grad_batches, trainer.datamodule  # type: ignore[attr-defined]
     batches = data.micro_batches(trainer.global_rank, trainer.world_size, accumulate)

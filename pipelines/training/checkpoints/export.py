@@ -1,4 +1,4 @@
-"""Exports: at chosen steps the trained model becomes a checkpoint folder that loads by name."""
+"""Export the trained model at chosen steps, as checkpoint folders that load by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from stree_pipelines.training.run.console import say
 
 
 def log_spaced_steps(first: int, last: int, count: int) -> list[int]:
-    """`count` steps from `first` to `last` at equal ratios, rounded; fewer where they coincide."""
+    """Return `count` steps from `first` to `last` at equal ratios, rounded; fewer where they
+    coincide."""
     if not 1 <= first <= last or count < 1:
         raise UsageError(
             f"export: wanted 1 <= first <= last step and at least 1 point, got first {first}, "
@@ -38,7 +39,7 @@ def log_spaced_steps(first: int, last: int, count: int) -> list[int]:
 class Exports(pl.Callback):
     """Writes RUN/<folder>/step-%08d/ and moves RUN/<folder>/latest to it, both atomically.
 
-    Each is the MambaInLlama layout with tokenizer, provenance.json and MANIFEST.json. The last
+    Each has the MambaInLlama layout with tokenizer, provenance.json and MANIFEST.json. The last
     step is always exported. With a learning rate that decays for each export (`decays`), all but
     the last are made before their step, at the end of a branch (decay_phase.py).
     """
@@ -56,8 +57,8 @@ class Exports(pl.Callback):
             steps: the steps to export at. Give one of `steps`, `every_n_steps` and `log_spaced`;
                 with none of them only the last step is exported.
             every_n_steps: export at its multiples.
-            log_spaced: so many exports from step `first` to the last, at equal ratios.
-            first: where log spacing starts.
+            log_spaced: number of exports from step `first` to the last, at equal ratios.
+            first: step at which log spacing starts.
             dtype: of the stored weights (dt_bias, A_log and D stay fp32).
         """
         super().__init__()
@@ -80,7 +81,7 @@ class Exports(pl.Callback):
         self._done_step = -1
 
     def export_steps(self, max_steps: int) -> list[int]:
-        """All steps at which a run of `max_steps` exports, ascending."""
+        """Return all steps at which a run of `max_steps` exports, ascending."""
         if self.log_spaced is not None:
             return log_spaced_steps(min(self.first, max_steps), max_steps, self.log_spaced)
         if self.every_n_steps is not None:
@@ -88,7 +89,10 @@ class Exports(pl.Callback):
         return sorted({step for step in self.steps or [] if step < max_steps} | {max_steps})
 
     def branches(self, max_steps: int) -> list[tuple[int, int]]:
-        """Where the decay of each export but the last begins and ends, in optimiser steps."""
+        """Return (first, last) step of the decay of each export but the last, in optimiser steps.
+
+        Empty when the exports have no decay phases.
+        """
         if self.decays is None:
             return []
         early = self.export_steps(max_steps)[:-1]
@@ -184,7 +188,7 @@ class Exports(pl.Callback):
         }
 
     def _exists(self, path: Path) -> bool:
-        """Whether a valid export of this very run is there: a resumed run makes the same again."""
+        """Return True when a valid export of this run is there already, from before a resume."""
         if not path.is_dir():
             return False
         try:

@@ -1,4 +1,4 @@
-"""Training state on disk: whole or absent, verified before use, without pickle.
+"""Save training state on disk: whole or absent, verified before use, without pickle.
 
 A checkpoint is a folder `RUN/checkpoints/step-%08d/` of state.safetensors (every tensor),
 state.json (everything else, with references to the tensors) and MANIFEST.json. Lightning's own
@@ -48,14 +48,14 @@ _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
 def step_directory(parent: Path, step: int) -> Path:
-    """parent/step-%08d."""
+    """Return parent/step-%08d."""
     return parent / f"step-{step:08d}"
 
 
 def latest_valid(
     run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None
 ) -> Path | None:
-    """The checkpoint of the highest step under RUN/checkpoints that verifies; None without any.
+    """Return the checkpoint of the highest step under RUN/checkpoints that verifies, or None.
 
     Each one skipped is named through `warn` (default: a line on stderr). Raises CheckpointRefused
     when there are checkpoints and none is valid: starting over silently would lose the run.
@@ -86,7 +86,7 @@ def latest_valid(
 
 
 def _steps_under(parent: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every step-* folder, ascending."""
+    """List (step, path) of every step-* folder, ascending."""
     if not parent.is_dir():
         return []
     matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in parent.iterdir())
@@ -149,7 +149,7 @@ def encode_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `encode_state`."""
+    """Rebuild the state that `encode_state` split."""
     if isinstance(tree, list):
         return [decode_state(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -178,7 +178,7 @@ def _require_training_state(state: Any) -> dict[str, Any]:
 
 
 class SafeCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint dict as a published directory.
+    """Writer and reader of Lightning's checkpoint dict as a published directory.
 
     `storage_options` of `Trainer.save_checkpoint` are added to its manifest.
     """
@@ -203,7 +203,10 @@ class SafeCheckpointIO(CheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint dict, tensors on the CPU. CheckpointRefused when it does not verify."""
+        """Read the checkpoint dict, tensors on the CPU.
+
+        Raises CheckpointRefused when it does not verify.
+        """
         folder = Path(path)
         verify_manifest(folder)
         try:
@@ -220,9 +223,9 @@ class SafeCheckpointIO(CheckpointIO):
 
 
 class TrainingCheckpoints(pl.Callback):
-    """Saves the training state every N steps, at the end, and when told to stop from outside.
+    """Callback that saves the training state every N steps, at the end, and when told to stop.
 
-    SIGTERM, SIGUSR1 and SIGINT are only noted; at the next step's end all ranks agree on it, the
+    SIGTERM, SIGUSR1 and SIGINT are only noted; at the next step's end all ranks agree to stop, the
     state is saved and `Preempted` (exit code 75; 130 after SIGINT) ends the run. The same command
     then goes on from there.
     """
@@ -269,7 +272,7 @@ class TrainingCheckpoints(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # As late as this: building loaders and iterators draws random numbers, too.
+        # Set this late, because building loaders and iterators draws random numbers, too.
         if self._random_state is not None:
             states, self._random_state = self._random_state, None
             if trainer.global_rank < len(states):
@@ -291,35 +294,35 @@ class TrainingCheckpoints(pl.Callback):
         if self._stopping or step % self.every_n_steps == 0 or step == trainer.max_steps:
             fetcher = trainer.fit_loop._data_fetcher
             assert fetcher is not None
-            # Save behind a validation that is due now: resuming would not repeat it.
+            # Save after a validation that is due now: resuming would not repeat it.
             self._save_after_validation = epoch_loop._should_check_val_fx(fetcher)
             if not self._save_after_validation:
                 self._save_and_maybe_stop(trainer)
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> TrainingCheckpoints:
-        """The one of this training."""
+        """Find the callback among the trainer's."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return next(each for each in callbacks if isinstance(each, cls))
 
     def told(self, trainer: pl.Trainer) -> bool:
-        """Whether any rank has been told to stop; all ranks ask at once."""
+        """Return True when any rank has been told to stop; a collective of all ranks."""
         told: bool = trainer.strategy.reduce_boolean_decision(
             self.signals.number is not None, all=False
         )
         return told
 
     def stop_before_batch(self, trainer: pl.Trainer) -> None:
-        """Save what the last step's end would have saved, now that a batch has been taken for the
-        next one, and stop."""
+        """Save the state of the last step's end, when the next batch has been taken already, and
+        stop."""
         if trainer.global_step != self._saved_step:
             loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
             assert fetcher is not None
             counts = loop.batch_progress.total, loop.batch_progress.current
             for each in counts:
                 each.ready -= 1
-            loop._batches_that_stepped -= 1  # Lightning counts it behind either place
-            if not loop._should_check_val_fx(fetcher):  # or it is behind a validation
+            loop._batches_that_stepped -= 1  # Lightning counts it after either kind of save
+            if not loop._should_check_val_fx(fetcher):  # else the save comes after a validation
                 for each in counts:
                     each.completed -= 1
             self._save(trainer)
@@ -331,7 +334,7 @@ class TrainingCheckpoints(pl.Callback):
             self._save_and_maybe_stop(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A run that ended without reaching max_steps (max_time, a stopping callback)."""
+        """Save a run that ended before max_steps (max_time, a stopping callback)."""
         if trainer.global_step != self._saved_step:
             self._save(trainer)
 

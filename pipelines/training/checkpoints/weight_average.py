@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: what is exported in place of the last step's."""
+"""Keep an exponential moving average of the weights, which is exported in their place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stree.models.model import HybridModel
 class WeightAverage:
     """Σ d^(t−i) w_i / Σ d^(t−i) over the weights w_i after steps 1 … t, with d the decay.
 
-    Normalised as Adam's moments are: the weights before the first step have no part in it, however
-    short the training is. Kept beside the weights, in their format, on their device.
+    Normalised as Adam's moments are: the weights before the first step have no part in it, even in
+    a short training. The averages have the weights' dtype and device.
     """
 
     def __init__(self, model: HybridModel, decay: float) -> None:
@@ -25,14 +25,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Behind each step."""
+        """Take the weights into the average; call it after each step."""
         self.num_steps += 1
         share = (1 - self.decay) / (1 - self.decay**self.num_steps)
         torch._foreach_lerp_(list(self._averages.values()), list(self._trained.values()), share)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """The model has the averages from now on, until the next swap."""
+        """Exchange the model's weights and their averages, until the next swap."""
         if self.num_steps == 0:
             return
         for name, weight in self._trained.items():

@@ -1,4 +1,4 @@
-"""The loss of a distillation as a config says it: which divergence, on which tokens."""
+"""Describe the loss of a distillation in a config: its divergence and its tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stree_pipelines.training.losses.divergences import (
     TotalVariation,
 )
 
-# Options that only some kinds have, with what they are when they are not given.
+# Defaults of the options that only some kinds have.
 DEFAULTS = {"beta": 0.5, "eta": 3.0}
 OPTIONS_OF = {"jsd": ("beta",), "lk": ("eta",)}
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the drafter is taught by, and how much each token counts.
+    """Divergence from the target, and the share of tokens that count.
 
     Args:
         kind: forward_kl, reverse_kl, jsd (generalised Jensen-Shannon), tv (total variation: one
@@ -73,7 +73,7 @@ class LossConfig:
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether what a token counts depends on how the drafter does there."""
+        """True when a token's weight depends on the drafter's loss there."""
         return self.reference is not None
 
     @property

@@ -1,14 +1,13 @@
-"""Losses over a large vocabulary that never hold the logits of all tokens.
+"""Compute losses over a large vocabulary without holding the logits of all tokens.
 
-Legend: B batch, T tokens, M rows (tokens that count), C rows of a chunk, V vocabulary (of a student
-whose head is over some tokens, those), Ds / Dt width of student and teacher.
+Legend: B batch, T tokens, M rows (tokens that count), C rows of a chunk, V vocabulary (the head's
+own tokens, for a student whose head has only some), Ds / Dt width of student and teacher.
 
-Dense logits of teacher and student cost 2·M·V fp32 numbers; at V = 128,256 and 8,192 tokens that
-is 8 GiB before the first gradient. Here the rows that count are gathered first, then taken C at a
+Dense logits of teacher and student cost 2·M·V fp32 numbers; at V = 128,256 and 8,192 tokens that is
+8 GiB before the first gradient. Here the rows that count are gathered first, then taken C at a
 time: a chunk's logits, loss and gradients (with respect to the student's hidden rows and head) are
-computed together in the forward pass and the logits are dropped. The backward pass only scales.
-However many rows there are, what lives at once is five (C, V) buffers of a size that is stated
-below.
+computed together in the forward pass and the logits are dropped. The backward pass only scales. For
+any number of rows, at most five (C, V) buffers live at once; their size is stated below.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from stree.models.layers.part import product_dtype
 from stree_pipelines.training.losses.divergences import Chunk, Divergence, ForwardKL, RowTerms
 from stree_pipelines.training.teachers.teachers import LiveTeacher, Teacher
 
-# Of one (C, V) fp32 buffer. On a CPU it stays in the cache. On a GPU it is as large as memory
-# affords: each chunk adds to the head's gradient, which is 8·V·Ds bytes read and written.
+# Size of one (C, V) fp32 buffer. On a CPU it fits the cache. On a GPU it is as large as memory
+# allows: each chunk adds to the head's gradient, which reads and writes 8·V·Ds bytes.
 _CPU_BUFFER_BYTES = 8 << 20
 _CUDA_BUFFER_BYTES = 512 << 20
 _MIN_CHUNK_TOKENS = 16
@@ -36,8 +35,10 @@ _MIN_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a training step logs; `loss` carries the gradient, the others are detached scalars:
-    loss = divergence + ce_weight · cross_entropy."""
+    """Terms of a loss, each a scalar: loss = divergence + ce_weight · cross_entropy.
+
+    `loss` carries the gradient; the others are detached.
+    """
 
     loss: Tensor
     divergence: Tensor
@@ -47,8 +48,10 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """Of each row, in the shape of the mask and 0 outside it, fp32 without gradient: the
-    divergence, and Σ_v min(p_v, q_v)."""
+    """Divergence and acceptance Σ_v min(p_v, q_v) of each row, fp32 without gradient.
+
+    Both have the shape of the mask, and 0 outside it.
+    """
 
     divergence: Tensor
     accepted: Tensor
@@ -61,10 +64,10 @@ def live_teacher(
     student_hidden: Tensor,
     temperature: float = 1.0,
 ) -> LiveTeacher:
-    """The teacher of the rows in `mask`; no gradient flows to it.
+    """Make the teacher of the rows in `mask`; no gradient flows to it.
 
-    teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Its products run in the
-    dtype of those of `student_hidden`. Raises UsageError when the mask is of other rows.
+    teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Products run in the
+    dtype of those of `student_hidden`. Raises UsageError when the mask has another shape.
     """
     rows_M = _rows_of(mask, teacher_hidden=teacher_hidden)
     dtype = product_dtype(student_hidden)
@@ -86,7 +89,7 @@ def chunked_distillation_loss(
     normalizer: Tensor | None = None,
     compiled: bool = False,
 ) -> LossTerms:
-    """The divergence of a student from its teacher, averaged over the tokens in `mask`, plus CE.
+    """Average a student's divergence from its teacher over the tokens in `mask`, plus CE.
 
     loss = mean_m w_m [ D(p_m, q_m)  +  ce_weight · (−log q¹_m[label_m]) ]
 
@@ -95,17 +98,17 @@ def chunked_distillation_loss(
     τ = 1. The simulated acceptance is mean_m w_m Σ_v min(p_mv, q_mv): the chance that a token drawn
     from the student passes speculative sampling (Leviathan et al. 2023, corollary 3.6).
 
-    Of a teacher that knows its top k only, D is the divergence after all tokens outside the top k
+    When the teacher knows its top k only, D is the divergence after all tokens outside the top k
     are merged into one, hence at most the full one (data processing inequality; Cover & Thomas,
     Elements of Information Theory, section 2.8) and equal to it when k = V: the student is free to
-    share out the tail as it likes. The simulated acceptance counts the top k only, so it is at most
+    spread the tail as it likes. The simulated acceptance counts the top k only, so it is at most
     the full one, too.
 
     Args:
         student_hidden: (…, Ds) float, hidden states that predict the token of the same row.
         student_head: (V, Ds) float.
-        teacher: of the rows that count, in the mask's order, at the same temperature, and `over`
-            the tokens of the student's head.
+        teacher: of the rows that count, in the mask's order, at the same temperature, restricted
+            (`Teacher.over`) to the tokens of the student's head.
         mask: (…) bool, the rows that count; the others are not computed at all.
         ce_labels: (…) int64, read where the mask is True; needed when `ce_weight` is not 0.
         temperature: τ > 0.
@@ -114,7 +117,7 @@ def chunked_distillation_loss(
         chunk_tokens: rows per chunk; None chooses by device and vocabulary.
         normalizer: scalar to divide the sums by in place of the number of rows (the global mean
             over ranks that hold different numbers of tokens).
-        compiled: what a chunk does element by element is compiled.
+        compiled: compile the element-wise work of a chunk.
 
     Logits, softmax and sums are fp32; under autocast the matrix products run in its dtype.
     A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0 to a forward KL,
@@ -142,7 +145,10 @@ def measure_rows(
     chunk_tokens: int | None = None,
     compiled: bool = False,
 ) -> MeasuredRows:
-    """What `chunked_distillation_loss` would say of each row by itself; arguments as there."""
+    """Measure each row's divergence and acceptance by itself, without gradient.
+
+    Arguments as for `chunked_distillation_loss`.
+    """
     rows_M = _rows_of(mask, student_hidden=student_hidden)
     _require_teacher(teacher, len(rows_M), student_head)
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
@@ -172,7 +178,7 @@ def chunked_cross_entropy(
     normalizer: Tensor | None = None,
     compiled: bool = False,
 ) -> LossTerms:
-    """Cross-entropy to `labels` (nats), averaged over the tokens in `mask`.
+    """Average the cross-entropy to `labels` (nats) over the tokens in `mask`.
 
     hidden (…, D), head (V, D), labels (…) int64, mask (…) bool. The simulated acceptance is the
     mean probability of the label: Σ_v min(p, q) with p the one-hot data. Otherwise as
@@ -185,7 +191,7 @@ def chunked_cross_entropy(
 
 
 def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
-    """Which of the flattened rows count, (M,) int64; the only host sync on CUDA."""
+    """Return the indices of the flattened rows that count, (M,) int64; a host sync on CUDA."""
     for name, tensor in hidden.items():
         if tensor.shape[:-1] != mask.shape:
             raise UsageError(
@@ -257,20 +263,19 @@ def _loss_of(
 
 
 def _chunk_rows_of(teacher: Teacher | None, student_head: Tensor) -> int:
-    """By the wider of the two heads: a live teacher's logits are of its whole vocabulary."""
+    """Choose the rows of a chunk by the wider head: a live teacher's logits span its vocabulary."""
     wider = teacher.head if isinstance(teacher, LiveTeacher) else student_head
     return chunk_rows(len(wider), student_head.is_cuda)
 
 
 def chunk_rows(vocab_size: int, on_cuda: bool) -> int:
-    """Rows whose logits may exist at once."""
+    """Return the number of rows whose logits may exist at once."""
     budget = _CUDA_BUFFER_BYTES if on_cuda else _CPU_BUFFER_BYTES
     return max(budget // (4 * vocab_size), _MIN_CHUNK_TOKENS)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(loss, [divergence, cross entropy, acceptance]); gradients of `loss` are made in the
-    forward."""
+    """Loss and [divergence, cross entropy, acceptance]; the forward makes the gradients."""
 
     @staticmethod
     def forward(
@@ -321,15 +326,17 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a chunk: dozens of passes over (C, V) become a few, in one graph for any number of rows,
-    so that a chunk's numbers do not depend on which came before."""
+    """Compile a chunk's element-wise work: dozens of passes over (C, V) become a few.
+
+    One graph serves any number of rows, so a chunk's numbers do not depend on earlier chunks.
+    """
     compiled = _compile(function)
 
     def of_chunk(student_C: Tensor, teacher: Teacher | None, *others: Any, **options: Any) -> Any:
         rows = [student_C, *(() if teacher is None else teacher.parts)]
         rows += [other for other in others if isinstance(other, Tensor) and other.ndim == 1]
         for each in rows:
-            if len(each) > 1:  # of one row there is a graph of its own
+            if len(each) > 1:  # a single row has a graph of its own
                 torch._dynamo.mark_dynamic(each, 0)
         return compiled(student_C, teacher, *others, **options)
 
@@ -348,8 +355,10 @@ def _chunk_terms(
     settings: _Settings,
     with_grad: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """d sums / d student logits (C, V) in the dtype of the products, and a chunk's Σ divergence,
-    Σ CE and Σ acceptance (3,). At most five (C, V) buffers live at once.
+    """Compute a chunk's gradient and its sums of divergence, CE and acceptance (3,).
+
+    The gradient d sums / d student logits (C, V) has the dtype of the products. At most five (C, V)
+    buffers live at once.
     """
     logits_CV = (student_CD @ head_VD.T).float()
     divergence = cross_entropy = accepted = torch.zeros((), device=logits_CV.device)
@@ -393,8 +402,11 @@ def _compare(
     temperature: float,
     with_grad: bool,
 ) -> tuple[Tensor, RowTerms, Tensor]:
-    """Acceptance (C,), divergence with its gradient with respect to the logits divided by the
-    temperature, and log q (C, V). The logits are consumed."""
+    """Compare a chunk of student logits with the teacher; overwrites the logits.
+
+    Returns acceptance (C,), the divergence with its gradient with respect to the logits divided by
+    the temperature, and log q (C, V).
+    """
     if temperature != 1.0:
         logits_CV.div_(temperature)
     log_q_CV = torch.log_softmax(logits_CV, dim=-1)
@@ -408,7 +420,7 @@ def _compare(
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """total += left @ right, summed in fp32 whatever the dtype of the two."""
+    """Add left @ right to total in place, summed in fp32 for operands of any dtype."""
     if left_VC.is_cuda and left_VC.dtype != torch.float32:
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=torch.float32, out=total_VD)
     else:  # products of 16 bits that sum in 32 are there on GPUs only

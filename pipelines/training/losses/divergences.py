@@ -1,5 +1,4 @@
-"""How far a student's next-token distribution q is from its teacher's p: what a drafter can be
-taught by.
+"""Measure how far a student's next-token distribution q is from its teacher's p.
 
 Legend: C rows of a chunk, V vocabulary. p and q are the softmaxes of the logits divided by the
 temperature τ.
@@ -33,9 +32,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """log p, log q, p and q, (C, V) fp32, and `accepted`, (C,): Σ_v min(p_v, q_v) as far as the
-    teacher knows. All but log_q may be overwritten: a large vocabulary affords few more. Of a head
-    over some tokens S the columns are theirs alone, and `inside` (C,) is Σ_S p; else None."""
+    """log p, log q, p and q, each (C, V) fp32, and the acceptance `accepted` (C,).
+
+    `accepted` is Σ_v min(p_v, q_v) as far as the teacher knows. All but log_q may be overwritten: a
+    large vocabulary leaves no memory for copies. For a head over some tokens S the columns are S,
+    and `inside` (C,) is Σ_S p; else it is None.
+    """
 
     log_p: Tensor
     log_q: Tensor
@@ -47,13 +49,13 @@ class Chunk:
 
     @property
     def outside(self) -> Tensor | float:
-        """(C,), Σ p where the student cannot go."""
+        """Σ p (C,) over the tokens outside the student's head."""
         return 0.0 if self.inside is None else 1 - self.inside
 
 
 @dataclass(frozen=True)
 class RowTerms:
-    """value (C,); gradient (C, V), None where none was asked for."""
+    """A value per row (C,), and its gradient (C, V); None without a gradient."""
 
     value: Tensor
     gradient: Tensor | None
@@ -92,9 +94,11 @@ class ReverseKL:
 
 @dataclass(frozen=True)
 class JensenShannon:
-    """τ² [β KL(p ‖ m) + (1 − β) KL(q ‖ m)] with m = β p + (1 − β) q: the generalised divergence of
-    Agarwal et al. 2024 (GKD). Divided by β it goes to the forward KL for β → 0, divided by
-    1 − β to the reverse one for β → 1."""
+    """τ² [β KL(p ‖ m) + (1 − β) KL(q ‖ m)] with m = β p + (1 − β) q.
+
+    The generalised divergence of Agarwal et al. 2024 (GKD). Divided by β it goes to the forward KL
+    for β → 0, divided by 1 − β to the reverse one for β → 1.
+    """
 
     beta: float
 
@@ -113,9 +117,11 @@ class JensenShannon:
 
 @dataclass(frozen=True)
 class TotalVariation:
-    """τ ½ Σ |p − q|: one minus the chance that a draft is accepted (Leviathan et al. 2023,
-    corollary 3.6), times τ. Its gradient vanishes where the two distributions do not overlap, so
-    that it is for drafters that have learnt something already."""
+    """τ ½ Σ |p − q|: τ times one minus the chance that a draft is accepted.
+
+    (Leviathan et al. 2023, corollary 3.6.) The gradient vanishes where the two distributions do not
+    overlap, so it suits drafters that are trained already.
+    """
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
@@ -130,8 +136,10 @@ class TotalVariation:
 
 @dataclass(frozen=True)
 class LK:
-    """λ · forward KL + (1 − λ) · TV with λ = exp(−η α), where α is the row's own chance of
-    acceptance and a constant to the gradient: the hybrid of Samarin et al. 2026, row by row."""
+    """λ · forward KL + (1 − λ) · TV with λ = exp(−η α): the hybrid of Samarin et al. 2026.
+
+    α is each row's own chance of acceptance, a constant to the gradient.
+    """
 
     eta: float
 
@@ -151,24 +159,23 @@ class LK:
 
 
 def _forward_kl(chunk: Chunk) -> Tensor:
-    """Σ p (log p − log q), (C,); overwrites log_p."""
+    """Compute Σ p (log p − log q), (C,); overwrites log_p."""
     return _minus(chunk.log_p, chunk.log_q, chunk.p, out=chunk.log_p).mul_(chunk.p).sum(1)
 
 
 def _slopes_of_kl(difference: Tensor, chunk: Chunk) -> Tensor:
-    """∂ forward KL / ∂z = q Σ_S p − p, in place of the difference q − p."""
+    """Compute ∂ forward KL / ∂z = q Σ_S p − p, in place of the difference q − p."""
     if chunk.inside is not None:
         difference.addcmul_(chunk.q, chunk.inside[:, None] - 1)
     return difference
 
 
 def _minus(minuend: Tensor, subtrahend: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """The difference of two logarithms, 0 where its weight is 0: the term is 0 whatever the
-    logarithms are (−inf − −inf is NaN)."""
+    """Subtract two logarithms, with 0 where `weight` is 0 (−inf − −inf would be NaN)."""
     return torch.sub(minuend, subtrahend, out=out).masked_fill_(weight == 0, 0.0)
 
 
 def _through_softmax(slopes: Tensor, q: Tensor, spare: Tensor | None = None) -> Tensor:
-    """∂φ/∂q becomes ∂φ/∂z, in place; `spare` is a buffer of this shape that may be overwritten."""
+    """Turn ∂φ/∂q into ∂φ/∂z, in place; `spare` is a buffer of this shape to overwrite."""
     mean = torch.mul(q, slopes, out=spare).sum(1, keepdim=True)
     return slopes.sub_(mean).mul_(q)

@@ -1,4 +1,4 @@
-"""Weights of tokens in a loss: by how much a better drafter could gain there.
+"""Weigh tokens in a loss by how much a better drafter could gain there.
 
 Shapes: B rows of a batch, T tokens.
 """
@@ -22,14 +22,16 @@ def token_weights(
     reference: of the drafter that `config.reference` names, with the same target and divergence.
     """
     gap = drafter.divergence - reference.divergence
-    # Those that count stand for all, so that the step keeps its size.
+    # The kept tokens stand for all, so that the step keeps its size.
     return largest(gap, mask, config.kept_share) / config.kept_share
 
 
 def largest(values: Tensor, mask: Tensor, share: float) -> Tensor:
-    """(B, T) fp32, 1 for the ⌈share · M⌉ largest of the M values (B, T) in `mask`, else 0: the
-    filter of AdaSPEC (Hu et al. 2025), whose values are by how much a drafter's divergence exceeds
-    that of a reference of its size. What the reference could not learn either is left out."""
+    """Mark the ⌈share · M⌉ largest of the M values in `mask` with 1, the rest with 0; (B, T) fp32.
+
+    The filter of AdaSPEC (Hu et al. 2025): its values are how far a drafter's divergence exceeds
+    that of a reference of its size. Tokens that the reference could not learn either are left out.
+    """
     count = math.ceil(share * int(mask.sum()))
     chosen = torch.zeros(mask.numel(), device=mask.device)
     ranked = torch.where(mask, values, -math.inf).reshape(-1)

@@ -1,9 +1,8 @@
-"""A frozen model's products in 8 bits, which GPUs from Ada and Hopper on multiply twice as fast as
-bf16, with half of the memory.
+"""Compute a frozen model's products in 8 bits: twice as fast as bf16, in half the memory.
 
-Weights (E, D) and inputs (T, D) are e4m3 numbers with one fp32 scale a row: a weight's rows are
-rounded once, the inputs' in each pass. Sums are fp32. Embedding, head, norms, convolutions and
-experts stay as they are.
+GPUs from Ada and Hopper on have such products. Weights (E, D) and inputs (T, D) are e4m3 numbers
+with one fp32 scale a row: a weight's rows are rounded once, the inputs' in each pass. Sums are
+fp32. Embedding, head, norms, convolutions and experts keep their dtype.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from stree.models.model import HybridModel
 from stree_kernels.naive.products import rounded
 
 FLOAT8 = torch.float8_e4m3fn
-MULTIPLE = 16  # of a product's sizes, which the matrix units want
+MULTIPLE = 16  # the matrix units want sizes that are multiples of this
 
 
 class Float8Linear(nn.Module):
-    """A linear layer (D to E) that is not trained, in place of `linear`, whose weights it rounds.
+    """Linear layer (D to E) that is not trained; it takes `linear`'s weights and rounds them.
 
     scale (E, 1) is not finite where a row of the weight is not.
     """
@@ -48,8 +47,10 @@ def product(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """(T, E) of what `rounded` made of x (T, D) and weight (E, D), in a dtype that GPUs write as
-    bf16 first. A CPU multiplies the same numbers in fp32."""
+    """Multiply x (T, D) by weight (E, D), both from `rounded`, to (T, E) in `dtype`.
+
+    GPUs write bf16 first. A CPU multiplies the same numbers in fp32.
+    """
     if not x.is_cuda:
         y = (x.float() * x_scale) @ (weight.float() * scale).T
         return (y if bias is None else y + bias).to(dtype)
@@ -61,8 +62,10 @@ def product(
 
 
 def round_products(model: HybridModel) -> None:
-    """Put `Float8Linear` in the place of the model's projections, but for those of sizes that
-    8 bits do not serve. It can neither be trained nor decode any more."""
+    """Replace the model's projections by `Float8Linear`, except sizes that 8 bits do not serve.
+
+    The model can neither be trained nor decode after that.
+    """
     for parent in list(model.model.modules()):
         if isinstance(parent, Experts):
             continue

@@ -1,20 +1,20 @@
-"""How a training on a CPU gets its memory."""
+"""Keep freed memory in the process, for trainings on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
 
-# glibc's names for what `mallopt` sets
+# glibc's names for the settings of `mallopt`
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES = 2**30  # that are free, at most
-LARGEST_BYTES = 2**25  # of a block that is kept; older glibc takes no more
+KEPT_BYTES = 2**30  # most free memory to keep
+LARGEST_BYTES = 2**25  # largest block to keep; older glibc takes no more
 
 
 def keep_freed_memory() -> bool:
-    """Keep what is freed, for the next operation. By default glibc gives large blocks back at once,
-    and the kernel clears each page of the next one anew, some ten thousand a step.
+    """Keep freed blocks for the next operation, and return True when the C library does.
 
-    Returns whether it does; False where the C library is another one.
+    By default glibc gives large blocks back at once, and the kernel clears each page of the next
+    block anew, some ten thousand a step. Returns False with another C library.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

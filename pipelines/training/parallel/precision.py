@@ -1,4 +1,4 @@
-"""In which number formats a training runs: fp32, or bf16 products over fp32 weights."""
+"""Name the number formats of a training: fp32, or bf16 products over fp32 weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _SHORT_NAMES = {"None": "32-true", "32": "32-true", "bf16": "bf16-mixed"}
 
 
 def supported_precision(given: str | int | None) -> str:
-    """The full name of trainer.precision. Raises UsageError for those that would train wrongly."""
+    """Return the full name of trainer.precision.
+
+    Raises UsageError for formats that would train wrongly.
+    """
     name = _SHORT_NAMES.get(str(given), str(given))
     if name not in AUTOCAST:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Models whose weights the processes share among them (PyTorch's FSDP2), whole again on disk.
+"""Share a model's weights among processes (PyTorch's FSDP2) and gather them for the disk.
 
-A sharded run's checkpoints are those of any other: each tensor is gathered before it is written
-and cut again when it is read, so a run may go on under another strategy.
+A sharded run's checkpoints have the format of all runs: each tensor is gathered before it is
+written and cut again when it is read, so a run may go on under another strategy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ STRATEGIES = ("auto", "ddp", *SHARDED)
 def shard(model: HybridModel, mesh: DeviceMesh) -> None:
     """Share the model's weights among the mesh, in place, and move them to its device.
 
-    Each layer's are gathered while it runs. Embedding, last norm and head stay gathered from the
-    forward pass on: the losses read the head after it.
+    A layer's weights are gathered while it runs. Embedding, last norm and head stay gathered after
+    the forward pass, because the losses read the head.
     """
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -40,8 +40,11 @@ def shard(model: HybridModel, mesh: DeviceMesh) -> None:
 
 
 def whole(values: Any, keep: bool = True) -> Any:
-    """Nested values with each sharded tensor gathered. All processes must call it; it is on the CPU
-    (a scalar where it was), and None where it is not to be kept: a host has one memory."""
+    """Gather each sharded tensor of nested values; all processes must call it.
+
+    Gathered tensors are on the CPU (scalars where they were). keep False gives None in their place:
+    all processes of a host share its memory.
+    """
 
     def gather(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -55,8 +58,10 @@ def whole(values: Any, keep: bool = True) -> Any:
 
 
 def whole_model(model: HybridModel, strategy: Any) -> HybridModel:
-    """The model itself, or on the main process one on the CPU with the weights that a strategy
-    gathers for its checkpoints. All processes must call it."""
+    """Return the model itself, or on the main process a copy on the CPU with gathered weights.
+
+    Gathers by the strategy's own means; all processes must call it.
+    """
     if not isinstance(strategy, ShardedStrategy | ZeroStrategy):
         return model
     weights = strategy.lightning_module_state_dict()
@@ -70,7 +75,7 @@ def whole_model(model: HybridModel, strategy: Any) -> HybridModel:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """Return this process's part of a tensor: all of it, unless it is sharded."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return getattr(tensor, "ds_tensor", tensor)  # ZeRO stage 3
@@ -79,7 +84,7 @@ def own_part(tensor: Tensor) -> Tensor:
 class ShardedStrategy(WholeCheckpoints, ModelParallelStrategy):
     """`--trainer.strategy fsdp2`: weights, gradients and optimizer state shared by all processes.
 
-    The module's `configure_model` shards what is trained. Unlike Lightning's own strategy, this
+    The module's `configure_model` shards the trained model. Unlike Lightning's own strategy, this
     one runs on CPUs, too, and leaves checkpoints to the trainer's CheckpointIO.
     """
 
@@ -120,7 +125,7 @@ class ShardedStrategy(WholeCheckpoints, ModelParallelStrategy):
 
 
 def _cut_like(parameter: Tensor | nn.Parameter, value: Tensor) -> Tensor:
-    """This process's part of `value` as a part of what `parameter` is a part of."""
+    """Cut this process's part out of `value`, in the way that `parameter` is cut."""
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value  # a step count
     value = value.to(parameter.device)
@@ -132,8 +137,7 @@ StrategyRegistry.register(FSDP2, ShardedStrategy, description=ShardedStrategy.__
 
 
 def require_supported(strategy: Any) -> None:
-    """Raise UsageError for a strategy's name whose checkpoints would not be ours, and where
-    DeepSpeed is missing."""
+    """Raise UsageError for a strategy with checkpoints of another format, or without DeepSpeed."""
     if not isinstance(strategy, str):
         return
     if strategy not in STRATEGIES and not strategy.startswith("ddp_"):

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO stages 2 and 3 with this program's own checkpoints.
+"""Run DeepSpeed's ZeRO stages 2 and 3 with this program's own checkpoints.
 
-DeepSpeed writes a shard a process, tied to their number, in a format that runs code when it is
-read. Here weights and AdamW's state are gathered and written like those of any other run, so a run
+DeepSpeed writes a shard per process, tied to their number, in a format that runs code when it is
+read. Here weights and AdamW's state are gathered and written in the format of all runs, so a run
 may go on under another strategy, and one of another strategy here.
 """
 
@@ -28,7 +28,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class WholeCheckpoints(ParallelStrategy):
-    """Before a strategy with checkpoints of its own: leave them to the trainer's CheckpointIO."""
+    """Mixin before a strategy with checkpoints of its own: leaves them to the trainer's
+    CheckpointIO."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -42,8 +43,10 @@ class WholeCheckpoints(ParallelStrategy):
 
 
 class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
-    """`--trainer.strategy deepspeed_stage_2` (gradients and optimizer state shared by all
-    processes) or `deepspeed_stage_3` (weights, too)."""
+    """`--trainer.strategy deepspeed_stage_2` or `deepspeed_stage_3`.
+
+    Stage 2 shares gradients and optimizer state among all processes, stage 3 weights, too.
+    """
 
     def setup_environment(self) -> None:
         DDPStrategy.setup_environment(self)  # Lightning's own demands CUDA, DeepSpeed does not
@@ -61,7 +64,7 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
     ) -> Any:
         import deepspeed
 
-        index = self.root_device.index  # a CPU has none, and Lightning's own passes that on
+        index = self.root_device.index  # a CPU has none; Lightning's own would pass None on
         engine, shared, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=self.local_rank if index is None else index),
             config=self.config,
@@ -74,7 +77,7 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
-        # As they are before DeepSpeed puts flat parts in their place.
+        # Kept from before DeepSpeed puts flat parts in their place.
         self._state_groups = optimizer.state_dict()["param_groups"]
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         return optimizer, scheduler
@@ -135,7 +138,8 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
         return {"state": state, "param_groups": groups}
 
     def _kept(self, gathered: Tensor) -> Tensor | None:
-        """On the main process: a host has one memory, and one process writes."""
+        """Return the gathered tensor on the main process's CPU; None on the others, to save host
+        memory."""
         return gathered.cpu() if self.is_global_zero else None
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -146,7 +150,7 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
         self._create_state(state["state"][0]["step"])
         assert self.lightning_module is not None
         for name, parameter in self.lightning_module.named_parameters():
-            # Under mixed precision what was put in before is rounded by now.
+            # Under mixed precision the weights loaded before are rounded by now.
             self._put(parameter, checkpoint["state_dict"][name], None)
         for index, parameter in enumerate(self._parameters):
             for name in MOMENTS:
@@ -154,11 +158,11 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
 
     @property
     def _optimizer(self) -> Optimizer:
-        """The AdamW of the parts that this process holds."""
+        """AdamW of the parts that this process holds."""
         return self.deepspeed_engine.optimizer.optimizer
 
     def _create_state(self, step: Tensor) -> None:
-        """AdamW's state as after the first step, which is when it is usually made."""
+        """Make AdamW's state now; usually its first step does."""
         zero = self.deepspeed_engine.optimizer
         stage_3 = self.zero_stage_3
         name = "fp32_partitioned_groups_flat" if stage_3 else "single_partition_of_fp32_groups"
@@ -171,15 +175,18 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
         self._link_state()
 
     def _link_state(self) -> None:
-        """Let stage 2 find the state of all parameters: DeepSpeed looks once, after the first group
-        of them has been updated, and misses the others'."""
+        """Let stage 2 find the optimizer state of all parameters.
+
+        DeepSpeed looks once, after the first group of parameters has been updated, and misses the
+        others.
+        """
         zero = self.deepspeed_engine.optimizer
         if not self.zero_stage_3:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
     def _put(self, parameter: nn.Parameter, value: Tensor, name: str | None) -> None:
-        """This process's part of a weight, or of its state `name`."""
+        """Write this process's part of a weight, or of its state `name`."""
         value = value.to(self.root_device)
         if not self.zero_stage_3:
             parameter.set_full_hp_param(value, name)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What happens beside the training steps: rows and progress lines, evaluation of the exports."""
+"""Log rows and progress of a training, and evaluate its exports while it goes on."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from stree_pipelines.training.run.progress import Pace, TrainingBar
 
 EVAL_SCRIPT = Path(__file__).parents[2] / "eval_spec.py"
 # Prompts that an evaluation of exports decodes at once: its table is for watching a training, and
-# costs a fraction of what one prompt at a time does.
+# costs a fraction of decoding one prompt at a time.
 BATCH_SIZE = 8
 
 
 class LogMetrics(pl.Callback):
-    """A row to every logger each `trainer.log_every_n_steps`, to the bar on a terminal, and a line
-    where there is none.
+    """Callback that logs a row every `trainer.log_every_n_steps` steps.
 
-    Rows hold the step's own values, not averages since the last row: a resumed run then logs
-    exactly what an uninterrupted one does.
+    The row goes to every logger and to the terminal's bar, or as a line to other output. Rows hold
+    the step's own values, not averages since the last row: a resumed run then logs exactly the rows
+    of an uninterrupted one.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class LogMetrics(pl.Callback):
             self._show(trainer, step, row)
 
     def _rate(self, pl_module: Training) -> float:
-        """Tokens per second since the last row, without exports, evaluations and validation."""
+        """Compute tokens per second since the last row, without exports, evaluations and
+        validation."""
         tokens, then, untimed = self._last
         now = time.perf_counter()
         self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
@@ -112,7 +113,7 @@ class LogMetrics(pl.Callback):
 
 
 class EvaluationFailed(StreeError):
-    """The training is done, some of its evaluations are not; ends with the first one's code."""
+    """Error of a finished training with failed evaluations; its exit code is the first one's."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -120,15 +121,16 @@ class EvaluationFailed(StreeError):
 
 
 class EvaluateExports(pl.Callback):
-    """Evaluates each export while training goes on, in batches of prompts; `eval_spec.py --run RUN`
-    with the same --config and --batch_size gives the same rows.
+    """Callback that evaluates each export while training goes on, in batches of prompts.
+
+    `eval_spec.py --run RUN` with the same --config and --batch_size gives the same rows.
 
     `inline` evaluates in this process, between two steps, and leaves the random numbers of the
     training as they were. `process` starts `eval_spec.py` and waits for it at the training's end.
-    `slurm` submits `slurm/eval_spec.sh` and never waits; where that is refused, a warning has the
-    command to type. In all modes options, benchmarks and trees are checked before the first step,
-    the training state of the same step is saved first, and an evaluation that fails is told but
-    stops nothing: `finish` does so at the end.
+    `slurm` submits `slurm/eval_spec.sh` and never waits; a warning has the command to type when the
+    submission is refused. In all modes options, benchmarks and trees are checked before the first
+    step, and the training state of the same step is saved first. An evaluation that fails is
+    reported and stops nothing: `finish` raises at the end.
     """
 
     def __init__(
@@ -141,13 +143,13 @@ class EvaluateExports(pl.Callback):
     ) -> None:
         """
         Args:
-            mode: inline, between two steps of the training; process, a process of its own beside
-                it; slurm, a job.
+            mode: inline, between two steps of the training; process, in a process of its own while
+                the training goes on; slurm, a job.
             config: YAML file of eval_spec.py's options (benchmarks, methods, limit, …).
-            batch_size: prompts decoded at once (default: what `config` says, or 8).
+            batch_size: prompts decoded at once (default: `config`'s, or 8).
             visible_devices: of `process`: its CUDA_VISIBLE_DEVICES, such as a GPU that the training
                 leaves free (default: the training's).
-            sbatch_options: of `slurm`: what stands before the script, such as
+            sbatch_options: of `slurm`: options before the script's name, such as
                 ["--gpus-per-node=1", "--time=30"].
         """
         super().__init__()
@@ -183,11 +185,11 @@ class EvaluateExports(pl.Callback):
             if self.mode == "inline":
                 self._evaluation = Evaluation(self._settings_on(trainer.strategy.root_device))
             else:
-                # Only to have it refused now what the processes would refuse after an export.
+                # Raises now every error that the processes would raise after an export.
                 Evaluation(self._settings(), workers=Workers())
 
     def require_settings(self, target: str | None, run_dir: Path) -> None:
-        """Have it refused now what the evaluations would refuse after an export."""
+        """Raise now every error that the evaluations would raise after an export."""
         self.target, self.out = target or "", run_dir / "eval"
         if self.mode != "off":
             from stree_pipelines.evaluation.context import Workers
@@ -200,7 +202,8 @@ class EvaluateExports(pl.Callback):
         return [*self._decoding_options(), "--target", self.target, "--out", str(self.out)]
 
     def _decoding_options(self) -> list[str]:
-        """The later ones win: what was asked for, then the config, then what holds without both."""
+        """Return the options in rising order of precedence: our default, the config, the user's
+        own."""
         options = [] if self.batch_size is not None else ["--batch_size", str(BATCH_SIZE)]
         options += ["--config", self.config] if self.config else []
         if self.batch_size is not None:
@@ -220,7 +223,7 @@ class EvaluateExports(pl.Callback):
         return settings_of(build_parser().parse_args(self._options()).as_dict())
 
     def _settings_on(self, training: torch.device) -> Any:
-        """The same, with `auto` as the GPU that this process trains on."""
+        """Return the settings, with device `auto` as the GPU that this process trains on."""
         settings = self._settings()
         if training.type == "cuda" and settings.device in ("auto", "cuda"):
             return replace(settings, device=str(training))
@@ -239,7 +242,7 @@ class EvaluateExports(pl.Callback):
         if step not in self.exports.export_steps(trainer.max_steps):
             return
         self._evaluated_step = step
-        # TrainingCheckpoints saves behind a validation that is due now, and it goes first.
+        # TrainingCheckpoints saves after a validation that is due now, and before this.
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         self._evaluate_after_validation = epoch_loop._should_check_val_fx(fetcher)
@@ -314,8 +317,10 @@ class EvaluateExports(pl.Callback):
 
 @contextmanager
 def untouched_training_state() -> Iterator[None]:
-    """Run inside as a process of its own would: with PyTorch's default precision and algorithms,
-    and without a trace in the training's random numbers."""
+    """Run the block like a process of its own, and restore the training's random numbers.
+
+    Inside, PyTorch has its default precision and algorithms.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     precision = torch.get_float32_matmul_precision()
@@ -334,6 +339,5 @@ def untouched_training_state() -> Iterator[None]:
 
 
 def _acceptance(row: Mapping[str, float], name: str) -> str:
-    """The simulated one, in a word that leaves room for the rest in 80 columns; nothing where no
-    drafter is trained."""
+    """Format the simulated acceptance for a line of 80 columns; "" when no drafter is trained."""
     return f"acceptance {row[name]:.3f}  " if name in row else ""

@@ -1,4 +1,4 @@
-"""What distill.py and train_target.py share: one YAML, dotted overrides, one run folder."""
+"""Run distill.py and train_target.py: one YAML, dotted overrides, one run folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from stree_pipelines.training.run.run_folder import (
 )
 from stree_pipelines.training.run.trackers import make_tracker, start_tracker
 from stree_pipelines.training.run.trainer_settings import TRAINER_DEFAULTS, require_trainable
-from stree_pipelines.training.teachers.on_policy_check import WatchOwnText
+from stree_pipelines.training.teachers.on_policy_check import OnPolicyCheck
 
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
 
@@ -79,7 +79,7 @@ class TrainingCLI(LightningCLI):
     evaluates = True
     trains = True  # `fit` is its subcommand; a command that only reads the same config has none
     resume_path: Path | None = None
-    restarts = 0  # without progress; the main process knows
+    restarts = 0  # without progress; set on the main process only
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
         self.trackers: list[Logger] = []
@@ -109,7 +109,7 @@ class TrainingCLI(LightningCLI):
         return {SUBCOMMAND: inputs | {"ckpt_path", "weights_only"}}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, with the subcommand first, and find what the configuration says to read."""
+        """Parse, with the subcommand first, and resolve the input paths of the configuration."""
         given = sys.argv[1:] if args is None else list(args)
         if self.trains:
             given = self._with_subcommand(given)
@@ -141,18 +141,18 @@ class TrainingCLI(LightningCLI):
         self.add_own_options(parser)
         parser.add_lightning_class_args(LogMetrics, "progress")
         parser.add_lightning_class_args(Exports, "export")
-        # Training state before evaluations: what takes long or fails must not cost a step.
+        # Training state before evaluations: an evaluation that fails must not cost a step.
         parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
         if self.evaluates:
             parser.add_lightning_class_args(EvaluateExports, "evaluation")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
     def is_shown(self, name: str) -> bool:
-        """Whether --help has the option `name`."""
+        """Return True when --help has the option `name`."""
         return is_of_use(name)
 
     def add_own_options(self, parser: TrainingParser) -> None:
-        """Those that are no part of a YAML file."""
+        """Add the options that are no part of a YAML file."""
         parser.add_argument(
             "--help_all", "--help-all", action=HelpAll, default=argparse.SUPPRESS,
             help="Show the help with all options of Lightning's trainer, and exit.",
@@ -173,7 +173,7 @@ class TrainingCLI(LightningCLI):
 
     @property
     def options(self) -> Any:
-        """The parsed configuration, the subcommand's where there is one."""
+        """The parsed configuration, the subcommand's if there is one."""
         return self.config[self.config["subcommand"]] if self.trains else self.config
 
     @property
@@ -210,12 +210,15 @@ class TrainingCLI(LightningCLI):
             self._prepare_run()
 
     def require_inputs(self) -> None:
-        """Raise NotFound with all that the configuration names to be read and is not there."""
+        """Raise NotFound with every input file of the configuration that is missing."""
         require_there(of_training(lambda *key: self.options.get(key[0], {}).get(key[1])))
 
     def _make_trackers(self) -> None:
-        """The loggers of trainer.logger, which come beside our own: before a folder is made and a
-        model is loaded, since the package of one may be missing."""
+        """Make the loggers of trainer.logger, which are added to our own.
+
+        Called before a folder is made and a model is loaded, since a logger's package may be
+        missing.
+        """
         given = self.options["trainer"]["logger"]
         if not isinstance(given, bool):
             self.trackers = [make_tracker(each) for each in _as_list(given)]
@@ -228,7 +231,8 @@ class TrainingCLI(LightningCLI):
 
     @rank_zero_only
     def _prepare_run(self) -> None:
-        """Whatever can be refused is refused here, before a model is loaded."""
+        """Write the run folder; everything that can be refused is refused here, before a model
+        loads."""
         target = self.target_path
         prepare_run_folder(
             self.run_dir,
@@ -239,12 +243,12 @@ class TrainingCLI(LightningCLI):
         self._until_the_end.enter_context(uncounted_ends(self.run_dir))
 
     def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
-        """What stands in the model's place in a dry run."""
+        """Make the plan that stands in for the model in a dry run."""
         raise NotImplementedError
 
     @property
     def resume_step(self) -> int:
-        """Optimiser steps that the checkpoint to resume from has behind it."""
+        """Optimiser steps done by the checkpoint to resume from; 0 without one."""
         return int(self.resume_path.name.removeprefix("step-")) if self.resume_path else 0
 
     @property
@@ -253,11 +257,11 @@ class TrainingCLI(LightningCLI):
 
     @property
     def target_path(self) -> str | None:
-        """The target's folder; None when it is what is trained."""
+        """The target's folder; None when the target is trained."""
         return self.options["model"].get("target")
 
     def instantiate_classes(self) -> None:
-        """Load models only where something is to be trained."""
+        """Load models, unless nothing is to be trained."""
         if not self.options["show_mask"] and not self.is_finished:
             super().instantiate_classes()
 
@@ -266,11 +270,11 @@ class TrainingCLI(LightningCLI):
             self._show_mask()
         elif self.is_finished:
             step, max_steps = self.resume_step, self.options["trainer"]["max_steps"]
-            asked = f"{step} of {max_steps} steps are done"
+            done = f"{step} of {max_steps} steps are done"
             if step > max_steps:
-                asked = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
+                done = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
             self._tidy_up()
-            say(f"{self.run_dir} is finished: {asked}")
+            say(f"{self.run_dir} is finished: {done}")
         elif self.options["dry_run"]:
             self._dry_run()
         else:
@@ -278,7 +282,7 @@ class TrainingCLI(LightningCLI):
 
     @rank_zero_only
     def _tidy_up(self) -> None:
-        """What a kill behind the last save may have left to do."""
+        """Remove the leftovers of a kill after the last save."""
         for folder in ("", "checkpoints", self.export_folder):
             sweep_leftovers(self.run_dir / folder)
         remove_all_but(self.options["checkpoint"]["keep_last"], self.run_dir / "checkpoints")
@@ -298,7 +302,7 @@ class TrainingCLI(LightningCLI):
             say(line)
 
     def _show_mask(self) -> None:
-        """Read no more of the data than it takes to find a conversation."""
+        """Print a conversation with its loss mask, reading only the first few of the data."""
         data = dict(self.options["data"])
         limit = data["limit"]
         data["limit"] = SHOWN_FROM if limit is None else min(limit, SHOWN_FROM)
@@ -358,7 +362,7 @@ class TrainingCLI(LightningCLI):
         for logger in self.trackers:
             start_tracker(logger, self.config_dump, self._until_the_end)
         self.trainer.callbacks += [  # type: ignore[attr-defined]
-            WatchOwnText(), PeerWatch(), RestartLimit(self.run_dir, self.restarts)
+            OnPolicyCheck(), PeerWatch(), RestartLimit(self.run_dir, self.restarts)
         ]  # fmt: skip
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)
@@ -372,7 +376,7 @@ class TrainingCLI(LightningCLI):
             self._callback(Exports).decays = optimizer
 
     def _prepare_data(self, vocab_size: int) -> None:
-        """Read the data, and refuse what does not fit together."""
+        """Read the data, and refuse a tokenizer that does not fit the model."""
         self._share_global_batch()
         self.datamodule.setup("fit")
         num_ids = len(self.datamodule.tokenizer)
@@ -384,7 +388,8 @@ class TrainingCLI(LightningCLI):
             )
 
     def _share_global_batch(self) -> None:
-        """Let the trainer accumulate what keeps the global batch, and validate by its steps."""
+        """Set the trainer's accumulation to keep the global batch, and count validations in its
+        steps."""
         trainer, data = self.trainer, self.datamodule
         trained = None
         if self.resume_path is not None:
@@ -407,7 +412,7 @@ class TrainingCLI(LightningCLI):
         return self.datamodule.batch_size * trainer.world_size * trainer.accumulate_grad_batches
 
     def origin(self) -> dict[str, Any]:
-        """What an export's provenance says about where it comes from."""
+        """Return the part of an export's provenance that names its inputs."""
         return {}
 
     def _callback(self, kind: type) -> Any:
@@ -415,7 +420,7 @@ class TrainingCLI(LightningCLI):
         return next(each for each in callbacks if isinstance(each, kind))
 
     def fit(self, **kwargs: Any) -> None:
-        """Train from the last valid checkpoint on."""
+        """Train, from the last valid checkpoint if there is one."""
         max_steps = self.trainer.max_steps
         if self.resume_path is not None:
             say(f"resuming from {self.resume_path}")
@@ -437,14 +442,14 @@ class TrainingCLI(LightningCLI):
         latest = self.run_dir / self.export_folder / "latest"
         where = f"; the {self.export_folder} is {latest}" if latest.exists() else ""
         say(f"{self.run_dir}: {self.trainer.global_step} of {max_steps} steps are done{where}")
-        if self._callback(WatchOwnText).found is not None:
-            say(str(self._callback(WatchOwnText).found))
+        if self._callback(OnPolicyCheck).found is not None:
+            say(str(self._callback(OnPolicyCheck).found))
         if self.evaluates:
             self._callback(EvaluateExports).finish()
 
     def _noted_signals(self) -> AbstractContextManager[None]:
         signals = self._callback(TrainingCheckpoints).signals
-        # There is to be one handler, and this is where Lightning's own would begin.
+        # Replaces Lightning's own handler, so that there is one.
         self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
         signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
         is_main = self.trainer.is_global_zero

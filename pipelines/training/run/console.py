@@ -1,4 +1,4 @@
-"""What a training says on a terminal, and what it keeps others from saying."""
+"""Print a training's messages, and silence its libraries' noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning
 from lightning.pytorch.utilities import rank_zero_only
 
-# What Lightning and mamba-ssm say to everybody and nobody here can act on.
+# Warnings of Lightning and mamba-ssm that no user can act on.
 NOISE = (
     "You have overridden `(on_before_batch_transfer|transfer_batch_to_device)`",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -26,13 +26,13 @@ LIGHTNING = str(Path(lightning.__file__).parent)
 
 
 def has_cursor() -> bool:
-    """Whether what is said goes to a terminal that a bar can be drawn anew on."""
+    """Return True when stderr is a terminal that can redraw a bar."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 @rank_zero_only
 def say(line: str) -> None:
-    """Print on the main process."""
+    """Print a line on the main process only."""
     print(line, flush=True)
 
 
@@ -45,6 +45,8 @@ def quieten() -> None:
 
 
 def _is_no_banner(record: logging.LogRecord) -> bool:
-    """What Lightning itself remarks in passing is about devices that are not there and products of
-    its own; through the same loggers our data module says what it has read."""
+    """Drop Lightning's own remarks, about missing devices and its products.
+
+    Our data module logs through the same loggers, and passes.
+    """
     return record.levelno > logging.INFO or not record.pathname.startswith(LIGHTNING)

@@ -1,4 +1,4 @@
-"""--dry_run of a training: its steps, and what they take.
+"""Print a training's --dry_run: its steps, and their memory, disk and arithmetic.
 
 The model is not made: `ModelPlan` stands where LightningCLI would instantiate it.
 """
@@ -40,9 +40,12 @@ SMALLER_TRAINING = (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The architectures of a training. `target` runs with what is trained; `cached` says that
-    its outputs come from a cache instead, `beside` that it has a GPU of its own. `reference` is the
-    drafter that tokens are chosen by; `passes`, how often what is trained reads each token."""
+    """Architectures of a training, and the options that decide its memory.
+
+    `target` runs with the trained model; `cached` says that its outputs come from a cache instead,
+    `beside` that it has a GPU of its own. `reference` is the drafter that tokens are chosen by;
+    `passes`, how often the trained model reads each token.
+    """
 
     trained: HybridConfig
     target: HybridConfig | None = None
@@ -67,12 +70,13 @@ def describe_training(
     name: str,
     accelerator: str,
 ) -> Iterator[str]:
-    """Everything of a training that is known before its first step, line by line; `data` is set up.
-    accelerator: as it was asked for. "auto" where there is no GPU says what a GPU needs, and judges
-    nothing: a recipe is looked at on a laptop, too.
+    """Yield, line by line, everything about a training that is known before its first step.
 
-    Raises CannotWrite when the disk is too small and, when all is said, OutOfMemory when the memory
-    is.
+    `data` is set up. accelerator: as given by the user. "auto" without a GPU says the memory that a
+    GPU needs, and refuses nothing, so that a recipe can be tried on a laptop.
+
+    Raises CannotWrite when the disk is too small and, after the last line, OutOfMemory when the
+    memory is.
     """
     exports, checkpoints = callbacks
     is_here = isinstance(trainer.accelerator, CUDAAccelerator)
@@ -97,7 +101,7 @@ def describe_training(
         if is_here:
             device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
         own_gpu = forward_memory(plan.target, shape, trainer.precision, on_cuda, plan.target_dtype)
-        memory["loss"] = own_gpu.pop("loss")  # which is where the drafter is, as is a copy of
+        memory["loss"] = own_gpu.pop("loss")  # computed on the drafter's GPU, with a copy of
         memory["target's head"] = (
             max(2, plan.target_dtype.itemsize) * plan.target.vocab_size * plan.target.d_model
         )
@@ -143,8 +147,10 @@ def describe_training(
 def arithmetic_line(
     plan: ModelPlan, data: MicroBatches, rows: int, steps: int, num_processes: int
 ) -> str:
-    """What a distillation's steps of so many rows are to compute, and how long that takes at least:
-    on this machine's GPUs, or without any on H200s."""
+    """Estimate the arithmetic of a distillation's steps, and the least time that they take.
+
+    The time is that of this machine's GPUs, or of H200s without any.
+    """
     counted_tokens = count_rows(data.table, data.packing)["assistant"].mean() * rows
     parts = distillation_operations(
         None if plan.cached else plan.target, plan.trained, rows * data.packing.sequence_length,

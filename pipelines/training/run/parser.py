@@ -1,5 +1,7 @@
-"""The training commands' parser and its help: what belongs to the command first, and of Lightning's
-trainer what a run here is likely to want; --help_all has the rest."""
+"""Parse the training commands' options, and print a help of the useful ones.
+
+--help has the command's own options first, then some of Lightning's trainer; --help_all has all.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from stree_pipelines.console.command_line import CommandHelp, OneLineErrors
 
 TRAINER = "trainer."
-# What Lightning's own words, which are about every way to use it, are replaced by.
+# Replacements of Lightning's own help texts, which cover every way to use it.
 HELP = {
     "config": "YAML file with any of the options below; several are merged",
     "seed_everything": "of weights and of the order of the data",
@@ -36,13 +38,12 @@ SECTIONS = {
     "trainer", "model", "model.loss", "model.optimizer", "model.architecture", "data", "export",
     "checkpoint", "evaluation",
 }  # fmt: skip
-# Lightning's docstrings repeat defaults, and not those that hold here.
+# Lightning's docstrings repeat its own defaults, which do not hold here.
 _OTHER_DEFAULT = re.compile(r"\s*Defaults?:? (?:to )?``.*?``\.?")
 
 
 class HelpAll(argparse._HelpAction):
-    """--help_all: with every option of Lightning's trainer, and those that read a part of a YAML
-    file."""
+    """Action of --help_all: help with all options of Lightning's trainer and all YAML sections."""
 
     def __call__(self, parser: Any, *arguments: Any) -> None:
         parser.is_shown = lambda name: True
@@ -50,7 +51,7 @@ class HelpAll(argparse._HelpAction):
 
 
 class TrainingParser(OneLineErrors, LightningArgumentParser):
-    """A training command. `is_shown` tells by an option's name whether --help has it."""
+    """Parser of a training command; `is_shown` decides by name which options --help has."""
 
     _action_groups: list[Any]
 
@@ -69,14 +70,16 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
                 action.help = HELP[name]
             elif action.help is not None:
                 action.help = _OTHER_DEFAULT.sub("", action.help)
-        self._action_groups.sort(key=_is_trainer_s)  # behind the others
+        self._action_groups.sort(key=_is_trainer_s)  # the trainer's come last
         self._action_groups[-1].title = "Of Lightning's trainer"
         return super().format_help(*arguments)
 
 
 def is_of_use(name: str) -> bool:
-    """Whether an option is one of the command's own, or of those of Lightning's trainer that a run
-    here is likely to want. What reads a YAML file of one section is neither."""
+    """Return True for the command's own options and the useful ones of Lightning's trainer.
+
+    Options that read a YAML file of one section are neither.
+    """
     return name in HELP if name.startswith(TRAINER) else name not in SECTIONS | {"print_config"}
 
 

@@ -1,4 +1,4 @@
-"""What a terminal shows of a training: steps and time left, and the figures logged last."""
+"""Show a training on a terminal: steps, time left, and the figures logged last."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from stree_pipelines.console.progress import clock
 
 
 class Pace:
-    """How long the steps that are left take, by those since this process's first: that one compiles
-    kernels, and says nothing about the others."""
+    """Estimate of the time left, by the steps since this process's first.
+
+    The first step compiles kernels, and says nothing about the others.
+    """
 
     def __init__(self, step: int) -> None:
         self._start, self._first, self._then = step, step, time.perf_counter()
@@ -28,7 +30,7 @@ class Pace:
             self._first, self._then = step, time.perf_counter()
 
     def eta(self, step: int, max_steps: int) -> str:
-        """h:mm:ss, or a question mark."""
+        """Return the time left as h:mm:ss, or a question mark."""
         num_steps = step - self._first
         if not num_steps and step != max_steps:
             return "?"
@@ -36,7 +38,7 @@ class Pace:
 
 
 class TrainingBar(ProgressBar):
-    """Lightning's own counts batches of epochs, which have no end here, and shows no loss."""
+    """Progress bar of steps with the last loss; Lightning's own counts batches, without a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class TrainingBar(ProgressBar):
         self._is_enabled = True
 
     def disable(self) -> None:
-        """On all processes but the main one."""
+        """Hide the bar, on all processes but the main one."""
         self._is_enabled = False
 
     def show(self, figures: str) -> None:
@@ -90,7 +92,7 @@ class TrainingBar(ProgressBar):
 
 
 class _Bar(Progress):
-    """The figures have a line of their own, so that both fit a terminal of 80 columns."""
+    """Bar with the figures on a line of their own, so that both fit 80 columns."""
 
     def __init__(self, step: int, max_steps: int) -> None:
         self.figures = ""

@@ -1,8 +1,9 @@
-"""When one of several processes dies, the others leave within a minute and say which it was.
+"""End the other ranks within a minute when one of several processes dies, and name it.
 
-Left to themselves they would not: gloo's error names a port, NCCL waits for half an hour, and a
-host that is gone closes no connection. So each rank counts in the store in which they met, and
-looks at what the others count. A rank that fails says why there, and the others leave with it.
+Without the watchdog they would hang: gloo's error names a port, NCCL waits for half an hour, and a
+host that is gone closes no connection. So each rank counts in the processes' common store, and
+reads the counts of the others. A rank that fails writes the reason there, and the others leave with
+it.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from stree.common.errors import (
 from stree.common.files import FULL_DISK
 
 BEAT_S = 3.0
-# Of one's own beats, not of the clock: a job that was suspended as a whole goes on.
+# Counted in this rank's own beats, not by the clock: a job that was suspended as a whole goes on.
 PATIENCE_BEATS = 12
 LEFT, FAILED = "left", "failed "
 
 
 class PeerWatch(pl.Callback):
-    """Ends this process when another rank of the training has died or failed."""
+    """Callback that ends this process when another rank of the training has died or failed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rank, self._count = 0, 1
         self._store: dist.Store | None = None
-        # Of each rank its last value, and one's own beat when that was new.
+        # Each rank's last value, and this rank's beat when it was new.
         self._seen: dict[int, tuple[str, int]] = {}
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,7 +72,7 @@ class PeerWatch(pl.Callback):
         if self._thread is None:
             return
         if _comes_from_a_peer(exception):
-            # The watch finds out whose fault it is, and ends this process.
+            # The watch finds the rank that failed, and ends this process.
             self._thread.join(BEAT_S * (PATIENCE_BEATS + 4))
         # All ranks agree on being told to stop, and each has its own last things to do.
         if isinstance(exception, Preempted):
@@ -88,7 +89,7 @@ class PeerWatch(pl.Callback):
             self._store.set(_key(self._rank), word)
 
     def _wait_for_readers(self) -> None:
-        """The store goes with the process that keeps it, so rank 0 leaves last, if it can."""
+        """Let rank 0 leave last, if it can: the store goes with the process that keeps it."""
         assert self._store is not None
         if self._rank != 0:
             return
@@ -143,13 +144,13 @@ def _key(rank: int) -> str:
 
 
 def _here() -> str:
-    """This host, and which of its numberings of processes (a container has its own)."""
+    """Return this host and its namespace of process ids (a container has its own)."""
     numbering = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(numbering) if numbering.is_symlink() else '-'}"
 
 
 def _is_dead(value: str) -> bool:
-    """Whether a process that can be seen from here is known to have ended."""
+    """Return True when a process on this host is known to have ended."""
     _, host, numbering, pid = value.split(" ")
     if f"{host} {numbering}" != _here() or numbering == "-":
         return False
@@ -166,14 +167,14 @@ def _is_gone(rank: int, value: str) -> str:
 
 
 def _comes_from_a_peer(exception: BaseException) -> bool:
-    """What a collective raises when another rank is gone."""
+    """Return True for an exception that a collective raises when another rank is gone."""
     return isinstance(exception, dist.DistError) or (
         isinstance(exception, RuntimeError) and "gloo" in str(exception)
     )
 
 
 def _code_of(exception: BaseException) -> int:
-    """What the rank that raised it will leave with."""
+    """Return the exit code of the rank that raised the exception."""
     if isinstance(exception, StreeError):
         return exception.exit_code
     if is_out_of_memory(exception):

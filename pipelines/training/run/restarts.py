@@ -1,7 +1,7 @@
-"""A run that is started again and again and gets nowhere comes to an end.
+"""End a run that is restarted again and again without progress.
 
-A node that kills whatever runs on it, or a step that does, would otherwise be met anew by every
-requeued job. RUN/restarts.json counts the starts from one step with one configuration.
+Without the limit, every requeued job would run again into a node or a step that kills it.
+RUN/restarts.json counts the starts from one step with one configuration.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FILE_NAME = "restarts.json"
 def note_start(run_dir: Path, step: int, config: str) -> int:
     """Count a start of RUN from the checkpoint of `step`; returns the restarts without progress.
 
-    Progress is a checkpoint of a later step. Whoever changes `config` (text) has looked at the run,
-    and it counts from 0 again. On the main process only.
+    Progress is a checkpoint of a later step. A changed `config` (text) means that the user has
+    looked at the run, and counts from 0 again. On the main process only.
     """
     path = run_dir / FILE_NAME
     start = {"step": step, "config_sha256": hashlib.sha256(config.encode()).hexdigest()}
@@ -47,8 +47,11 @@ def forget_starts(run_dir: Path) -> None:
 
 @contextmanager
 def uncounted_ends(run_dir: Path) -> Iterator[None]:
-    """What is refused in here (exit codes 2, 65, 66) ended no work: whoever starts the run again
-    has changed what was refused, and is not to be stopped for it. Nor is whoever interrupts."""
+    """Forget the starts when the block is refused (exit codes 2, 65, 66) or interrupted.
+
+    A refused run lost no work: the next start comes with another input. Interrupting is the user's
+    own choice.
+    """
     try:
         yield
     except (UsageError, BadData, CheckpointRefused, Interrupted, KeyboardInterrupt):
@@ -57,7 +60,7 @@ def uncounted_ends(run_dir: Path) -> Iterator[None]:
 
 
 class RestartLimit(pl.Callback):
-    """Ends a run with InvariantBroken, on all ranks, when it has been restarted in vain."""
+    """Callback that ends a run with InvariantBroken, on all ranks, after too many vain restarts."""
 
     def __init__(self, run_dir: Path, restarts: int) -> None:
         """

@@ -1,4 +1,4 @@
-"""The folder of a training run: what made it, and its metrics as they come.
+"""Write the folder of a training run: its configuration, its command and its metrics.
 
 RUN/config.yaml (resolved), RUN/command.json (command line, commit, versions), RUN/metrics.csv.
 """
@@ -29,10 +29,10 @@ from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
 
-# What a resumed run may not change: the curve would be of two different runs.
+# Sections that a resumed run may not change: the curve would be of two different runs.
 FIXED_SECTIONS = ("seed_everything", "model", "data", "tokenizer")
-# Of the trainer's options what a resumed run may change: how long and where it runs, and what it
-# shows. max_steps is how a finished run is extended.
+# Trainer options that a resumed run may change: length, place and output of the run. A larger
+# max_steps extends a finished run.
 FREE_TRAINER_OPTIONS = {
     "max_steps", "max_epochs", "max_time", "accelerator", "strategy", "devices", "num_nodes",
     "logger", "callbacks", "log_every_n_steps", "enable_progress_bar", "enable_model_summary",
@@ -40,8 +40,8 @@ FREE_TRAINER_OPTIONS = {
     "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps",
     "detect_anomaly", "enable_checkpointing",
 }  # fmt: skip
-# Also free: how the rows of a global batch are shared (the checkpoint says how many they are), and
-# what trades memory for time.
+# Also free: how the rows of a global batch are shared (the checkpoint has their number), and
+# options that trade memory for time.
 FREE_OPTIONS = {
     "data": {"batch_size", "global_batch_size"},
     "model": {"target_placement", "activation_checkpointing"},
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a resolved config that decides the weights (no folders, no devices)."""
+    """Return the part of a resolved config that decides the weights (no folders, no devices)."""
     fixed = {section: config.get(section) for section in FIXED_SECTIONS}
     for section, free in FREE_OPTIONS.items():
         values = fixed[section] or {}
@@ -63,12 +63,12 @@ def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = config.get("trainer", {})
     free = FREE_TRAINER_OPTIONS - {"max_steps"}
     fixed["trainer"] = {name: value for name, value in trainer.items() if name not in free}
-    # JSON has no tuples: what was read back from YAML must hash like what was parsed.
+    # JSON has no tuples: a config read back from YAML must hash like the parsed one.
     return json.loads(json.dumps(fixed))
 
 
 def hash_of_config(config: Mapping[str, Any], global_batch_size: int) -> str:
-    """sha256 of `fixed_config` and the rows a step: two runs with the same one are the same run."""
+    """Hash `fixed_config` and the rows per step (sha256): runs with one hash are the same run."""
     return config_hash({**fixed_config(config), "global_batch_size": global_batch_size})
 
 
@@ -108,8 +108,12 @@ def take_run_folder(run_dir: Path) -> IO[str]:
 
 @contextmanager
 def removing_what_was_refused(run_dir: Path) -> Iterator[None]:
-    """A run that is refused in here (exit codes 2, 65, 66) before its first step leaves no folder
-    where there was none: all that is in it is what the next command gives anew."""
+    """Remove a new run folder when the block is refused (exit codes 2, 65, 66) before the first
+    step.
+
+    Such a folder holds only files that the next command writes anew. A folder that was there before
+    stays.
+    """
     is_new = not run_dir.exists()
     try:
         yield
@@ -124,7 +128,7 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
 
     Args:
         config: the resolved configuration.
-        facts: what command.json says beside argv, commit and versions (target, tokenizer, seed).
+        facts: further entries of command.json, after argv, commit and versions (target, seed).
 
     Raises CannotWrite when the folder or disk refuses.
     """
@@ -159,8 +163,7 @@ def changes_since(
 ) -> str:
     """Name up to three options that decide the weights and differ from RUN/config.yaml's.
 
-    Return "" where nothing differs; raise UsageError where
-    RUN/config.yaml cannot be read.
+    Return "" when nothing differs; raise UsageError when RUN/config.yaml cannot be read.
 
     Args:
         config: a resolved configuration.
@@ -193,8 +196,11 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Curves(TensorBoardLogger):
-    """RUN/tensorboard. metrics.csv has the same rows, so a disk that refuses these is told once and
-    the training goes on without them."""
+    """Logger of RUN/tensorboard.
+
+    metrics.csv has the same rows, so a disk that refuses these is reported once and the training
+    goes on without them.
+    """
 
     def __init__(self, run_dir: Path, last_step: int = 0) -> None:
         super().__init__(str(run_dir), name="", version="tensorboard", purge_step=last_step + 1)
@@ -214,7 +220,7 @@ class Curves(TensorBoardLogger):
         try:
             write(*arguments)
         except (OSError, ValueError) as error:
-            # Lightning tells whatever goes wrong as a value that cannot be logged.
+            # Lightning reports every error as a value that cannot be logged.
             reason = error.__cause__ if isinstance(error, ValueError) else error
             if not isinstance(reason, OSError):
                 raise
@@ -223,9 +229,9 @@ class Curves(TensorBoardLogger):
 
 
 class MetricsFile(Logger):
-    """RUN/metrics.csv, one row a logged step, flushed as it is written.
+    """Logger of RUN/metrics.csv, one row per logged step, flushed as it is written.
 
-    Rows after `last_step` (of a run that was killed behind its last checkpoint) are dropped at the
+    Rows after `last_step` (of a run that was killed after its last checkpoint) are dropped at the
     start, so a resumed run leaves the file that an uninterrupted one would have left.
     """
 
@@ -249,12 +255,14 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """config.yaml holds them."""
+        """Do nothing: config.yaml holds them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add a row. Raises CannotWrite when the disk refuses; a row of which only a part was
-        written is dropped when the run goes on, from the checkpoint before it."""
+        """Add a row. Raises CannotWrite when the disk refuses it.
+
+        A partly written row is dropped when the run goes on from the checkpoint before it.
+        """
         row = {"step": step, **metrics}
         if not self._columns:
             self._start()
@@ -278,7 +286,7 @@ class MetricsFile(Logger):
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics file, without a last line that a killed writer left unfinished."""
+    """Read the rows of a metrics file, without a last line that a killed writer left unfinished."""
     if not path.is_file():
         return []
     try:

@@ -1,6 +1,6 @@
-"""Told to stop from outside: signals are noted, and the state is saved where a step ends.
+"""Note signals to stop a training; the state is saved at the next step's end.
 
-Saving inside a handler would corrupt what is being computed, and Lightning's own handlers start a
+Saving inside a handler would corrupt a running computation, and Lightning's own handlers start a
 collective there.
 """
 
@@ -23,11 +23,11 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) while a training runs."""
+    """Record of SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) that come while a training runs."""
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the one that came; SIGINT whatever came beside it
-        # Under srun until all processes have met: its SIGTERM says that one has ended by then.
+        self.number: int | None = None  # the signal that came; SIGINT goes before the others
+        # True under srun until all processes have met: SIGTERM then says that one has ended.
         self.waits_for_others = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -36,13 +36,13 @@ class StopSignals:
 
     @contextmanager
     def noted(self, tells: bool, before_leaving: Callable[[], None]) -> Iterator[None]:
-        """Only note signals in here; a second SIGINT ends the process at once with code 130.
+        """Only note signals in the block; a second SIGINT ends the process at once with code 130.
 
-        A process that is leaving because of a signal ignores more of them, which could only take
-        its exit code away, but for SIGINT.
+        A process that leaves because of a signal ignores further ones, which could only take its
+        exit code away, except SIGINT.
 
         Args:
-            tells: whether this process says that it was interrupted; one of several is enough.
+            tells: True when this process prints that it was interrupted; one of several is enough.
             before_leaving: called when the second SIGINT has come.
         """
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -61,8 +61,7 @@ class StopSignals:
 
     @contextmanager
     def _watched(self, tells: bool, before_leaving: Callable[[], None]) -> Iterator[None]:
-        """Look at signals in a thread: a handler would wait for what the main thread computes, and
-        for ever where that hangs."""
+        """Read signals in a thread: a handler would wait for the main thread, which may hang."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -96,7 +95,7 @@ class StopSignals:
 
 
 def _leave(tells: bool) -> None:
-    """End the process as it stands: what has a name of its own on the disk is whole at any time."""
+    """End the process at once: every finished file on the disk is whole at any time."""
     if tells:
         cursor = _SHOW_CURSOR if os.isatty(2) else b""
         os.write(

@@ -1,5 +1,7 @@
-"""Loggers that a user asks for with trainer.logger beside our own files: Weights & Biases, MLflow
-and whatever else Lightning has one for."""
+"""Make the loggers of trainer.logger: Weights & Biases, MLflow and Lightning's others.
+
+They come in addition to our own files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _MISSING_PACKAGE = re.compile(r"(?:Requirement|Module not found:) '(?P<package>[
 
 
 def make_tracker(given: Namespace) -> Logger:
-    """A logger from its class_path and init_args.
+    """Make a logger from its class_path and init_args.
 
     Raises `UsageError` when the package that it needs is not installed.
     """
@@ -38,7 +40,7 @@ def make_tracker(given: Namespace) -> Logger:
 def start_tracker(logger: Logger, config: Mapping[str, Any], until_the_end: ExitStack) -> None:
     """Give the resolved configuration to a logger, and let it end with `until_the_end`.
 
-    Raises UsageError with the logger's own reason when it cannot start (nobody is logged in, say).
+    Raises UsageError with the logger's own reason when it cannot start (no login, for example).
     """
     try:
         logger.log_hyperparams(dict(config))
@@ -48,7 +50,7 @@ def start_tracker(logger: Logger, config: Mapping[str, Any], until_the_end: Exit
             "tensorboard/ have the same rows without it"
         ) from error
     if isinstance(logger, WandbLogger):
-        # By itself it ends with the interpreter, which one of several processes does not wait for.
+        # By itself it ends with the interpreter, and one of several processes does not wait for it.
         until_the_end.push(partial(_finish, logger))
 
 

@@ -1,4 +1,4 @@
-"""The trainer's settings: what they are unless given, and which of them no run can have."""
+"""Set the trainer's defaults, and refuse settings that no run can have."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "enable_checkpointing": False,
     "enable_model_summary": False,
     "devices": 1,
-    # Or a resumed run on a GPU would not be the same run; costs a few percent.
+    # Otherwise a resumed run on a GPU would not be the same run; costs a few percent.
     "deterministic": True,
 }
 
 
 def require_trainable(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raises `UsageError` for settings of trainer.* that no run can have, or that do not go with
-    those of model.*."""
+    """Raise UsageError for trainer.* settings that no run can have, or that model.* excludes."""
     max_steps = trainer["max_steps"]
     if max_steps < 1:
         raise UsageError(
@@ -45,18 +44,21 @@ def require_trainable(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> N
 
 
 def _require_one_whole_model(strategy: str, model: Mapping[str, Any]) -> None:
-    """Averages and decay phases copy the weights as each process has them; Muon orthogonalises
-    whole matrices."""
+    """Refuse a sharding strategy with options that need whole weights in each process.
+
+    Averages and decay phases copy the weights as each process has them; Muon orthogonalises whole
+    matrices.
+    """
     require_decay(model["ema"])
     optimizer = model["optimizer"]
-    asked = {
+    used = {
         "model.ema": model["ema"] is not None,
         "model.features.ahead": bool((model.get("features") or {}).get("ahead")),
         "model.optimizer.schedule wsd": optimizer["schedule"] == "wsd",
         "model.optimizer.kind muon": optimizer["kind"] == "muon",
     }
-    for name, is_asked in asked.items():
-        if is_asked and strategy in SHARDED:
+    for name, is_used in used.items():
+        if is_used and strategy in SHARDED:
             raise UsageError(
                 f"{name} needs the whole weights in each process, trainer.strategy {strategy} "
                 "shares them: use ddp, or leave one of them out"

@@ -1,11 +1,11 @@
-"""The target's outputs on disk, computed once: top-k log-probabilities and the mass of the rest.
+"""Read the target's outputs from disk: top-k log-probabilities and the mass of the rest.
 
-    DIR/cache.json                     what it was made from, and of which splits it consists
+    DIR/cache.json                     the inputs that made it, and its splits
     DIR/train/shard-00000-of-00012/    ids.npy, log_probs.npy, log_tail.npy, MANIFEST.json
 
-A row belongs to a sample and a token of it that counts for the loss, never to a batch: whatever
-order, batch size, packing seed or number of ranks a training has, it finds its rows. Only the row
-length may not exceed the cache's, because samples were cut there. Shards hold whole samples.
+A row belongs to a sample and a token of it with a loss, never to a batch: a training with any
+order, batch size, packing seed or number of ranks finds its rows. Only the row length may not
+exceed the cache's, because samples were cut there. Shards hold whole samples.
 
 Per row: k token ids (2 bytes each up to 65,536 tokens, else 3), k log-probabilities (2 or 4 bytes
 each) and the log of the tail mass (4 bytes).
@@ -37,8 +37,10 @@ SHARD_OVERHEAD_BYTES = 3 * 128 + 560
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What decides the bytes of a cache, but for the data. Two caches of one spec and one table
-    are the same."""
+    """Settings that, with the data, decide every byte of a cache.
+
+    Two caches of one spec and one table are the same.
+    """
 
     target_sha256: str
     tokenizer_fingerprint: str
@@ -71,7 +73,7 @@ class CacheSpec:
         return self.top_k * (self.id_bytes + np.dtype(self.dtype).itemsize) + 4
 
     def layout(self, num_rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of a shard's arrays."""
+        """Return shape and dtype of each array of a shard with `num_rows` rows."""
         ids = ((num_rows, self.top_k), "<u2") if self.id_bytes == 2 else (
             (num_rows, self.top_k, 3), "|u1"
         )  # fmt: skip
@@ -83,14 +85,14 @@ class CacheSpec:
         }
 
     def encode_ids(self, ids: NDArray[np.integer]) -> NDArray:
-        """(M, k) uint16, or (M, k, 3) uint8, lowest byte first."""
+        """Encode ids (M, k) as (M, k) uint16, or (M, k, 3) uint8, lowest byte first."""
         if self.id_bytes == 2:
             return ids.astype("<u2")
         whole = np.ascontiguousarray(ids, dtype="<u4")
         return whole.view(np.uint8).reshape(*ids.shape, 4)[..., :3].copy()
 
     def decode_ids(self, stored: NDArray) -> NDArray[np.int32]:
-        """Inverse of `encode_ids`: (M, k) int32."""
+        """Decode stored ids to (M, k) int32, the inverse of `encode_ids`."""
         if self.id_bytes == 2:
             return stored.astype(np.int32)
         whole = np.zeros((*stored.shape[:-1], 4), np.uint8)
@@ -100,7 +102,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which samples of a table go into which shard, and where their rows stand.
+    """Assignment of a table's samples to shards, and the place of their rows.
 
     first_rows: (samples + 1,) int64, the cache row of each sample's first counted token;
     first_samples: (shards + 1,) int64.
@@ -130,7 +132,7 @@ class ShardPlan:
         return range(int(self.first_samples[shard]), int(self.first_samples[shard + 1]))
 
     def rows(self, shard: int) -> range:
-        """Cache rows of a shard, counted from the start of the split."""
+        """Return the cache rows of a shard, counted from the start of the split."""
         samples = self.samples(shard)
         return range(int(self.first_rows[samples.start]), int(self.first_rows[samples.stop]))
 
@@ -139,8 +141,10 @@ class ShardPlan:
 
 
 def counted_tokens(table: TokenTable, sequence_length: int) -> NDArray[np.int64]:
-    """(samples,): how many tokens of each sample count for the loss when it is cut to that length
-    (nothing predicts the first one)."""
+    """Count the tokens with a loss of each sample, cut to `sequence_length` tokens: (samples,).
+
+    The first token of a sample never counts: nothing predicts it.
+    """
     seen = _running_total(table.mask)
     ends = table.offsets[:-1] + np.minimum(table.lengths, sequence_length)
     return seen[ends] - seen[np.minimum(table.offsets[:-1] + 1, ends)]
@@ -159,7 +163,7 @@ def shard_directory(cache: Path, split: str, shard: int, num_shards: int) -> Pat
 def describe_splits(
     tables: Mapping[str, TokenTable], plans: Mapping[str, ShardPlan]
 ) -> dict[str, dict[str, Any]]:
-    """The `splits` of cache.json."""
+    """Build the `splits` of cache.json."""
     return {
         split: {
             "data_sha256": table.sha256,
@@ -176,7 +180,10 @@ def identity_of(spec: CacheSpec, splits: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_cache_file(cache: Path) -> dict[str, Any] | None:
-    """cache.json; None when there is none. CheckpointRefused when it cannot be read."""
+    """Read cache.json; None when there is none.
+
+    Raises CheckpointRefused when it cannot be read.
+    """
     path = cache / CACHE_NAME
     if not path.is_file():
         return None
@@ -198,8 +205,10 @@ def read_cache_file(cache: Path) -> dict[str, Any] | None:
 
 
 class TeacherCache:
-    """A finished cache, open for reading. Raises NotFound without the folder, CheckpointRefused
-    when it holds none."""
+    """Finished cache, open for reading.
+
+    Raises NotFound without the folder, CheckpointRefused when it holds no cache.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -222,9 +231,10 @@ class TeacherCache:
                 )
 
     def split(self, name: str, table: TokenTable, sequence_length: int) -> CachedTargets:
-        """The rows of a split for training on `table` in rows of `sequence_length` tokens.
+        """Open the rows of a split for training on `table` in rows of `sequence_length` tokens.
 
-        Verifies every shard's bytes. Raises CheckpointRefused naming what does not fit.
+        Verifies every shard's bytes. Raises CheckpointRefused with the reason when the split does
+        not fit.
         """
         made = self.content["splits"].get(name)
         if made is None:
@@ -277,7 +287,7 @@ class TeacherCache:
 
 
 def cache_hash(content: Mapping[str, Any]) -> str:
-    """What a shard says of the cache that it belongs to."""
+    """Hash the cache's identity; each shard's manifest holds it."""
     names = ("version", *CacheSpec.__dataclass_fields__, "splits")
     return config_hash({name: content[name] for name in names})
 
@@ -289,11 +299,15 @@ class CachedTargets:
     spec: CacheSpec
     plan: ShardPlan
     shards: list[dict[str, NDArray]]
-    counts: NDArray[np.int64]  # (samples,) rows that the training reads of each
+    counts: NDArray[np.int64]  # (samples,) rows of each that the training reads
 
     def of_rows(self, packing: Packing, rows: NDArray[np.int64]) -> dict[str, NDArray]:
-        """For the packed rows of a batch, in the order of its loss mask's True entries (M):
-        `teacher_ids` (M, k) int32, `teacher_log_probs` (M, k) and `teacher_log_tail` (M,) fp32."""
+        """Read the cached targets of a batch's packed rows, in the order of its loss mask's True
+        entries.
+
+        Returns `teacher_ids` (M, k) int32, `teacher_log_probs` (M, k) and `teacher_log_tail` (M,)
+        fp32.
+        """
         pieces = [tuple(self.shards[0][name][:0] for name in ARRAYS)]  # a batch may have no row
         for row in rows:
             for sample in packing.samples[packing.starts[row] : packing.starts[row + 1]]:
@@ -322,7 +336,7 @@ class CachedTargets:
 def _normalised(
     log_probs: NDArray[np.float32], log_tail: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Rounded log-probabilities and tail, so that they sum to one again."""
+    """Scale rounded log-probabilities and tail, so that they sum to one again."""
     mass = np.exp(log_probs).sum(axis=1) + np.exp(log_tail)
     log_mass = np.log(mass)
     return log_probs - log_mass[:, None], log_tail - log_mass

@@ -1,7 +1,7 @@
-"""Making a teacher cache: shard by shard, each whole or absent, by any number of processes.
+"""Make a teacher cache shard by shard, each whole or absent, by any number of processes.
 
-A shard's bytes are a function of its samples alone: it packs them by itself. So it does not matter
-who makes it, in which order, or how often the command was killed before.
+A shard's bytes are a function of its samples alone: it packs them by itself. Any process may make
+it, in any order, after any number of kills.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Shard = tuple[str, int]  # split, number
 
 
 class CacheWriter:
-    """What is to be written into a folder, and what of it is there.
+    """Writer of a cache's shards into a folder, which may hold some of them already.
 
     Raises UsageError when the folder holds another cache.
     """
@@ -97,17 +97,17 @@ class CacheWriter:
         precision: str = "32-true",
         progress: EvaluationProgress | None = None,
     ) -> None:
-        """Write this worker's share of the missing shards; nobody waits for anybody.
+        """Write this worker's share of the missing shards; no worker waits for another.
 
         Args:
-            model: the target, on the device that it is to run on.
+            model: the target, on the device that runs it.
             batch_size: packed rows in a forward pass.
             made_with: provenance for people; not compared.
             precision: the trainer's; of the forward passes.
 
         Raises CannotWrite when the disk refuses, InvariantBroken when the target's outputs are not
         finite, OutOfMemory; finished shards stay.
-        """  # fmt: skip
+        """
         progress = progress or EvaluationProgress(enabled=workers.is_main)
         for split in self.plans:
             make_directory(self.directory / split)
@@ -115,7 +115,7 @@ class CacheWriter:
         # All workers write the same bytes.
         content = {**self.identity, "made_with": dict(made_with)}
         write_atomically(self.directory / CACHE_NAME, json.dumps(content, indent=2) + "\n")
-        # Shared before looking what is there: all workers must divide the same list.
+        # Shared before looking which shards exist: all workers must divide the same list.
         mine = [each for each in workers.share(self.shards) if not self.path_of(*each).is_dir()]
         started = time.monotonic()
         with progress.task("teacher cache", len(mine)) as task:
@@ -148,7 +148,7 @@ class CacheWriter:
         self, split: str, shard: int, model: HybridModel, pad_id: int, batch_size: int,
         precision: str,
     ) -> dict[str, NDArray]:  # fmt: skip
-        """The arrays of a shard, rows in the order of its samples and their tokens."""
+        """Compute the arrays of a shard, rows in the order of its samples and their tokens."""
         spec, plan = self.spec, self.plans[split]
         samples, cache_rows = plan.samples(shard), plan.rows(shard)
         table = _part_of(self.tables[split], samples)

@@ -1,4 +1,4 @@
-"""The target that a drafter learns from: it never changes, and lies where there is room for it."""
+"""Hold the frozen target of a distillation, on whichever devices have room for it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TargetDtype = Literal["float32", "bfloat16", "float8"]
 
 
 def held_dtype(dtype: TargetDtype) -> torch.dtype:
-    """In which the target's projections are held."""
+    """Return the dtype in which the target's projections are held."""
     return FLOAT8 if dtype == "float8" else getattr(torch, dtype)
 
 
 def loaded_dtype(dtype: TargetDtype) -> torch.dtype:
-    """In which a target is loaded; with float8, before its products are rounded."""
+    """Return the dtype in which a target is loaded (bf16 for float8, which is rounded later)."""
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 
@@ -41,20 +41,22 @@ def require_placeable(dtype: TargetDtype, placement: Placement) -> None:
 
 @dataclass(frozen=True)
 class TargetInputs:
-    """A batch's inputs on the target's own device. Not tensors in the batch itself: DDP moves those
-    to the drafter's."""
+    """Inputs of a batch on the target's own device.
+
+    Not tensors of the batch itself: DDP would move them to the drafter's device.
+    """
 
     tokens: Tensor
     segment_ids: Tensor
 
 
 class FrozenTarget:
-    """A target's outputs on the drafter's device, wherever the target's weights are."""
+    """Target whose outputs come to the drafter's device, from wherever its weights are."""
 
     def __init__(
         self, model: HybridModel, placement: Placement, dtype: TargetDtype = "float32"
     ) -> None:
-        """dtype, of its weights: with float8 `model`, which has bf16 ones, is changed."""
+        """Freeze `model`; dtype "float8" rounds its bf16 weights in place."""
         self.model = model.eval().requires_grad_(False)
         self.placement = placement
         self.in_float8 = dtype == "float8"
@@ -64,10 +66,12 @@ class FrozenTarget:
         self._head: Tensor | None = None  # where the losses are, when the target is not
 
     def place(self, device: torch.device, device_ids: Sequence[int], num_ranks: int) -> None:
-        """Bring it to its device or devices.
+        """Move the target to its device or devices.
 
-        Args: the drafter's device, in this process; the ids of those of all processes of this host;
-        and the number of processes on all hosts.
+        Args:
+            device: the drafter's device, in this process.
+            device_ids: ids of the devices of all processes of this host.
+            num_ranks: number of processes on all hosts.
         """
         if self.in_float8:
             require_float8(device)
@@ -80,8 +84,10 @@ class FrozenTarget:
             self.model.to(device)
 
     def inputs_of(self, batch: dict[str, Any]) -> TargetInputs | None:
-        """A copy of the host's batch on its device, where that is not the drafter's (a copy from
-        there would wait for the step that runs there)."""
+        """Copy the host's batch to the target's device; None when that is the drafter's.
+
+        A copy from the drafter's device would wait for the step that runs there.
+        """
         if self._head is None:
             return None
         tensors = (batch[name] for name in ("tokens", "segment_ids"))
@@ -91,19 +97,23 @@ class FrozenTarget:
     def hidden_states(
         self, inputs: TargetInputs, device: torch.device, features: HiddenStateTap | None = None
     ) -> Tensor:
-        """(B, T, D) on `device`; features takes what the drafter reads, where the target is."""
+        """Return hidden states (B, T, D) on `device`; `features` taps the layers that the drafter
+        reads."""
         hidden = self.model.hidden_states(inputs.tokens, inputs.segment_ids, features=features)
         return hidden.to(device)
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D), where the drafter is."""
+        """The head's weight (V, D), on the drafter's device."""
         return self.model.head_weight if self._head is None else self._head
 
 
 def device_beside(device: torch.device, device_ids: Sequence[int]) -> torch.device:
-    """Where the target of the process on `device` goes: to one of the GPUs that none of the host's
-    processes (on `device_ids`) is on. A CPU is its own. Raises UsageError with too few GPUs."""
+    """Choose a GPU for the target of the process on `device`: one that no process of the host uses.
+
+    device_ids: the GPUs of the host's processes. A CPU is its own. Raises UsageError with too few
+    GPUs.
+    """
     if device.type != "cuda":
         return device
     there = torch.cuda.device_count()

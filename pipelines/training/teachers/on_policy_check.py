@@ -1,8 +1,9 @@
-"""Does the target write what it is distilled on? At the end of a training the target goes on with a
-few of the data's prompts itself, and the drafter is measured on both continuations.
+"""Check, at the end of a training, that the target writes text like its data.
 
-Speculation drafts what the target writes. On text that it would never write, its predictions can be
-easy to imitate, so that the simulated acceptance on the data rises while τ falls.
+The target continues a few of the data's prompts itself, and the drafter is measured on both
+continuations. Speculation drafts the target's own text. On text that the target would never write,
+its predictions can be easy to imitate, so that the simulated acceptance on the data rises while τ
+falls.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from stree_pipelines.training.teachers.teachers import LiveTeacher
 NUM_ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 24
 # Acceptances of 192 tokens are known to about 0.03.
 LESS_THAN_ON_DATA = 0.1
-# A target that has seen such data finds it as surprising as it expects to; of one that is far from
-# it a token comes as a surprise e times as often.
+# A target that has seen such data has a mean −log p equal to its entropy; one nat more means that
+# its tokens are e times less probable than the target expects.
 MORE_THAN_EXPECTED = 1.0
 
 
 @dataclass(frozen=True)
-class OwnText:
-    """Means over the first tokens of a few answers, as the data has them (`nll`, `entropy`,
-    `on_data`) and as the target writes them at temperature 1 (`on_own`)."""
+class OnPolicyResult:
+    """Means over the first tokens of a few answers.
+
+    `nll`, `entropy` and `on_data` are of the data's answers, `on_own` of answers that the target
+    draws at temperature 1.
+    """
 
     nll: float  # −log p of the target, nats a token
-    entropy: float  # of the target at the same places: what `nll` is where it wrote the text
+    entropy: float  # of the target at the same places; equals `nll` on text that it wrote
     on_data: float  # simulated acceptance
     on_own: float
 
@@ -58,13 +62,15 @@ class OwnText:
         )
 
 
-class WatchOwnText(pl.Callback):
-    """Measures at the end of the training; `found` is None where the target's outputs are cached,
-    or its weights cannot be asked for."""
+class OnPolicyCheck(pl.Callback):
+    """Callback that measures at the end of the training.
+
+    `found` is None when the target's outputs are cached, or its weights cannot be gathered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: OwnText | None = None
+        self.found: OnPolicyResult | None = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(pl_module, Distillation) or pl_module.frozen is None:
@@ -80,9 +86,12 @@ class WatchOwnText(pl.Callback):
             self.found = measure(pl_module, tables["train"])
 
 
-def measure(module: Distillation, table: TokenTable) -> OwnText | None:
-    """All processes of a training must call it, and get the same. None when no conversation of
-    `table` begins with a prompt."""
+def measure(module: Distillation, table: TokenTable) -> OnPolicyResult | None:
+    """Measure the drafter on the data's and on the target's own answers.
+
+    All processes of a training must call it, and get the same. Returns None when no conversation of
+    `table` begins with a prompt.
+    """
     rows = first_answers(table)
     if not rows:
         return None
@@ -90,7 +99,7 @@ def measure(module: Distillation, table: TokenTable) -> OwnText | None:
     own = _continued(module, rows)
     log_p_MV = _target_log_probs(module, data, shift_left(data["loss_mask"]))
     labels_M = data["tokens"][data["loss_mask"]].to(log_p_MV.device)
-    return OwnText(
+    return OnPolicyResult(
         nll=-log_p_MV.gather(1, labels_M[:, None]).mean().item(),
         entropy=torch.special.entr(log_p_MV.exp()).sum(1).mean().item(),
         on_data=_acceptance(module, data),
@@ -99,8 +108,10 @@ def measure(module: Distillation, table: TokenTable) -> OwnText | None:
 
 
 def first_answers(table: TokenTable) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) of the first conversations that begin with a prompt, each cut to the tokens
-    next to the place where they meet."""
+    """Return (prompt, answer) of the first conversations that begin with a prompt.
+
+    Each is cut to the tokens next to the place where prompt and answer meet.
+    """
     rows = []
     for begin, end in zip(table.offsets[:-1], table.offsets[1:], strict=True):
         tokens, mask = table.tokens[begin:end].tolist(), table.mask[begin:end]
@@ -117,7 +128,7 @@ def first_answers(table: TokenTable) -> list[tuple[list[int], list[int]]]:
 
 
 def _as_batch(rows: list[tuple[list[int], list[int]]]) -> Batch:
-    """On the host; behind an answer stands what no token before it can see."""
+    """Make a batch on the host; padding follows each answer, where no earlier token sees it."""
     shape = len(rows), PROMPT_TOKENS + NEW_TOKENS
     batch = {
         "tokens": torch.zeros(shape, dtype=torch.long),
@@ -132,7 +143,7 @@ def _as_batch(rows: list[tuple[list[int], list[int]]]) -> Batch:
 
 
 def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) -> Batch:
-    """The prompts with answers that the target draws from its own distribution."""
+    """Make a batch of the prompts with answers that the target draws from its own distribution."""
     generator = torch.Generator().manual_seed(0)  # the training's random numbers stay as they are
     eos = module.exported.config.eos_token_ids
     answers: list[list[int]] = [[] for _ in rows]
@@ -149,7 +160,7 @@ def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) ->
 
 
 def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Tensor:
-    """(M, V) log-probabilities of the token that follows each of the M `places` (R, T)."""
+    """Return log-probabilities (M, V) of the token that follows each of the M `places` (R, T)."""
     frozen = module.frozen
     assert frozen is not None
     moved = module.transfer_batch_to_device({**batch, "places": places}, module.device, 0)

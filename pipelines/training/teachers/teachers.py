@@ -1,5 +1,4 @@
-"""What a student is compared with: the live target's distribution, or its top k and one bucket for
-the rest.
+"""Give the distribution a student learns: the live target's, or its top k and one tail bucket.
 
 Legend: M rows (tokens that count), C rows of a chunk, V vocabulary, Dt width of the teacher,
 k tokens whose probabilities are known.
@@ -19,37 +18,46 @@ from stree.models.head_columns import columns_of
 
 
 class Teacher(Protocol):
-    """What the chunked loss asks of a teacher of M rows, or of C of them. The V columns are the
-    tokens that the student's head is over; is_partial, whether there are more."""
+    """Interface between a teacher and the chunked loss, for M rows or C of them.
+
+    The V columns are the tokens of the student's head; is_partial says that the vocabulary has
+    more.
+    """
 
     @property
     def is_partial(self) -> bool: ...
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What there is of each row, (M, …)."""
+        """Tensors with an entry per row, (M, …)."""
 
     def __len__(self) -> int:
-        """M."""
+        """Return the number of rows M."""
 
     def of(self, rows: Tensor | slice) -> Teacher:
-        """The same teacher of some of its rows, by their indices."""
+        """Return the teacher restricted to some of its rows, by their indices."""
 
     def over(self, ids: Tensor | None) -> Teacher:
-        """The same teacher for a student whose head is over the tokens ids (K,), ascending; None is
-        all of them. Probabilities stay what they are, and do not sum to one then."""
+        """Return the teacher for a student whose head has the tokens ids (K,), ascending; None is
+        all.
+
+        Probabilities keep their values, and do not sum to one then.
+        """
 
     def log_distribution(self, log_q_CV: Tensor) -> Tensor:
-        """A new (C, V) fp32 tensor: the log-probabilities to learn, given the student's own."""
+        """Make a new (C, V) fp32 tensor of log-probabilities to learn, given the student's."""
 
     def overlap(self, p_CV: Tensor, q_CV: Tensor) -> Tensor:
-        """Σ_v min(p_v, q_v) of each row (C,), as far as it is known, from p_CV =
-        exp(log_distribution)."""
+        """Sum min(p_v, q_v) over v for each row (C,), as far as it is known.
+
+        p_CV = exp(log_distribution).
+        """
 
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """hidden (M, Dt) and head (V, Dt), both in the dtype of the matrix products; ids as `over`."""
+    """Teacher from hidden (M, Dt) and head (V, Dt), both in the dtype of the products; ids as
+    `over`."""
 
     hidden: Tensor
     head: Tensor
@@ -90,8 +98,8 @@ class TopK:
     """The k most probable tokens of each row and the mass of all others.
 
     ids (M, k) int, distinct in a row; log_probs (M, k) fp32; log_tail (M,) fp32, the log of the
-    mass outside the k, −inf when there is none. Where it is partial, ids are the student's columns,
-    of which those that it has not are one behind the last.
+    mass outside the k, −inf when there is none. When it is partial, ids are columns of the
+    student's head, and tokens outside that head have the column after the last.
     """
 
     ids: Tensor
@@ -116,20 +124,23 @@ class TopK:
         return replace(self, ids=columns_of(self.ids.long(), ids), is_partial=True)
 
     def log_distribution(self, log_q_CV: Tensor) -> Tensor:
-        """The known log-probabilities, and the tail spread as the student spreads its own: an
-        f-divergence from that distribution is the one of top k and tail bucket, gradient
-        included."""
+        """Make (C, V) from the known log-probabilities, with the tail spread as the student's own.
+
+        An f-divergence from that distribution equals the one between top k and tail bucket,
+        gradient included.
+        """
         ids_Ck, size = self.ids.long(), log_q_CV.shape[1]
         if self.is_partial:
-            log_q_CV = F.pad(log_q_CV, (0, 1), value=-math.inf)  # takes what the student has not
+            log_q_CV = F.pad(log_q_CV, (0, 1), value=-math.inf)  # for tokens outside the head
         log_p_CV = log_q_CV.scatter(1, ids_Ck, -math.inf)
         tail_C = self.log_tail
-        # No tail stays none, whatever the student says (−inf − −inf is NaN).
+        # An empty tail stays empty for any student (−inf − −inf would be NaN).
         shift_C = torch.where(tail_C == -math.inf, tail_C, tail_C - log_p_CV.logsumexp(1))
         return log_p_CV.add_(shift_C[:, None]).scatter_(1, ids_Ck, self.log_probs)[:, :size]
 
     def overlap(self, p_CV: Tensor, q_CV: Tensor) -> Tensor:
-        """Of the k only: what of the tail overlaps is unknown, so this is at most the whole."""
+        """Sum min(p_v, q_v) over the k known tokens only: a lower bound, as the tail's share is
+        unknown."""
         ids_Ck, last = self.ids.long(), q_CV.shape[1] - 1
         q_Ck = q_CV.gather(1, ids_Ck.clamp(max=last)).masked_fill(ids_Ck > last, 0.0)
         return torch.minimum(self.log_probs.exp(), q_Ck).sum(1)
@@ -137,7 +148,7 @@ class TopK:
 
 @torch.no_grad()
 def top_k_of(teacher: LiveTeacher, k: int, chunk_rows: int) -> TopK:
-    """The top k of a live teacher, `chunk_rows` rows of logits at a time, on its device."""
+    """Return the top k of a live teacher, `chunk_rows` rows of logits at a time, on its device."""
     ids, log_probs, log_tail = [], [], []
     for start in range(0, len(teacher.hidden), chunk_rows):
         log_p_CV = teacher.of(slice(start, start + chunk_rows)).log_distribution(teacher.hidden)

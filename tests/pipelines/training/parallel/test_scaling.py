@@ -24,7 +24,7 @@ from stree_pipelines import distill
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parallel import sharding
 from stree_pipelines.training.teachers.frozen_target import device_beside
-from stree_pipelines.training.teachers.on_policy_check import WatchOwnText
+from stree_pipelines.training.teachers.on_policy_check import OnPolicyCheck
 
 STEPS = 6
 TOLERANCE = 1e-5
@@ -86,7 +86,7 @@ def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_pat
         return forward(self, *arguments)
 
     monkeypatch.setattr(Layer, "forward", count)
-    monkeypatch.setattr(WatchOwnText, "on_train_end", lambda *arguments: None)  # behind the steps
+    monkeypatch.setattr(OnPolicyCheck, "on_train_end", lambda *arguments: None)  # behind the steps
     more = ("--model.activation_checkpointing", "true", "--trainer.limit_val_batches", "0")
     distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
     assert calls == STEPS * (4 + 2 * 2)  # the target's four layers once, the drafter's two twice

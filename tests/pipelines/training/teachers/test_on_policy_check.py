@@ -14,16 +14,16 @@ from tiny_run import VOCAB_SIZE, distill_arguments
 from stree_pipelines import distill
 from stree_pipelines.data.packing import TokenTable
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.teachers import on_policy_check as own_text
-from stree_pipelines.training.teachers.on_policy_check import OwnText, first_answers, measure
+from stree_pipelines.training.teachers import on_policy_check
+from stree_pipelines.training.teachers.on_policy_check import OnPolicyResult, first_answers, measure
 
-NUM_ROWS, NEW_TOKENS = own_text.NUM_ROWS, own_text.NEW_TOKENS
+NUM_ROWS, NEW_TOKENS = on_policy_check.NUM_ROWS, on_policy_check.NEW_TOKENS
 
 
 @pytest.fixture(autouse=True)
-def all_own_text(monkeypatch):
-    monkeypatch.setattr(own_text, "NUM_ROWS", NUM_ROWS)
-    monkeypatch.setattr(own_text, "NEW_TOKENS", NEW_TOKENS)
+def whole_on_policy_check(monkeypatch):
+    monkeypatch.setattr(on_policy_check, "NUM_ROWS", NUM_ROWS)
+    monkeypatch.setattr(on_policy_check, "NEW_TOKENS", NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def table_of(rows: list[tuple[list[int], list[int]]]) -> TokenTable:
 
 
 def test_prompts_and_answers_meet_where_the_assistant_begins(monkeypatch):
-    monkeypatch.setattr(own_text, "PROMPT_TOKENS", 3)
-    monkeypatch.setattr(own_text, "NEW_TOKENS", 4)
+    monkeypatch.setattr(on_policy_check, "PROMPT_TOKENS", 3)
+    monkeypatch.setattr(on_policy_check, "NEW_TOKENS", 4)
     rows = [([1, 2], [3]), ([], [4, 5]), ([6], []), ([1, 2, 3, 4], [5, 6, 7, 8, 9])]
     assert first_answers(table_of(rows)) == [([1, 2], [3]), ([2, 3, 4], [5, 6, 7, 8])]
     several_turns = TokenTable(
@@ -63,14 +63,14 @@ def test_only_text_of_the_target_is_as_likely_as_it_expects(module):
     foreign = table_of([(p, random.integers(9, VOCAB_SIZE, 24).tolist()) for p in prompts])
     before = torch.get_rng_state()
     with torch.no_grad():
-        written = own_text._continued(module, [(prompt, []) for prompt in prompts])
+        written = on_policy_check._continued(module, [(prompt, []) for prompt in prompts])
         on_own = measure(module, table_of(_rows_of(written, prompts)))
         on_foreign = measure(module, foreign)
     assert torch.equal(torch.get_rng_state(), before)
     assert on_own.nll == pytest.approx(on_own.entropy, abs=0.4)
     assert on_own.on_data == on_own.on_own == on_foreign.on_own  # the very same text
     assert "warning" not in str(on_own)
-    assert on_foreign.nll > on_foreign.entropy + own_text.MORE_THAN_EXPECTED
+    assert on_foreign.nll > on_foreign.entropy + on_policy_check.MORE_THAN_EXPECTED
     assert "warning: the data is not what the target writes" in str(on_foreign)
 
 
@@ -90,14 +90,14 @@ def _rows_of(batch, prompts) -> list[tuple[list[int], list[int]]]:
     ],
 )
 def test_a_warning_says_which_of_the_two_is_far_off(figures, said):
-    text = str(OwnText(*figures))
+    text = str(OnPolicyResult(*figures))
     assert f"{figures[2]:.3f} on them, {figures[3]:.3f} on what the target writes" in text
     assert ("warning" in text) == (said is not None) and (said or "") in text
 
 
 def test_the_last_lines_of_a_training_say_it(workspace, tmp_path, capfd, monkeypatch):
-    wanted = OwnText(5.0, 2.0, 0.7, 0.1)
-    monkeypatch.setattr(own_text, "measure", lambda *arguments: wanted)
+    wanted = OnPolicyResult(5.0, 2.0, 0.7, 0.1)
+    monkeypatch.setattr(on_policy_check, "measure", lambda *arguments: wanted)
     distill.main(distill_arguments(workspace, tmp_path / "run", steps=1))
     assert capfd.readouterr().out.endswith(f"/latest\n{wanted}\n")
     monkeypatch.undo()
