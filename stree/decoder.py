@@ -359,13 +359,12 @@ class Decoder:
                 assert clock is not None
                 if num_calls == 0 and report.error is None:  # a prompt is read alone, so at once
                     prefill_s = clock.start_decoding()
-                elif report.error is None:
-                    clock.mark("host")
-                    if report.finish_reason:
-                        decode_s, time_ms = clock.stop(num_calls)
+                elif report.finish_reason and report.error is None:
+                    decode_s, time_ms = clock.stop(num_calls)
                 if streamer is not None and report.error is None:
+                    clock.mark("host")
                     streamer.put(torch.tensor(report.tokens))
-                clock.mark(PAUSED)
+                    clock.mark(PAUSED)
             output = served.release()
             output.stats.prefill_s = prefill_s
             if num_calls:

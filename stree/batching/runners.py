@@ -70,6 +70,7 @@ class EagerRunner:
             counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
             longest = max([1, *(count for active, count in counts if active)])
             longest_path = None
+        mark("host")
         proposal = self.step.draft(rows, tree_batch, longest, bound)
         mark("draft")
         report = new_report(rows, tree_batch)
@@ -277,6 +278,7 @@ class StepGraphs:
 
     def replay(self, tree_batch: TreeBatch, mark: Mark) -> tuple[Tensor, Any]:
         """Start a step; returns where its report arrives, and the event of that."""
+        mark("host")  # a device without work waits until here
         self.tree_batch.hold(tree_batch)
         if self.draft is not None:
             self.draft.replay()

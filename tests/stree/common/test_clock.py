@@ -96,3 +96,36 @@ def test_on_a_gpu_the_step_ahead_counts_neither_here_nor_in_the_next_prefill(on_
         assert stats.time_ms["verify"] == pytest.approx(stats.num_calls * VERIFY_S * 1e3)
         assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3)
     assert gpu.now > 6 * CAPTURE_S  # which no figure had
+
+
+def stall_before(decoder, gpu, call, seconds):
+    """Let the host do nothing for a while before it launches one call."""
+    launch, calls = decoder.batch.runner.launch, []
+
+    def launched(*arguments):
+        calls.append(None)
+        if len(calls) == call:
+            gpu.now += seconds
+        launch(*arguments)
+
+    decoder.batch.runner.launch = launched
+
+
+def test_on_a_gpu_waiting_for_the_host_is_no_draft(on_device):
+    drafter = tiny_model(1, attn_layers=())
+    decoder = Decoder(tiny_model(1), drafter, TokenTree.chain(2), max_length=99)
+    decoder.generate([1, 2, 3], GenerationConfig(20))
+    stall_before(decoder, on_device, 3, 0.25)
+    stats = decoder.generate([1, 2, 3], GenerationConfig(20)).stats
+    assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
+    assert 230 < stats.time_ms["host"] < 250  # the step on its way hides some of it
+
+
+def test_on_the_host_waiting_between_steps_is_no_draft(gpu):
+    target, drafter = TimedTarget(torch.randn(9, 9, 9)), TimedDrafter(torch.randn(9, 9, 9))
+    target.gpu = drafter.gpu = gpu
+    decoder = Decoder(target, drafter, TokenTree.chain(2))
+    stall_before(decoder, gpu, 3, 0.25)
+    stats = decoder.generate([1, 2], GenerationConfig(20)).stats
+    assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
+    assert stats.time_ms["host"] == pytest.approx(250)
