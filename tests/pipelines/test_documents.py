@@ -42,6 +42,9 @@ DOCUMENTS = sorted(
     for path in REPOSITORY.glob(pattern)
     if any(command.script for command in commands_in(path))
 )
+PAGES = [  # written by hand, and about the code as it is
+    README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md")),
+]  # fmt: skip
 SMALL = ["--limit", "1", "--max_new_tokens", "6", "--temperatures", "0"]
 # The guides' cheap commands, and what makes some of them cheap: these run, in this order.
 RUN = {
@@ -173,6 +176,18 @@ def test_examples_of_parts_of_one_s_own_decode_as_plainly():
         assert output.tokens == wanted.tokens
         longest = max(output.stats.accepted_per_call)
         assert (longest <= 1) == ("AtMostOne" in block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:stree|kernels|pipelines|tests|configs)/[\w./-]*)`", text))
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+    where = r"`([\w.]+)` \(`((?:stree|kernels|pipelines)/[\w/]+\.py)`\)"
+    for name, file in re.findall(where, re.sub(r"\s+", " ", text)):
+        source = (REPOSITORY / file).read_text(encoding="utf-8")
+        for part in name.split("."):
+            assert re.search(rf"^\s*(?:def |class )?{part}\b", source, re.MULTILINE), (name, file)
 
 
 def test_a_tree_of_one_s_own_is_the_same_from_yaml_and_in_python(tmp_path):
