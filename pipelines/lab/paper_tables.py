@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stree.common.errors import UsageError, exit_with_reason
-from stree.common.files import write_atomically
+from stree.common.files import make_directory, write_atomically
 from stree_pipelines.console.command_line import PlainParser, suggestion
-from stree_pipelines.lab.papers.registry import ENTRIES, listing, page
+from stree_pipelines.lab.papers.registry import ENTRIES, listing, pages
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("names", nargs="*", metavar="NAME", help="tables and figures, as --list has them")
     add("--rows", help="folder of the rows to take (default: those that are committed)")
     add("--list", action="store_true", help="all tables and figures, and what makes their rows")
-    add("--page", help="write the page of all of them to this file")
+    add("--pages", help="write a page for each paper, and an index, to this folder")
     options = parser.parse_args(arguments)
-    if not (options.names or options.list or options.page):
-        raise UsageError("no table is named: give names, --list or --page FILE")
+    if not (options.names or options.list or options.pages):
+        raise UsageError("no table is named: give names, --list or --pages FOLDER")
     for name in options.names:
         if name not in ENTRIES:
             raise UsageError(f"there is no {name}{suggestion(name, ENTRIES)}: --list has them all")
@@ -37,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         entry = ENTRIES[name]
         print(entry.made(options.rows).to_markdown())
         print(f"Theirs: {entry.hardware}. What differs: {entry.note}.\n")
-    if options.page:
-        write_atomically(Path(options.page), page())
+    if options.pages:
+        make_directory(options.pages)
+        for name, text in pages().items():
+            write_atomically(Path(options.pages, name), text)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,10 @@ CHAT_PAIR = "ours is the 73 M hybrid of `make chat`, and the drafter that is nam
 CHAINS = "Our chain has 2 drafts, theirs 4"
 TREES_PAIR = (
     f"{CHAT_PAIR} (the quickstart's pair has them, too, [on a CPU]"
-    "(results/cpu-policies/README.md#the-papers-trees))"
+    "(../results/cpu-policies/README.md#the-papers-trees))"
 )
 RANDOM = "ours has random weights of those shapes"
+TWO_WAYS = "[two ways to backtrack](../trees-drafters-verifiers.md#two-ways-to-backtrack)"
 RTX_3090, A10G, L40S = "RTX 3090", "A10G", "L40S"
 A100, RTX_4090 = "A100 40GB", "RTX 4090"
 
@@ -87,7 +88,7 @@ class Entry:
 PAPERS: dict[str, Sequence[Entry]] = {
     "STree (Wu et al. 2025)": (
         Entry("stree-figure-1", "unrolled and packed trees", "", "an illustration, as in "
-              "[concepts](concepts.md)"),
+              "[concepts](../concepts.md)"),
         Entry("stree-table-1", "a forward pass by model size", "not named", RANDOM + ": of "
               "Mamba2-2.7B beside its 2.3B, of a hybrid of 8B, and of larger ones where they were "
               "timed. The paper's larger ones have random weights, too; it does not say their "
@@ -151,7 +152,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
     ),
     "Snakes and Ladders (Wu et al. 2024)": (
         Entry("snakes-figures-1-3", "how backtracking works", "", "illustrations; "
-              "[architecture](architecture.md) has both ways in words"),
+              f"{TWO_WAYS} has both in words"),
         Entry("snakes-table-1", "kernels that update the state", "not named",
               "ours is a layer of 32 heads of 128 × 128 on an H200; SSU is mamba-ssm's; chunk scan "
               "was timed within calls only (stree-figure-3's rows). Batch sizes above 1 are not "
@@ -171,8 +172,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("snakes-table-4", "the same by model size, and memory", L40S,
               RANDOM + "; the paper does not say the layers of 7B and 13B, ours have 64 of 4,096 "
               "and 80 of 5,120. Memory is weights and cache (fp32 states), where the paper "
-              "measures all that is in use; [architecture](architecture.md) has the bytes that "
-              "either way keeps",
+              f"measures all that is in use; {TWO_WAYS} has the bytes that either keeps",
               decode("joint", *paper_benches.SNAKES_4_SHAPES,
                      options='--rows "[1]" --joint_trees "[png-6-1]"'),
               BATCH, paper_benches.snakes_4),
@@ -200,21 +200,22 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("drafters-table-3", "LongBench from 1k to 8k tokens", "H100",
               CHAT_PAIR + ", both trained at 1,024 tokens. Ours are questions after other "
               "conversations, not LongBench's documents, and of a target that was not made for "
-              "them: [long contexts](long-context.md) tells its part from the drafter's. T = 0; "
+              "them: [long contexts](../long-context.md) tells its part from the drafter's. T = 0; "
               "the paper names none. Peak memory is left out",
               LONG, LENGTHS, paper_tables.drafters_3),
         Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
               "ours is the quickstart's 7 M hybrid and its prompts on a CPU, with drafters of one "
               "layer that were trained alike, with the target's tokenizer of 4,096 ids and with "
-              "one of 2,048: [the page](results/cpu-tokenizers/README.md) has T = 1, too. 'Text' "
-              "is the first one whose drafts are handed over as text all the same", TOKENIZERS,
+              "one of 2,048: [the page](../results/cpu-tokenizers/README.md) has T = 1, too. "
+              "'Text' is the first one whose drafts are handed over as text all the same",
+              TOKENIZERS,
               "docs/results/cpu-tokenizers", paper_tables.drafters_4),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
               TREES_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
               PAPER_TREES, paper_tables.drafters_5),
         Entry("drafters-table-6", "three trees, a Transformer and a Mamba drafter", RTX_4090,
               TREES_PAIR + "; ours on MT-Bench, which the paper does not name here. A "
-              "Transformer drafter is [beside a Mamba-2 one](results/cpu-rival/README.md) with "
+              "Transformer drafter is [beside a Mamba-2 one](../results/cpu-rival/README.md) with "
               "another tree", TREES, PAPER_TREES, paper_tables.drafters_6),
         Entry("drafters-table-7", "a search over trees", RTX_4090,
               TREES_PAIR + "; the reward of our bandit (`stree.BanditTrees`) has measured times "
@@ -254,35 +255,60 @@ PAPERS: dict[str, Sequence[Entry]] = {
 }  # fmt: skip
 
 ENTRIES = {entry.name: entry for entries in PAPERS.values() for entry in entries}
-INTRO = """# The papers' tables
+INDEX = """# The papers' tables
 
-Every table and figure of the papers that this project follows: the command that makes ours, what
-differs, or why there is none. `python pipelines/lab/paper_tables.py NAME` prints one of them from
-the committed rows, `--rows FOLDER` from yours, with the paper's numbers beside. This page is
-written by `python pipelines/lab/paper_tables.py --page docs/paper-tables.md`.
+For readers of the papers that this project follows: each of their tables and figures with our
+numbers beside theirs, the command that makes ours and what differs, or why there is none. One page
+a paper:
+
+{papers}
+
+`python pipelines/lab/paper_tables.py NAME` prints a table from the committed rows, `--rows FOLDER`
+from yours. These pages are written by
+`python pipelines/lab/paper_tables.py --pages docs/paper-tables`.
 
 The papers' numbers are copied from their tables. Theirs and ours are of other models on other GPUs:
-ratios can be set beside each other, tokens/s cannot.
+ratios can be compared, tokens/s cannot.
+
+| name | shows | ours |
+|:--|:--|:--|
+{entries}
 """
 
 
-def page() -> str:
-    """All entries by paper, and the tables whose rows are there."""
-    parts = [INTRO]
-    for paper, entries in PAPERS.items():
-        parts.append(f"## {paper}\n")
-        for entry in entries:
-            hardware = f" Theirs: {entry.hardware}." if entry.hardware else ""
-            parts.append(f"### `{entry.name}`: {entry.what}\n")
-            if entry.build is None:
-                parts.append(f"Not made: {entry.note}.{hardware}\n")
-                continue
-            parts += [f"    {command}" for command in entry.commands]
-            parts.append(f"\nWhat differs: {entry.note}.{hardware} Our rows: `{entry.rows}`.\n")
-            try:
-                parts.append(entry.made().to_markdown())
-            except NotFound:
-                parts.append("No rows of it are committed yet.\n")
+def page_of(paper: str) -> str:
+    """Return the file name of a paper's page."""
+    return paper.split(" (")[0].lower().replace(" ", "-") + ".md"
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by file name: an index and one for each paper."""
+    papers = "\n".join(f"- [{paper}]({page_of(paper)})" for paper in PAPERS)
+    rows = [
+        (f"[`{entry.name}`]({page_of(paper)})", entry.what, "made" if entry.build else "not made")
+        for paper, entries in PAPERS.items()
+        for entry in entries
+    ]
+    entries = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    index = INDEX.format(papers=papers, entries=entries)
+    return {"README.md": index, **{page_of(paper): page(paper) for paper in PAPERS}}
+
+
+def page(paper: str) -> str:
+    """Return a paper's page: its entries, and the tables whose rows are there."""
+    parts = [f"# {paper}\n", "The [index](README.md) says how these tables are made.\n"]
+    for entry in PAPERS[paper]:
+        hardware = f" Theirs: {entry.hardware}." if entry.hardware else ""
+        parts.append(f"## `{entry.name}`: {entry.what}\n")
+        if entry.build is None:
+            parts.append(f"Not made: {entry.note}.{hardware}\n")
+            continue
+        parts += [f"    {command}" for command in entry.commands]
+        parts.append(f"\nWhat differs: {entry.note}.{hardware} Our rows: `{entry.rows}`.\n")
+        try:
+            parts.append(entry.made().to_markdown())
+        except NotFound:
+            parts.append("No rows of it are committed yet.\n")
     return "\n".join(parts)
 
 

@@ -19,7 +19,7 @@ from stree_pipelines.lab import paper_tables
 from stree_pipelines.lab.bench_report import read_rows
 from stree_pipelines.lab.papers import numbers as paper_numbers
 from stree_pipelines.lab.papers import order_bench as orders
-from stree_pipelines.lab.papers.registry import ENTRIES, page
+from stree_pipelines.lab.papers.registry import ENTRIES
 
 REPOSITORY = Path(__file__).parents[4]
 STEP = REPOSITORY / "docs/results/h200-step"
@@ -298,9 +298,13 @@ def test_what_cannot_be_made_says_why(tmp_path, capsys):
         paper_tables.main([])
 
 
-def test_the_page_is_what_the_command_writes(tmp_path):
-    written = (REPOSITORY / "docs/paper-tables.md").read_text(encoding="utf-8")
-    assert written == page(), "python pipelines/lab/paper_tables.py --page docs/paper-tables.md"
+def test_the_pages_are_what_the_command_writes(tmp_path):
+    paper_tables.main(["--pages", str(tmp_path / "made")])
+    made, committed = (
+        {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+        for folder in (tmp_path / "made", REPOSITORY / "docs/paper-tables")
+    )
+    assert committed == made, "python pipelines/lab/paper_tables.py --pages docs/paper-tables"
     assert set(COMMITTED + COMPARED) <= ENTRIES.keys()
 
 
