@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "chat": Entry("chat", "chat with a target, and see what its drafter saves"),
     "doctor": Entry("doctor", "say what works on this machine, and what to do about the rest"),
-    "corpus": Entry("corpus", "make a small corpus of this interpreter's documentation"),
+    "corpus": Entry("corpus", "unpack the embedded corpus, Python's documentation"),
     "tokenizer": Entry("tokenizer_training", "train a tokenizer"),
     "train": Entry("train_target", "train a target", "fit"),
     "distil": Entry("distill", "distil a drafter from a target", "fit"),
