@@ -86,7 +86,7 @@ def captured_on_cpu(monkeypatch):
     monkeypatch.setattr("stree.batching.runners.CudaGraph", Replayed)
     monkeypatch.setattr("stree.batching.batch_decoder.runner_of", GraphRunner)
     monkeypatch.setattr(
-        "stree.batching.prefillers.LEAST_READ", 2
+        "stree.batching.prefillers.SHORTEST_CHUNK", 2
     )  # padding takes time without a GPU
     monkeypatch.setattr(torch.cuda, "Event", Event)
     zeros = torch.zeros

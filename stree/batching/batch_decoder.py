@@ -1,8 +1,8 @@
-"""Many sequences at once: requests come and go while others go on.
+"""Decode many sequences at once: requests come and go while others go on.
 
-Every sequence has a row of the caches. A step decodes all rows that are active in one target call,
-each with its own tree, length, settings and random numbers; what a row generates does not depend on
-what shares the batch.
+Every sequence has a row of the caches. A step decodes all active rows in one target call, each with
+its own tree, length, settings and random numbers. The tokens of a row do not depend on the other
+rows of the batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ T = TypeVar("T")
 def _one_at_a_time(
     method: Callable[Concatenate[BatchDecoder, P], T],
 ) -> Callable[Concatenate[BatchDecoder, P], T]:
-    """Let a method of a decoder wait until no other thread is in one."""
+    """Make a method of a decoder wait until no other thread is in one."""
 
     @wraps(method)
     def alone(self: BatchDecoder, *arguments: P.args, **options: P.kwargs) -> T:
@@ -88,35 +88,44 @@ def _one_at_a_time(
 
 
 class BatchDecoder:
-    """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
+    """Decoder of many sequences: a target, optionally a drafter and a tree, and their caches.
 
-    Any thread may admit, step, release and generate: a lock lets one at a time in, and a call of
-    `generate` waits for another's end. A step reports all rows, whoever admitted them: where
-    several threads admit, let one of them step.
+    Any thread may admit, step, release and generate: a lock lets one thread in at a time, and a
+    call of `generate` waits for the end of another. A step reports all rows, also those that other
+    threads admitted: if several threads admit, let one of them step.
 
     Args:
         target: A `HybridModel`.
-        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
-            one, decoding is plain.
-        tree: What requests decode with that name none (default with a drafter: the paper's), or
-            `AdaptiveTrees`, which choose one for each step (call `measure_step_times` first).
-        num_rows: How many sequences at once.
+        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`); None
+            decodes without drafts.
+        tree: The tree of requests that name none, or `AdaptiveTrees`, which choose a tree for each
+            step (call `measure_step_times` first). None is the paper's tree with a drafter, else
+            the root alone.
+        num_rows: Sequences at once, at least 1.
         max_length: Tokens of the longest sequence, prompt included.
-        max_nodes: Nodes of the largest tree of any request (default: of `tree`).
-        tokenizer: For stop strings only.
-        verifier: By name (`stree.verifiers.named`), or one of your own.
-        num_prefixes: How many of the prefixes that `release` keeps are held, each with the memory
-            of a state and its keys.
-        backtracking: "replay" of what the target's last call has kept, or "joint": the accepted
-            path is fed again ahead of the next trees (`stree.models.joint`), which takes less
-            memory and more rows of each product.
-        prompt_tokens_per_step: Prompt tokens that a step reads at most while other rows decode, in
-            pieces of up to 512 a row, the piece that passes the limit included; None reads one
-            piece of each row. Fewer let streams go on while many prompts arrive.
+        max_nodes: Nodes of the largest tree of any request; at least those of `tree`.
+        tokenizer: Finds stop strings, and encodes texts and chats; None takes token ids only.
+        verifier: A name (`stree.verifiers.named`), or a verifier of your own.
+        num_prefixes: Prefixes to keep after `release(row, keep=True)`, each with the memory of a
+            state and its keys; 0 keeps none.
+        backtracking: "replay" advances the states along the accepted path by the inputs that the
+            last call kept. "joint" feeds the accepted path again before the next trees
+            (`stree.models.joint`), which takes less memory and more rows of each product.
+        prompt_tokens_per_step: Most prompt tokens that a step reads while other rows decode, in
+            chunks of up to 512 a row; the chunk that passes the limit is still read. None reads
+            one chunk of each row. A low limit keeps streams going while many prompts arrive.
 
     Raises:
         UsageError: When target, drafter and verifier do not fit each other.
         OutOfMemory: When the caches do not fit.
+
+    Example:
+        >>> import stree
+        >>> target = stree.HybridModel(stree.HybridConfig.tiny())
+        >>> batch = stree.BatchDecoder(target, num_rows=2, max_length=64)
+        >>> asked = stree.GenerationConfig(max_new_tokens=4)
+        >>> [len(out.tokens) for out in batch.generate([[1, 2, 3], [4, 5]], asked)]
+        [4, 4]
     """
 
     def __init__(
@@ -202,7 +211,7 @@ class BatchDecoder:
         self.rows = BatchState.new(num_rows, self.max_nodes, target.device)
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
-        self._readings: deque[tuple[Any, Any]] = deque()  # when they began and were done
+        self._prefill_marks: deque[tuple[Any, Any]] = deque()  # when they began and were done
         step = Step(target, self.cache, drafter, self.verifier)
         self.runner = runner_of(step)
         self.prefixes: PrefixCache | None = None
@@ -219,7 +228,7 @@ class BatchDecoder:
 
     @property
     def tree_policy(self) -> TokenTree | AdaptiveTrees:
-        """The tree, or what chooses one in each step."""
+        """The tree, or the policy that chooses one for each step."""
         return self.adaptive_trees or self.tree
 
     def __repr__(self) -> str:
@@ -229,26 +238,31 @@ class BatchDecoder:
 
     @property
     def room(self) -> MemoryReport:
-        """How many sequences there are rows for, how many more would fit, and why, to print."""
+        """Report of the rows, the bytes of a sequence and how many more would fit; print it."""
         return MemoryReport.of([self])
 
     @property
     def num_free_rows(self) -> int:
-        """How many more requests can be admitted now."""
+        """Number of free rows, which is the number of requests that can be admitted now."""
         return self.num_rows - len(self._sequences)
 
     def check(self, request: Request) -> None:
-        """Raise the `UsageError` that `admit` would, but for rows that are taken.
+        """Raise the `UsageError` that `admit` would raise if a row were free; change nothing.
 
-        A server asks before a request waits for a row. Nothing is changed.
+        A server calls it before a request waits for a row.
         """
         self._progress_of(request)
 
     @_one_at_a_time
     def admit(self, request: Request) -> int:
-        """Give a request a row; the steps that follow read its prompt and go on after it.
+        """Give a request a row, and return the row; later steps read its prompt and decode.
 
         Raises `UsageError` when no row is free, or for a request that cannot be served (`check`).
+
+        Example:
+            row = batch.admit(stree.Request(prompt_ids))
+            reports = batch.step()  # until the report of the row has a finish_reason
+            output = batch.release(row)
         """
         free = (row for row in range(self.num_rows) if row not in self._sequences)
         row = next(free, None)
@@ -264,7 +278,7 @@ class BatchDecoder:
         return row
 
     def _progress_of(self, request: Request) -> RunningSequence:
-        """Return a request's host side. Raises `UsageError` when it cannot be served."""
+        """Return the host's record of a request. Raises `UsageError` if it cannot be served."""
         if not isinstance(request, Request):
             raise UsageError(
                 f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
@@ -302,16 +316,17 @@ class BatchDecoder:
     @_one_at_a_time
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
-        """Decode one step of every row whose prompt has been read, and read a piece of the others'.
+        """Decode one step of every row whose prompt is read, and read a chunk of the others.
 
-        A row whose logits are not finite ends with its error; the others do not notice.
+        Returns one output for each row that has new tokens or ends; on GPUs a step's outputs come
+        with the next call. A row whose logits are not finite ends with its error, the others go on.
         """
         with ops.current(self.target.device), threads.for_decoding(self.target):
             decoding: dict[int, RunningSequence] = {}
-            reading: dict[int, RunningSequence] = {}
+            prefilling: dict[int, RunningSequence] = {}
             for row, each in self._sequences.items():
-                if each.reading:
-                    reading[row] = each
+                if each.is_prefilling:
+                    prefilling[row] = each
                 elif not each.finish_reason:
                     decoding[row] = each
             while self._launched and next(self._living(self._launched[0]), None) is None:
@@ -321,8 +336,8 @@ class BatchDecoder:
                 trees = self._trees(decoding)
                 drafted = any(tree.num_nodes > 1 for tree in trees.values())
                 if drafted and any(each.behind for each in decoding.values()):
-                    # Its drafter reads the blocks of all rows, whatever tree each has. What they
-                    # have begun with and what steps yield has to be known first
+                    # The drafter reads the blocks of all rows, whatever tree each has. Their first
+                    # tokens and the outputs of steps in flight have to be known first
                     if self._launched:
                         return self._collect()
                     if firsts := self._first_tokens(decoding, wait=True):
@@ -333,33 +348,36 @@ class BatchDecoder:
             if decoding:
                 self._choose_ahead(decoding)
             left = self.prompt_tokens_per_step if decoding else None
-            for row, each in reading.items():
+            for row, each in prefilling.items():
                 if left is not None:
                     if left <= 0:
                         break  # those admitted first are read first
                     left -= min(PREFILL_CHUNK, len(each.prompt) - each.num_read)
                 begun = recorded(self.target.device)
                 self._read(row, each, whole=not decoding)
-                self._readings.append((begun, recorded(self.target.device)))
+                self._prefill_marks.append((begun, recorded(self.target.device)))
             reports = self._collect() if decoding else []
-            # Where others decode, the next step is launched before what they began with is known
+            # While others decode, the next step is launched before first tokens are known
             firsts = self._first_tokens(self._sequences, wait=not decoding)
-            while self._readings and self._readings[0][1].query():
-                begun, done = self._readings.popleft()
+            while self._prefill_marks and self._prefill_marks[0][1].query():
+                begun, done = self._prefill_marks.popleft()
                 self.read_s += begun.elapsed_time(done) / 1e3
             return firsts + reports
 
     @_one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
-        """Take a row back; returns what it generated. "released" ends an unfinished request.
+        """Free a row and return its output; an unfinished request ends as "released".
 
-        With keep, requests whose prompts begin with what the row has read and generated (or nearly
-        all of it) do not read that again; nothing is kept of a request that ended with an error.
+        Args:
+            row: The number that `admit` returned.
+            keep: Whether to keep the tokens of the row (nearly all of them) as a prefix: prompts
+                that begin with them do not read them again. A request that ended with an error is
+                not kept, nor is anything with `num_prefixes` = 0.
         """
         sequence = self._taken(row)
         del self._sequences[row]
-        if sequence.shared is not None and sequence.shared.reader is sequence:
-            sequence.shared.reader = None  # another row reads the prompt, unless that is done
+        if sequence.shared is not None and sequence.shared.read_by is sequence:
+            sequence.shared.read_by = None  # another row reads the prompt, unless that is done
         self.rows.active[row] = False
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
         if self.adaptive_trees is not None and sequence.tree is None and cut_short:
@@ -387,14 +405,14 @@ class BatchDecoder:
 
     @_one_at_a_time
     def num_reusable(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt would not be read again now."""
+        """Return how many tokens of a prompt are in a kept prefix, and need not be read again."""
         if self.prefixes is None:
             return 0
         self._follow_weights()
         return self.prefixes.lengths(prompt)[0]
 
     def _follow_weights(self) -> None:
-        """Forget what was made with weights that have changed since: prefixes, graphs."""
+        """Drop prefixes and graphs that were made with weights which have changed since."""
         if self.runner.follow_weights():
             if self.prefixes is not None:
                 self.prefixes.clear()
@@ -402,11 +420,11 @@ class BatchDecoder:
                 each.is_stale = True
 
     def tokens_of(self, row: int) -> list[int]:
-        """What a row has generated so far."""
+        """Return the tokens that a row has generated so far."""
         return list(self._taken(row).stop.tokens)
 
     def now(self) -> float:
-        """The time in seconds at which the device is done with all that was started."""
+        """Wait until the device has finished all work, and return the time in seconds."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
@@ -420,13 +438,21 @@ class BatchDecoder:
         attention_mask: Any = None,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Serve requests, as many at once as there are rows; return the outputs in their order.
+        """Serve requests, as many at once as there are rows; return their outputs in order.
 
-        Args: requests, each a `Request` with settings of its own; or prompts and how to go on after
-        all of them, as `Decoder.generate` takes them. One that asks for several answers
-        (`num_return_sequences`) has as many outputs, one after the other.
-        Raises the error of a request that ends with one, or cannot be served; the others end too,
-        and their rows are free again.
+        A request for several answers (`num_return_sequences`) has one output per answer, one after
+        the other. The error of a request ends the others, too, and all rows are free again.
+
+        Args:
+            requests: `Request`s, each with its own settings; or prompts, as `Decoder.generate`
+                takes them.
+            generation_config: Settings for all prompts; None for requests.
+            attention_mask: (B, T), 0 for padding of prompts (B, T); None for none.
+            options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: When rows are taken, or a request cannot be served.
+            StreeError: The error of a request that ends with one.
         """
         self._require_free()
         requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
@@ -436,7 +462,7 @@ class BatchDecoder:
     def complete(
         self, text: str | Sequence[str], generation_config: Any = None, **options: Any
     ) -> list[GenerationOutput]:
-        """Go on after a text, or after each of a list, as `generate` does after tokens."""
+        """Continue a text, or each text of a list, as `generate` continues tokens."""
         several = isinstance(text, list | tuple)
         return self._generate_of(text_ids, text, several, generation_config, options)
 
@@ -473,10 +499,10 @@ class BatchDecoder:
 
     @_one_at_a_time
     def warm_up(self, request: Request) -> None:
-        """Make ready kernels, buffers and graphs for such requests, in any number of rows.
+        """Prepare kernels, buffers and graphs for such requests, in any number of rows.
 
-        As many such requests as there are rows are served; nothing is learned or kept of them.
-        Raises `UsageError` while rows are taken.
+        It serves the request once in each row; nothing is learned or kept of that. Raises
+        `UsageError` while rows are taken.
         """
         self._require_free()
         request = replace(request, keep_prompt=False)
@@ -516,20 +542,20 @@ class BatchDecoder:
             )
 
     def _living(self, launch: InFlightStep) -> Iterator[int]:
-        """The rows that still have the sequences which a step was launched for, unfinished."""
+        """Yield the rows whose sequences of that step are still there and unfinished."""
         for row, (each, _) in launch.rows.items():
             if self._sequences.get(row) is each and not each.finish_reason:
                 yield row
 
     def _take_launched(self) -> InFlightStep:
-        """The oldest step that is on its way."""
+        """Remove and return the oldest step in flight."""
         launch = self._launched.popleft()
         for each, tree in launch.rows.values():
             each.ahead -= tree.max_depth + 1
         return launch
 
     def _read(self, row: int, sequence: RunningSequence, whole: bool) -> None:
-        """A piece of the row's prompt; after the last one it begins to decode."""
+        """Read a chunk of the row's prompt; after the last one the row begins to decode."""
         if sequence.tree is None and self.adaptive_trees is not None and sequence.num_read == 0:
             sequence.behind = not self.adaptive_trees.drafts
         logits = self.prefill.read(row, sequence, whole)
@@ -537,7 +563,10 @@ class BatchDecoder:
             sequence.first = self.prefill.begin(row, sequence, logits)
 
     def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[StepOutput]:
-        """What rows have begun with and not told yet, as far as it is known, or of all of them."""
+        """Return outputs with the first tokens of rows, as far as the host has them.
+
+        With `wait`, waits for the first tokens of all of them.
+        """
         reports = []
         for row in rows:
             sequence = self._sequences[row]
@@ -552,29 +581,33 @@ class BatchDecoder:
 
     @_one_at_a_time
     def prepare(self) -> None:
-        """Make ready now what steps of the rows that are taken need (graphs), and reading their
-        prompts, as the first of them would otherwise do."""
+        """Capture the graphs that the prefill and the steps of all taken rows need.
+
+        Otherwise the first steps capture them.
+        """
         if not self._sequences:
             return
         deepest = deepest_of(self.tree_policy).max_depth + 1
         with ops.current(self.target.device):
             for row in self._sequences:
-                self.prepare_reading(row)
+                self.prepare_prefill(row)
             for tree in trees_of(self.tree_policy):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, tree_batch, longest, position = self._step_of(self._sequences, trees)
                 for most in {longest, self._longest(tree_batch, deepest)}:
                     self.runner.prepare(rows, tree_batch, most, position)
 
-    def prepare_reading(self, row: int) -> None:
-        """The part of `prepare` that is for a row's prompt, if that is still to be read."""
+    def prepare_prefill(self, row: int) -> None:
+        """Capture the graphs that the prefill of a row needs, if its prompt is still to be read."""
         with ops.current(self.target.device):
-            if (each := self._sequences[row]).reading:
+            if (each := self._sequences[row]).is_prefilling:
                 self.prefill.prepare(row, each)
 
     def _longest(self, tree_batch: TreeBatch, longest: int) -> int:
-        """The most tokens of any block that a step is launched for, at least `longest`. Where trees
-        are chosen step by step it takes two values a tree, so that few envelopes serve them all."""
+        """Return the most tokens of any block that a step is launched for, at least `longest`.
+
+        With adaptive trees it takes two values a tree, so that few step graphs serve them all.
+        """
         if self.adaptive_trees is not None and longest > tree_batch.max_depth + 1:
             return max(longest, deepest_of(self.adaptive_trees).max_depth + 1)
         return longest
@@ -587,10 +620,17 @@ class BatchDecoder:
         counts: Sequence[int] | None = None,
         generation: GenerationConfig = GenerationConfig(),
     ) -> StepTimes:
-        """Time steps of so many rows (1, 2, 4, … unless told) with each tree that may be chosen,
-        after `context` tokens (32, or a quarter of max_length where that is less), for requests
-        such as `generation` (greedy ones, unless told); what is chosen from now on rests on it.
-        Raises `UsageError` while rows are taken."""
+        """Time steps with each of the adaptive trees; their choice rests on these times from now.
+
+        Args:
+            context: Committed tokens before the first step; None is 32, or a quarter of max_length
+                if that is less.
+            num_steps: Steps of each timing.
+            counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
+            generation: Settings of the requests to expect (sampling takes longer).
+
+        Raises `UsageError` while rows are taken, or without adaptive trees.
+        """
         if self.adaptive_trees is None or self._sequences:
             raise UsageError(
                 "step times are measured of a decoder that was made with adaptive trees, while no "
@@ -598,7 +638,7 @@ class BatchDecoder:
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
             after = context_of(self.max_length) if context is None else context
-            self._next = None  # chosen by other costs
+            self._next = None  # was chosen by other times
             self.prefill.prepare_catching_up(0)
             self.adaptive_trees.costs = measure_step_times(
                 self, self.adaptive_trees.trees, after, num_steps, counts, generation
@@ -606,16 +646,14 @@ class BatchDecoder:
         return self.adaptive_trees.costs
 
     def forget(self) -> None:
-        """Let what chooses trees, if anything does, begin anew, with nothing but the costs. What
-        rows that are taken accept from now on is learned."""
+        """Let adaptive trees forget all that they have learned, except the step times."""
         self._next = None
         if self.adaptive_trees is not None:
             self.adaptive_trees.forget()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Around a warm-up: what chooses trees learns nothing of it
-        (`AdaptiveTrees.forgetting`)."""
+        """Let adaptive trees learn nothing inside the block, a warm-up for example."""
         self._next = None
         try:
             with nullcontext() if self.adaptive_trees is None else self.adaptive_trees.forgetting():
@@ -625,18 +663,20 @@ class BatchDecoder:
 
     @property
     def _num_step_rows(self) -> int:
-        """How many rows a step has now, idle ones below the last that is taken included."""
+        """Number of rows of a step now: up to the last row that is taken, idle ones included."""
         return self.runner.num_rows(max(self._sequences) + 1, self.num_rows)
 
     def _trees(self, decoding: dict[int, RunningSequence]) -> dict[int, TokenTree]:
-        """The rows' trees in the next step."""
+        """Return the tree of each row in the next step."""
         self._choose_ahead(decoding)
         chosen = self.tree if self._next is None else self._next[1]
         return {row: each.tree or chosen for row, each in decoding.items()}
 
     def _choose_ahead(self, decoding: dict[int, RunningSequence]) -> None:
-        """Choose the next step's tree, unless that is done: while the device works, which would
-        wait for it otherwise. What the steps on their way accept counts from the next choice on."""
+        """Choose the next step's tree while the device works, unless it is chosen already.
+
+        The drafts that steps in flight accept count from the next choice on.
+        """
         if self.adaptive_trees is None or all(each.tree is not None for each in decoding.values()):
             return
         num_rows = self._num_step_rows
@@ -664,24 +704,26 @@ class BatchDecoder:
     def _step_of(
         self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]
     ) -> tuple[BatchState, TreeBatch, int, int]:
-        """What a step is launched with; all rows that are taken take part, or their buffers would
-        fall behind."""
+        """Return rows, tree batch, longest block and largest root position of a step.
+
+        All rows that are taken take part, or their buffers would fall behind.
+        """
         batch = self._num_step_rows
         # Idle rows have the others' tree: one tree batch serves while requests come and go
         idle = next(iter(trees.values()))
         if any(tree != idle for tree in trees.values() if tree is not idle):
             idle = PLAIN
-        grown = [trees.get(row, idle) for row in range(batch)]
+        of_rows = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
         prepared = self._prepared.get(idle)
-        if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
-            tree_batch = make_tree_batch(grown, self.target.device)
+        if prepared is None or (prepared.trees, prepared.generations) != (of_rows, generations):
+            tree_batch = make_tree_batch(of_rows, self.target.device)
             rows = self.rows.narrow(0, batch, generations)
-            self._prepared[idle] = prepared = StepInputs(grown, generations, rows, tree_batch)
-        prepared.generations = generations  # those of now are told from the next ones at a glance
+            self._prepared[idle] = prepared = StepInputs(of_rows, generations, rows, tree_batch)
+        prepared.generations = generations  # the same objects, so that the next step compares fast
         rows, tree_batch = prepared.rows, prepared.tree_batch
         longest = self._longest(tree_batch, max(each.longest for each in self._sequences.values()))
-        # Of a row that has ended, some of the last block may have been dropped
+        # A row that has ended may have dropped tokens of its last block
         position = max(
             each.position + each.ahead + (each.longest if each.finish_reason else 0)
             for row, each in self._sequences.items() if row in trees or each.finish_reason
@@ -690,7 +732,7 @@ class BatchDecoder:
 
     def _collect(self) -> list[StepOutput]:
         launch, report = self._take_launched(), self.runner.collect()
-        firsts = self._first_tokens(self._living(launch), wait=True)  # from which it went on
+        firsts = self._first_tokens(self._living(launch), wait=True)  # the step went on from them
         return firsts + [
             self._account(row, *launch.rows[row], launch.drafted, report[row])
             for row in self._living(launch)
@@ -736,7 +778,7 @@ class BatchDecoder:
         return StepOutput(row, [], "error", error)
 
     def _models(self) -> list[tuple[str, HybridModel, Any]]:
-        """Those with weights, by what they are here, and the caches made for them."""
+        """Return name, model and cache of target and drafter, as far as they have weights."""
         models = []
         if isinstance(self.target, HybridModel):
             models.append(("target", self.target, self.cache))

@@ -1,4 +1,4 @@
-"""How many sequences decoders have rows for, how many more there is memory for, and why."""
+"""Report the memory of decoders: bytes per sequence, rows, and how many more would fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stree_kernels import ops
 
 
 class WithCaches(Protocol):
-    """A decoder of several rows, as a `BatchDecoder`: its models, caches and their sizes."""
+    """A decoder of several rows, such as a `BatchDecoder`: its models, caches and their sizes."""
 
     target: Any
     drafter: Any
@@ -24,12 +24,16 @@ class WithCaches(Protocol):
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Rows that are there, and memory that is left.
+    """Rows of decoders, and the memory that is left.
 
-    parts: bytes that a sequence takes in all decoders' caches, target's by part, then drafters'.
-    free_bytes: of the device, or of the host as far as this process may use it, beside the rows
-    that are there, models and graphs (`free_memory_bytes`); graphs of more rows need some of it,
-    too.
+    Attributes:
+        num_rows: Sequences at once.
+        max_length: Tokens of the longest sequence.
+        num_decoders: Decoders that hold a row for each sequence.
+        parts: Bytes of a sequence in the caches of all decoders: the target's by part, then the
+            drafters'.
+        free_bytes: Bytes that are free on the device, or on the host for this process
+            (`free_memory_bytes`). Graphs of more rows need some of them, too.
     """
 
     num_rows: int
@@ -40,7 +44,7 @@ class MemoryReport:
 
     @classmethod
     def of(cls, decoders: Sequence[WithCaches]) -> MemoryReport:
-        """Of decoders that have a row for each sequence, as the methods of an evaluation have."""
+        """Return the report of decoders that each hold a row for every sequence."""
         device, parts = decoders[0].target.device, Counter[str]()
         for decoder in decoders:
             parts.update(decoder.cache.sequence_bytes())
@@ -58,11 +62,12 @@ class MemoryReport:
 
     @property
     def sequence_bytes(self) -> int:
+        """Bytes of a sequence in all decoders."""
         return sum(self.parts.values())
 
     @property
     def num_more(self) -> int:
-        """How many more sequences there is memory for."""
+        """Number of further sequences that fit in the free memory."""
         return self.free_bytes // self.sequence_bytes
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Prompts on their way into the caches of target and drafter, before a row decodes."""
+"""Prefill: read prompts into the caches of target and drafter before a row decodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batching.prefillers import LONGEST_PIECE, ChunkedPrefill, piece_sizes
+from stree.batching.prefillers import LONGEST_CHUNK, ChunkedPrefill, chunk_sizes
 from stree.batching.prefix_cache import PrefixCache
 from stree.batching.runners import EagerRunner, GraphRunner
 from stree.batching.sequences import RunningSequence, SharedPrompt
@@ -24,35 +24,47 @@ from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import READ_AT_ONCE
 from stree_kernels import ops
 
-PREFILL_CHUNK = LONGEST_PIECE  # prompt tokens that a row reads between two steps of others
+PREFILL_CHUNK = LONGEST_CHUNK  # prompt tokens that a row reads between two steps of others
 FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """Copies of what a row holds that has read its prompt: logits (1, V), the target's cache, and
-    the drafter's where it is a model that has read the prompt, too."""
+    """Copies of a row's logits and caches, made right after its prompt is read.
+
+    Attributes:
+        logits: (1, V) after the prompt's last token.
+        target: The row's part of the target's cache.
+        drafter: The row's part of the drafter's cache; None unless the drafter is a model that
+            has read the prompt.
+        following: Input that the drafter adds to its next token; None for a drafter without any.
+    """
 
     logits: Tensor
     target: SavedPrefix
     drafter: SavedPrefix | None
-    following: Tensor | None  # what the drafter's next token is read with
+    following: Tensor | None
 
 
 class Prefill:
-    """Reads what rows are given, for a step's target and drafter; prefixes that are kept are not
-    read again."""
+    """Read the prompts of rows with a step's target and drafter; reuse prefixes that are kept.
+
+    Args:
+        runner: Of the step; its `prefiller` reads the tokens.
+        rows: All rows of the batch.
+        prefixes: Prefixes that need not be read again; None keeps none.
+    """
 
     def __init__(
         self, runner: EagerRunner | GraphRunner, rows: BatchState, prefixes: PrefixCache | None
     ) -> None:
         self.runner, self.step = runner, runner.step
         self.rows, self.prefixes = rows, prefixes
-        self._given = rows.position.new_zeros(1 + NUM_SETTINGS)  # a row, and what it is told
+        self._given = rows.position.new_zeros(1 + NUM_SETTINGS)  # a row's number and its values
         self._logits: Tensor | None = None  # (1, V) after a prompt
 
     def admit(self, row: int, sequence: RunningSequence) -> None:
-        """Give a row to a request: nothing of another is left, and its settings count."""
+        """Give a row to a request: clear what the last one left, and write the settings."""
         vocabulary, drafter = self.step.target.config.vocab_size, self.step.drafter
         self._give(row, bits_of(sequence.generation))
         self.runner.run("admit", self._admit)
@@ -68,16 +80,18 @@ class Prefill:
             drafter.clear(row)
 
     def read(self, row: int, sequence: RunningSequence, whole: bool) -> Tensor | None:
-        """Read a piece of the row's prompt, or the whole of it; return the logits (1, V) after its
-        last token when it was the last piece. A prompt that another row reads is waited for, and
-        taken over."""
+        """Read the next chunk of the row's prompt, or with `whole` all that is left.
+
+        Returns the logits (1, V) after the prompt's last token, or None while tokens are left. A
+        row that shares its prompt waits while another row reads it, then copies that row's caches.
+        """
         shared = sequence.shared
         if shared is not None and sequence.num_read == 0:
             if shared.read is not None:
                 return self._take_over(row, sequence, shared)
-            if shared.reader not in (None, sequence):
+            if shared.read_by not in (None, sequence):
                 return None
-            shared.reader = sequence
+            shared.read_by = sequence
         if self.prefixes is not None and sequence.num_read == 0:
             read = self.prefixes.load(row, sequence.prompt)
             sequence.num_read, sequence.num_drafted_from = read
@@ -85,7 +99,7 @@ class Prefill:
         end = len(sequence.prompt) if whole else sequence.num_read + PREFILL_CHUNK
         tokens = self._on_device(sequence.prompt[:end])
         logits = self._read_tokens(row, sequence, tokens)
-        if sequence.reading:
+        if sequence.is_prefilling:
             return None
         if sequence.keep_prompt and self.prefixes is not None and not sequence.is_stale:
             self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
@@ -94,7 +108,7 @@ class Prefill:
         return logits
 
     def _hold(self, row: int, sequence: RunningSequence, logits: Tensor) -> ReadPrompt:
-        """Copy what a row has that has just read its prompt."""
+        """Copy logits and caches of a row that has just read its prompt."""
         length, drafter, drafted, following = len(sequence.prompt), self._along, None, None
         if drafter is not None and sequence.num_drafted_from == length:
             drafted = SavedPrefix(length, drafter.cache.copies(row, length))
@@ -103,8 +117,10 @@ class Prefill:
         return ReadPrompt(logits.clone(), target, drafted, following)
 
     def _take_over(self, row: int, sequence: RunningSequence, shared: SharedPrompt) -> Tensor:
-        """Let a row begin with a prompt that another has read; return the logits (1, V) after it.
-        Drafters that are more than a model read it themselves."""
+        """Copy a prompt that another row has read into a row; return the logits (1, V) after it.
+
+        Drafters that keep more than a model's cache read the prompt again.
+        """
         held: ReadPrompt = shared.read
         shared.left -= 1
         if not shared.left:
@@ -124,22 +140,22 @@ class Prefill:
         return held.logits
 
     def prepare(self, row: int, sequence: RunningSequence) -> None:
-        """Make ready now what reading the row's prompt needs (graphs)."""
-        step, reader, length = self.step, self.step.feature_drafter, len(sequence.prompt)
+        """Capture the graphs that the prefill of the row's prompt needs."""
+        step, feature_drafter, length = self.step, self.step.feature_drafter, len(sequence.prompt)
         read, drafted = sequence.num_read, sequence.num_drafted_from
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
-        prepare, drafter = self.runner.reader.prepare, step.drafter
+        prepare, drafter = self.runner.prefiller.prepare, step.drafter
         along = self._along
-        ways = [(() if reader is None else reader.feature_layers, along)]
+        ways = [(() if feature_drafter is None else feature_drafter.feature_layers, along)]
         if sequence.tree is None:  # the drafter may be left behind, and catch up later
             ways.append(((), None))
             self.prepare_catching_up(row)
         for layers, also in dict.fromkeys(ways):
-            pieces = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
+            graphs = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
         begun = self.runner.is_ready(_beginning(sequence))
-        if pieces and pieces[-1].given and not begun:  # as it will begin, but for the token
-            self.begin(row, sequence, pieces[-1].given[0])
+        if graphs and graphs[-1].given and not begun:  # as it will begin, but for the token
+            self.begin(row, sequence, graphs[-1].given[0])
             self.rows.active[row] = False
             vocabulary = step.target.config.vocab_size
             self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
@@ -148,77 +164,85 @@ class Prefill:
             self._prepare_drafter(drafter, row, drafted, alone - drafted)
 
     def prepare_catching_up(self, row: int) -> None:
-        """Make ready now what reading takes of whatever a drafter may have missed, by a row as
-        `ChunkedPrefill.prepare` says."""
+        """Capture the graphs that the drafter needs to catch up after plain decoding steps.
+
+        The row is one without a pending path (`ChunkedPrefill.prepare`).
+        """
         if isinstance(drafter := self.step.drafter, ModelDrafter):
             most = drafter.cache.max_length
-            for size in piece_sizes(most):
+            for size in chunk_sizes(most):
                 self._prepare_drafter(drafter, row, 0, min(size, most))
 
     def _prepare_drafter(self, drafter: ModelDrafter, row: int, start: int, count: int) -> None:
         model, cache, reads_inputs = drafter.model, drafter.cache, drafter.inputs is not None
-        self.runner.reader.prepare(model, cache, row, start, count, (), reads_inputs)
+        self.runner.prefiller.prepare(model, cache, row, start, count, (), reads_inputs)
 
     def _read_tokens(self, row: int, sequence: RunningSequence, tokens: Tensor) -> Tensor:
-        """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
-        that they have not; returns the logits (1, V) after the last."""
+        """Let target and drafter read the tokens (T,) of the prompt that they have not read yet.
+
+        A drafter that is behind reads none. Returns the logits (1, V) after the last token.
+        """
         target, cache, runner = self.step.target, self.step.cache, self.runner
-        drafter, along, reader = self.step.drafter, self._along, self.step.feature_drafter
+        drafter, along, feature_drafter = self.step.drafter, self._along, self.step.feature_drafter
         if sequence.behind:
-            drafter = along = reader = None
-        most = len(tokens) if reader is None else FEATURES_CHUNK
+            drafter = along = feature_drafter = None
+        most = len(tokens) if feature_drafter is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
-            piece, drafted = tokens[start : start + most], sequence.num_drafted_from
-            if along is not None and isinstance(runner.reader, ChunkedPrefill):
+            chunk, drafted = tokens[start : start + most], sequence.num_drafted_from
+            if along is not None and isinstance(runner.prefiller, ChunkedPrefill):
                 timed = partial(self._timed, sequence)
-                if drafted < start:  # of a prefix that is kept, whose features are not
+                if drafted < start:  # the prefix's features are not kept
                     with timed():
                         self.let_drafter_read(row, tokens[drafted:start], None, drafted)
-                ahead, read_both = max(drafted - start, 0), runner.reader.read_both
+                ahead, read_both = max(drafted - start, 0), runner.prefiller.read_both
                 logits = read_both(
-                    target, cache, along, row, piece, timed, start=start, ahead=ahead
+                    target, cache, along, row, chunk, timed, start=start, ahead=ahead
                 )
             else:
-                features = None if reader is None else HiddenStateTap(reader.feature_layers)
+                layers = () if feature_drafter is None else feature_drafter.feature_layers
+                features = HiddenStateTap(layers) if layers else None
                 asked = () if features is None else (features,)
-                logits = runner.reader.read_row(target, cache, row, piece, *asked, start=start)
+                logits = runner.prefiller.read_row(target, cache, row, chunk, *asked, start=start)
                 unread = tokens[drafted : start + most]
                 if drafter is not None and len(unread):
                     known = None if features is None else features.values[0]
                     with self._timed(sequence):
                         self.let_drafter_read(row, unread, known, drafted)
-            sequence.num_read = start + len(piece)
+            sequence.num_read = start + len(chunk)
             if drafter is not None:
                 sequence.num_drafted_from = sequence.num_read
         return logits
 
     @property
     def _along(self) -> ModelDrafter | None:
-        """The drafter that reads each piece right after the target, if it does nothing but read:
-        others keep the text beside."""
+        """The drafter if it can read each chunk right after the target, else None.
+
+        Drafters that also keep the text cannot.
+        """
         drafter = self.step.drafter
         return drafter if type(drafter) is ModelDrafter else None
 
     @contextmanager
     def _timed(self, sequence: RunningSequence, caught_up: bool = False) -> Iterator[None]:
-        """Around what the drafter reads for a sequence, where the steps' trees are chosen by what
-        that takes."""
+        """Time the drafter's prefill inside the block, if the tree policy of the row needs it."""
         if sequence.tree is not None:
             yield
             return
         begun = recorded(self.rows.position.device)
         yield
-        readings = sequence.catch_ups if caught_up else sequence.readings
-        readings.append((begun, recorded(self.rows.position.device)))
+        marks = sequence.catch_ups if caught_up else sequence.prefills
+        marks.append((begun, recorded(self.rows.position.device)))
 
     def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
     ) -> None:
-        """Let the drafter read tokens (T,), with features as it takes them; start, as in
-        `ChunkedPrefill.read_row`."""
+        """Let the drafter read tokens (T,), with the target's features if they are given.
+
+        start as in `ChunkedPrefill.read_row`.
+        """
         drafter: Any = self.step.drafter
         if isinstance(drafter, ModelDrafter):
-            read_row = partial(self.runner.reader.read_row, start=start)
+            read_row = partial(self.runner.prefiller.read_row, start=start)
             drafter.read(row, tokens, features, read_row)
         elif features is None:
             drafter.read(row, tokens)
@@ -226,8 +250,10 @@ class Prefill:
             drafter.read(row, tokens, features)
 
     def begin(self, row: int, sequence: RunningSequence, logits: Tensor) -> HostCopy:
-        """Let a row decode from the token that the target chooses by the logits (1, V) after its
-        prompt, if they are finite; returns the token and whether they are."""
+        """Choose the first token by the logits (1, V) after a prompt, and let the row decode.
+
+        Returns [token, is_finite]; a row whose logits are not finite stays idle.
+        """
         if self._logits is None:
             with torch.inference_mode(False):  # written inside of it and outside
                 self._logits = torch.empty_like(logits)
@@ -253,7 +279,7 @@ class Prefill:
         return first
 
     def catch_up(self, decoding: dict[int, RunningSequence]) -> None:
-        """Let the drafter read what it has missed; the host knows all of it by now."""
+        """Let the drafter read the tokens that it missed; the host must know all of them."""
         assert self.step.drafter is not None
         for row, each in decoding.items():
             if each.behind:
@@ -267,15 +293,15 @@ class Prefill:
                 each.behind, each.longest = False, 1
 
     def _give(self, row: int, told: Tensor) -> None:
-        """Tell the device of a row; does not wait for it."""
+        """Copy a row's number and its values to the device, without waiting for it."""
         given = torch.cat([torch.tensor([row]), told])
         self._given[: len(given)].copy_(given, non_blocking=True)
 
     def _on_device(self, tokens: list[int]) -> Tensor:
-        """Does not wait for the device."""
+        """Return the tokens (T,) on the device, without waiting for it."""
         return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
 
 
 def _beginning(sequence: RunningSequence) -> tuple[str, Asked]:
-    """Which of an runner's tasks lets a row begin, and what its request asks for."""
+    """Return the key of the runner's task that begins such a row."""
     return "begin", asked_by([sequence.generation])

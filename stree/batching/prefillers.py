@@ -1,4 +1,4 @@
-"""How a row reads a prompt: whole, or in pieces that go through the kernels of a step's tree."""
+"""Prefillers: read a prompt whole, or in chunks that run the kernels of a tree step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from stree_kernels import ops
 if TYPE_CHECKING:
     from stree.drafters.model import ModelDrafter
 
-MAX_KEPT = 64  # pieces
-LEAST_READ, LONGEST_PIECE = 16, 512  # tokens of a piece, padding included
+MAX_KEPT = 64  # graphs
+SHORTEST_CHUNK, LONGEST_CHUNK = 16, 512  # tokens of a chunk, padding included
 CaptureType = Callable[..., Any]  # of a device, a function and the one `beside`: has `replay`
 Timed = Callable[[], AbstractContextManager[None]]
 
 
-def piece_sizes(most: int) -> list[int]:
-    """Of pieces of 1 to `most` tokens, padding included, smallest first."""
-    least = LEAST_READ.bit_length() - 1
-    greatest = max(least, (min(most, LONGEST_PIECE) - 1).bit_length())
+def chunk_sizes(most: int) -> list[int]:
+    """Return the padded sizes of chunks of 1 to `most` tokens, smallest first."""
+    least = SHORTEST_CHUNK.bit_length() - 1
+    greatest = max(least, (min(most, LONGEST_CHUNK) - 1).bit_length())
     return [1 << power for power in range(least, greatest + 1)]
 
 
 class EagerPrefill:
-    """Operations over whole sequences: the CPU, where it costs little to start one."""
+    """Read prompts by operations over whole sequences (CPU, where starting one costs little)."""
 
     def read_row(
         self,
@@ -49,30 +49,30 @@ class EagerPrefill:
         """See `stree.models.model.read_row`."""
         return read_row(model, cache, row, tokens, features, inputs)
 
-    def prepare(self, *reading: Any) -> list[PrefillGraph]:
-        """Nothing has to be made ready."""
+    def prepare(self, *prefill: Any) -> list[PrefillGraph]:
+        """Do nothing: there are no graphs to capture."""
         return []
 
 
 class Called:
-    """A function that a replay calls: in the place of a captured one."""
+    """Stand-in for `CudaGraph` whose replay calls the function."""
 
     def __init__(self, device: torch.device, function: Callable[[], Any], beside: Any) -> None:
         self.replay = function
 
 
 class ChunkedPrefill:
-    """Read prompts in chunks of up to LONGEST_PIECE tokens, padded to a power of two (GPUs).
+    """Read prompts in chunks of up to LONGEST_CHUNK tokens, padded to a power of two (GPUs).
 
     A chunk is one call over a tree that is a chain (`stree.models.chunk_pass`): a host takes longer
     to start a whole prompt's operations than the device to do them.
 
-    capture, how a piece's call is kept for any row and length: as a graph, or as it is.
+    capture makes the object that replays a chunk's call: `CudaGraph`, or `Called`.
     """
 
     def __init__(self, capture: CaptureType) -> None:
         self.capture = capture
-        self.pieces: LRUCache[Any, PrefillGraph] = LRUCache(MAX_KEPT)
+        self.graphs: LRUCache[Any, PrefillGraph] = LRUCache(MAX_KEPT)
 
     def read_row(
         self,
@@ -85,9 +85,11 @@ class ChunkedPrefill:
         *,
         start: int | None = None,
     ) -> Tensor:
-        """See `stree.models.model.read_row`. start, how many tokens the row has read, where no
-        path of it is pending: without, this waits for the device. The logits are to be used before
-        any row reads again."""
+        """Read tokens as `stree.models.model.read_row` does.
+
+        start is the number of tokens that the row has read, if no accepted path of it is pending;
+        None asks the device, and waits for it. The next prefill overwrites the logits.
+        """
         if start is None:
             lengths = torch.stack([cache.length[row], cache.path_length[row]])
             committed, pending = lengths.tolist()
@@ -96,12 +98,12 @@ class ChunkedPrefill:
                 model.apply_path(cache.at(row))
         cache.reserve(len(tokens), start)
         asked, reads_inputs = () if features is None else features.layers, inputs is not None
-        pieces = self.prepare(model, cache, row, start, len(tokens), asked, reads_inputs)
-        parts = tokens.split(LONGEST_PIECE)
-        added = [None] * len(parts) if inputs is None else inputs.split(LONGEST_PIECE)
-        for piece, part, more in zip(pieces, parts, added, strict=True):
-            logits = piece.replay(row, part, more)
-            for layer, stream in zip(asked, piece.streams, strict=True):
+        graphs = self.prepare(model, cache, row, start, len(tokens), asked, reads_inputs)
+        parts = tokens.split(LONGEST_CHUNK)
+        added = [None] * len(parts) if inputs is None else inputs.split(LONGEST_CHUNK)
+        for graph, part, more in zip(graphs, parts, added, strict=True):
+            logits = graph.replay(row, part, more)
+            for layer, stream in zip(asked, graph.streams, strict=True):
                 assert features is not None
                 features.take(layer, stream[:, : len(part)].clone())
         return logits
@@ -110,18 +112,29 @@ class ChunkedPrefill:
         self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
         tokens: Tensor, timed: Timed, *, start: int, ahead: int,
     ) -> Tensor:  # fmt: skip
-        """`read_row`, and after each piece its drafter reads it, with the features that it takes.
-        ahead, how many more tokens than the target it has read; timed, a context around what the
-        drafter does."""
+        """Read tokens with the target, and after each chunk let the drafter read it, too.
+
+        Args:
+            model: The target.
+            cache: The target's.
+            drafter: Reads the target's features of the chunk, if it takes any.
+            row: Row of both caches.
+            tokens: (T,).
+            timed: A context around each run of the drafter.
+            start: Tokens that the target has read.
+            ahead: Tokens after `start` that the drafter has read already.
+
+        Returns the target's logits (1, V), which the next prefill overwrites.
+        """
         for each in (cache, drafter.cache):
             each.reserve(len(tokens), start)
         asked = drafter.feature_layers
-        pieces = self.prepare(model, cache, row, start, len(tokens), asked, False, drafter)
-        for piece, part in zip(pieces, tokens.split(LONGEST_PIECE), strict=True):
-            logits = piece.replay(row, part)
+        graphs = self.prepare(model, cache, row, start, len(tokens), asked, False, drafter)
+        for graph, part in zip(graphs, tokens.split(LONGEST_CHUNK), strict=True):
+            logits = graph.replay(row, part)
             if ahead < len(part):
                 with timed():
-                    piece.replay_drafter(ahead)
+                    graph.replay_drafter(ahead)
             ahead = max(ahead - len(part), 0)
         return logits
 
@@ -136,55 +149,66 @@ class ChunkedPrefill:
         reads_inputs: bool = False,
         drafter: ModelDrafter | None = None,
     ) -> list[PrefillGraph]:
-        """The pieces of `count` more tokens after `start`, captured when first asked for: by a row
-        without a path that is pending, behind whose tokens padding is written. layers, those whose
-        streams are asked for; drafter, if one is to read each piece, too."""
-        pieces: list[PrefillGraph] = []
-        for begin in range(start, start + count, LONGEST_PIECE):
-            size = piece_sizes(start + count - begin)[-1]
+        """Return the graphs of the chunks of `count` tokens after `start`.
+
+        A graph is captured when it is first asked for, with a row that has no pending path:
+        padding is written after its tokens.
+
+        Args:
+            model: Reads the chunks.
+            cache: Its cache.
+            row: Row to capture with.
+            start: Tokens that the row has read.
+            count: Tokens to read.
+            layers: Layers whose residual streams are kept as features.
+            reads_inputs: Whether inputs are added to the tokens' embeddings.
+            drafter: A drafter that reads each chunk, too; None for none.
+        """
+        graphs: list[PrefillGraph] = []
+        for begin in range(start, start + count, LONGEST_CHUNK):
+            size = chunk_sizes(start + count - begin)[-1]
             bound = _bound_of(cache, begin + size)
             drafter_bound = None if drafter is None else _bound_of(drafter.cache, begin + size)
             key = id(model), id(cache), size, bound, layers, reads_inputs, drafter_bound
-            if key not in self.pieces:
-                piece = PrefillGraph(
+            if key not in self.graphs:
+                graph = PrefillGraph(
                     model, cache, row, size, bound, layers, reads_inputs, self.capture,
-                    beside=next(iter(self.pieces.values()), None),
-                    room=self._room(model, cache, size),
+                    beside=next(iter(self.graphs.values()), None),
+                    scratch=self._scratch_of(model, cache, size),
                 )  # fmt: skip
                 if drafter is not None and drafter_bound is not None:
-                    room = self._room(drafter.model, drafter.cache, size)
-                    piece.add_drafter(drafter, drafter_bound, room, self.capture)
-                self.pieces[key] = piece
-            pieces.append(self.pieces[key])
-        return pieces
+                    scratch = self._scratch_of(drafter.model, drafter.cache, size)
+                    graph.add_drafter(drafter, drafter_bound, scratch, self.capture)
+                self.graphs[key] = graph
+            graphs.append(self.graphs[key])
+        return graphs
 
-    def _room(self, model: HybridModel, cache: HybridCache, size: int) -> PrefillScratch:
-        """Shared by the pieces of a cache and size."""
-        for each in self.pieces.values():
-            if (found := each.rooms.get(id(cache))) is not None and each.size == size:
+    def _scratch_of(self, model: HybridModel, cache: HybridCache, size: int) -> PrefillScratch:
+        """Return the scratch buffers that all graphs of a cache and size share."""
+        for each in self.graphs.values():
+            if (found := each.scratches.get(id(cache))) is not None and each.size == size:
                 return found
         with torch.inference_mode(False):  # it is written inside of it and outside
             return PrefillScratch(cache, size, model.config.d_conv)
 
 
 def _bound_of(cache: HybridCache, num_used: int) -> int:
-    """Slots to look at where so many are used, the padding's included."""
+    """Return the number of cache slots to attend to when `num_used` are used, with padding."""
     bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
     return bucket if bucket >= cache.num_slots else -(-num_used // bucket) * bucket
 
 
 class PrefillGraph:
-    """Reads up to `size` tokens, of any row.
+    """Graph that reads a chunk of up to `size` tokens into any row.
 
-    It is captured with no token of the row that is about to read, which changes nothing of it.
-    Those of a reader share memory: they run one after the other. What they give lies outside,
-    where no other's replay overwrites it.
+    It is captured with count = 0, which leaves the row unchanged. All graphs of a prefiller share
+    one memory pool, because they run one after the other; their outputs are copied out of it.
     """
 
     def __init__(
         self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
         layers: tuple[int, ...], reads_inputs: bool, capture: CaptureType,
-        beside: PrefillGraph | None, room: PrefillScratch,
+        beside: PrefillGraph | None, scratch: PrefillScratch,
     ) -> None:  # fmt: skip
         self.model, self.size, device = model, size, cache.device
         with torch.inference_mode(False):  # they are written inside of it and outside
@@ -195,16 +219,16 @@ class PrefillGraph:
             if reads_inputs:
                 shape = 1, size, model.config.d_model
                 self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
-        self.rooms = {id(cache): room}  # by cache; kept, as graphs hold their addresses
+        self.scratches = {id(cache): scratch}  # by cache; kept, as graphs hold their addresses
         added = self.inputs
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
-        kept = self.given  # the function holds what it needs, and not this piece, which holds it
+        kept = self.given  # the function must not hold this object, which holds the function
 
         @torch.no_grad()
         def read() -> None:
             features = HiddenStateTap(layers)
             last = model.prefill_padded(
-                tokens, count, whose, cache, room, bound, features=features, inputs=added
+                tokens, count, whose, cache, scratch, bound, features=features, inputs=added
             )
             given = [model.logits(last), *features.streams]
             if not kept:  # at the first rehearsal
@@ -214,26 +238,28 @@ class PrefillGraph:
                 mine.copy_(each)
 
         self.captured: Any = capture(device, read, None if beside is None else beside.captured)
-        self.skipped: Tensor | None = None  # (1,) how many of its tokens its drafter has read
-        self.captured_drafter: Any = None  # what its drafter does
+        self.skipped: Tensor | None = None  # (1,) tokens of the chunk that the drafter has read
+        self.captured_drafter: Any = None  # the drafter's graph
 
     def add_drafter(
-        self, drafter: ModelDrafter, bound: int, room: PrefillScratch, capture: CaptureType
+        self, drafter: ModelDrafter, bound: int, scratch: PrefillScratch, capture: CaptureType
     ) -> None:
-        """Let a drafter read the piece, too, in a replay of its own."""
-        self.rooms[id(drafter.cache)] = room
+        """Capture the graph by which a drafter reads the same chunk."""
+        self.scratches[id(drafter.cache)] = scratch
         tokens, count, row, given = self.tokens, self.count, self.row, self.given
         with torch.inference_mode(False):
             self.skipped = skipped = torch.zeros_like(count)
 
         def read() -> None:
-            drafter.read_padded(tokens, count, skipped, row, room, bound, given[1:])
+            drafter.read_padded(tokens, count, skipped, row, scratch, bound, given[1:])
 
         self.captured_drafter = capture(tokens.device, read, self.captured)
 
     def replay(self, row: int, tokens: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be used before
-        the next replay of this piece."""
+        """Let a row read tokens (T,), with inputs (T, D) added to their embeddings.
+
+        Returns logits (1, V), which the next replay of this graph overwrites.
+        """
         self.row.fill_(row)
         self.count.fill_(len(tokens))
         self.tokens[0, : len(tokens)] = tokens
@@ -243,12 +269,12 @@ class PrefillGraph:
         return self.given[0]
 
     def replay_drafter(self, skipped: int) -> None:
-        """Let its drafter read what it has read last, but for the first `skipped` tokens."""
+        """Let the drafter read the chunk of the last replay without its first `skipped` tokens."""
         assert self.skipped is not None
         self.skipped.fill_(skipped)
         self.captured_drafter.replay()
 
     @property
     def streams(self) -> list[Tensor]:
-        """What the last replay gave of them, (1, T, ·) a layer, padded."""
+        """Residual streams (1, T, ·) of the last replay, one a layer, with padding."""
         return self.given[1:]

@@ -1,6 +1,6 @@
-"""Prefixes that have been read before: a system prompt, or a conversation's earlier turns.
+"""Cache of prefixes that were read before: a system prompt, or a conversation's earlier turns.
 
-A recurrent state cannot be cut back, so a prefix serves prompts that begin with all of it.
+A recurrent state cannot be cut back, so a prefix serves only prompts that begin with all of it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from stree.models.cache import HybridCache, SavedPrefix
 
 @dataclass(frozen=True)
 class _Copies:
-    """What a row held when it was to be kept. Only the device knows of how many tokens that is."""
+    """Copies of a row's caches; only the device knows yet how many tokens they hold."""
 
-    tokens: tuple[int, ...]  # those of the row that count
+    tokens: tuple[int, ...]  # tokens of the row, of which a prefix is in the caches
     lengths: HostCopy  # the target's, of its pending path, and the drafter's
     target: list[tuple[Tensor, ...]]  # as of `HybridCache.copies`
     drafter: list[tuple[Tensor, ...]] | None
-    following: Tensor | None  # what the drafter's next token is read with
+    following: Tensor | None  # input that the drafter adds to its next token
 
 
 @dataclass(frozen=True)
 class _Kept:
     target: SavedPrefix
     drafter: SavedPrefix | None
-    following: Tensor | None = None  # what the drafter's next token is read with, if it is known
+    following: Tensor | None = None  # input that the drafter adds to its next token, if known
 
 
 class PrefixCache:
-    """The `most` prefixes that were used last, each as copies of what the caches held of it.
+    """LRU cache of prefixes, each as copies of the row's part of the caches.
 
-    cache, the target's; drafter, which reads a prefix again unless it is a `ModelDrafter`;
-    hand_over, how values come to the host (`stree.batching.runners`).
+    Args:
+        most: Number of prefixes to keep.
+        cache: The target's.
+        drafter: Reads a prefix again unless it is a `ModelDrafter`.
+        hand_over: Copies values to the host (`EagerRunner.hand_over`).
     """
 
     def __init__(
@@ -53,15 +56,18 @@ class PrefixCache:
     ) -> None:
         self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
         self._kept: LRUCache[tuple[int, ...], _Kept] = LRUCache(most)
-        self._copied: deque[_Copies] = deque()  # whose lengths may be on their way
+        self._copied: deque[_Copies] = deque()  # their lengths may still be on the device
 
     def __len__(self) -> int:
         self._take_in()
         return len(self._kept)
 
     def keep(self, row: int, tokens: list[int], drafted: bool = True) -> None:
-        """Keep what a row has read of `tokens`; nothing where it has gone on to others. Does not
-        wait for the device. drafted, whether its drafter may have read any of them."""
+        """Keep the part of `tokens` that a row has read, without waiting for the device.
+
+        A row that has read other tokens after them is not kept. drafted says whether the drafter
+        may have read any of them.
+        """
         drafter = following = None
         lengths = [self.cache.length[row], self.cache.path_length[row]]
         if drafted and type(self.drafter) is ModelDrafter:  # others read the text again
@@ -80,7 +86,7 @@ class PrefixCache:
                 self._take_in_first()
 
     def clear(self) -> None:
-        """Forget all prefixes, also those whose copies are on their way."""
+        """Forget all prefixes, also those whose lengths are still on the device."""
         self._kept.clear()
         self._copied.clear()
 
@@ -89,7 +95,7 @@ class PrefixCache:
             self._take_in_first()
 
     def _take_in_first(self) -> None:
-        """Find out what the first of the copies are of."""
+        """Read the lengths of the oldest copies, and move them into the cache."""
         each = self._copied.popleft()
         length, pending, *drafted = each.lengths.tolist()
         if not 0 < length <= len(each.tokens):
@@ -97,7 +103,7 @@ class PrefixCache:
         drafter, following, longest = None, None, length
         if each.drafter is not None and (theirs := drafted[0]) <= len(each.tokens):
             drafter = SavedPrefix(theirs, each.drafter)
-            longest = max(length, theirs)  # it has read the last root, too
+            longest = max(length, theirs)  # the drafter has read the last root, too
             # The features are those of the last call's accepted path, pending or not
             if theirs == length + bool(pending):
                 following = each.following
@@ -105,15 +111,17 @@ class PrefixCache:
         self._kept[each.tokens[:longest]] = kept
 
     def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
-        """The longest prefix of `prompt` that there is, shorter than itself; () for none. Waits
-        for the device to have done what was kept last."""
+        """Return the longest kept prefix that is shorter than `prompt`; () for none.
+
+        Waits for the device to finish the copies of the prefix that was kept last.
+        """
         self._take_in()
         fitting = [each for each in self._kept if len(each) < len(prompt)]
         fitting = [each for each in fitting if list(each) == prompt[: len(each)]]
         return max(fitting, key=len, default=())
 
     def lengths(self, prompt: list[int]) -> tuple[int, int]:
-        """How many tokens of a prompt the target need not read again, and the drafter."""
+        """Return how many tokens of a prompt the target and the drafter need not read again."""
         return _lengths(self._longest_kept(prompt))
 
     def _longest_kept(self, prompt: list[int]) -> _Kept | None:
@@ -121,8 +129,10 @@ class PrefixCache:
         return self._kept[prefix] if prefix else None
 
     def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
-        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens of
-        it the target has read then, and the drafter."""
+        """Load `longest_of` a prompt into an empty row.
+
+        Returns how many tokens of it the target has read then, and the drafter.
+        """
         kept = self._longest_kept(prompt)
         if kept is not None:
             self.cache.load(kept.target, row)

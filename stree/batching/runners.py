@@ -1,8 +1,8 @@
-"""Who runs a step: PyTorch as it is, or CUDA graphs. Nothing else knows of graphs.
+"""Runners of steps: eager PyTorch, or CUDA graphs. No other module knows of graphs.
 
-Graphs are captured once for each envelope: how many rows, trees of what shape, whether any row
-samples, leaves tokens out or has a penalty. What rows and trees hold may differ from replay to
-replay.
+Graphs of a step are captured once for each combination of number of rows, shape of the trees, and
+kinds of settings (sampling, filters, penalties). The contents of rows and trees may differ from
+replay to replay.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from stree.models.model import HybridModel
 from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
 
-MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
+MAX_KEPT = 64  # step graphs, two graphs each; a tree may need two for each number of rows
 Mark = Callable[[str], None]
 
 
 def runner_of(step: Step) -> EagerRunner | GraphRunner:
-    """Graphs where target and drafter can be captured."""
+    """Return a `GraphRunner` if target and drafter can be captured, else an `EagerRunner`."""
     drafter = step.drafter
     capturable = drafter is None or drafter.capturable
     return GraphRunner(step) if capturable and _on_gpu(step) else EagerRunner(step)
@@ -42,15 +42,15 @@ def _on_gpu(step: Step) -> bool:
 
 
 class EagerRunner:
-    """Runs steps as they are asked for: the CPU, fp64, drafters that think on the host."""
+    """Run each step's operations one by one: on the CPU, in fp64, for drafters on the host."""
 
-    ahead = 0  # how many steps are launched before the one is read that they follow
-    hand_over = HostCopy  # of values to the host
+    ahead = 0  # steps that are launched before the report of the previous one is read
+    hand_over = HostCopy  # copies values to the host
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reports: deque[Tensor] = deque()
-        self.reader = ChunkedPrefill(Called) if _on_gpu(step) else EagerPrefill()
+        self.prefiller = ChunkedPrefill(Called) if _on_gpu(step) else EagerPrefill()
         self.done: set[Hashable] = set()
         self.weights = Weights(step)
 
@@ -58,15 +58,19 @@ class EagerRunner:
     def launch(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int, mark: Mark
     ) -> None:
-        """Start a step of some rows.
+        """Start a step.
 
-        longest, the most tokens of any row's block, and so nodes of its accepted path; position,
-        where the root of any row stands at most, but for rows that have not begun; mark is told
-        when a phase ends.
+        Args:
+            rows: The rows that take part.
+            tree_batch: A tree for each row.
+            longest: The most tokens of any row's block, which is the most nodes of any accepted
+                path.
+            position: The largest position of any row's root, rows that have not begun excepted.
+            mark: Called with the name of each phase that ends.
         """
         bound, tree_batch = position + tree_batch.num_nodes, tree_batch.own()
         longest_path: int | None = longest
-        if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
+        if rows.block.device.type == "cpu":  # reading the counts does not wait for a device
             counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
             longest = max([1, *(count for active, count in counts if active)])
             longest_path = None
@@ -78,28 +82,33 @@ class EagerRunner:
         self.reports.append(report)
 
     def prepare(self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int) -> None:
-        """Nothing has to be made ready."""
+        """Do nothing: there are no graphs to capture."""
 
     def collect(self) -> list[list[int]]:
-        """The report (B, 2 + 2·M) of the oldest step not yet collected; see `Step.verify`."""
+        """Return the report (B, 2 + 2·M) of the oldest step not yet collected (`Step.verify`)."""
         return self.reports.popleft().tolist()
 
     def drop(self) -> None:
-        """Forget the oldest report; nothing waits for it."""
+        """Forget the oldest report, without waiting for it."""
         self.reports.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
-        """Do what a request needs between steps: a function of tensors of fixed places that never
-        waits for the device, and may be done twice; returns what it does."""
+        """Run a task of a request between steps, and return its result.
+
+        Args:
+            key: Names the task; two tasks with the same key are the same function.
+            task: A function over tensors at fixed addresses, which must not wait for the device
+                and may be called twice.
+        """
         self.done.add(key)
         return task()
 
     def is_ready(self, key: Hashable) -> bool:
-        """Whether `run` with that key has nothing to make ready first: kernels, graphs."""
+        """Return whether `run` with that key starts at once, with no kernel or graph to make."""
         return key in self.done
 
     def num_rows(self, taken: int, most: int) -> int:
-        """How many rows a step has when the first `taken` of them must take part."""
+        """Return the number of rows of a step in which the first `taken` rows take part."""
         return taken
 
     def follow_weights(self) -> bool:
@@ -108,7 +117,7 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Runs steps as two CUDA graphs, of the draft and of the rest, without the host in between.
+    """Run each step as two CUDA graphs, the draft and the rest, without the host in between.
 
     Tokens, accepted paths and all lengths stay on the device; the host reads a report of each step
     while the next one runs.
@@ -120,42 +129,42 @@ class GraphRunner:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.bucket = ops.bucket(step.cache.num_slots, step.target.device, step.target.dtype)
-        self.envelopes: LRUCache[Any, StepGraphs] = LRUCache(MAX_KEPT)
+        self.step_graphs: LRUCache[Any, StepGraphs] = LRUCache(MAX_KEPT)
         self.captured: set[Any] = set()  # keys of all that were, dropped ones included
         self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights = Weights(step)
-        self.reader = ChunkedPrefill(CudaGraph)
+        self.prefiller = ChunkedPrefill(CudaGraph)
         self.tasks: dict[Hashable, CudaGraph] = {}
 
     def launch(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int, mark: Mark
     ) -> None:
-        """As `EagerRunner.launch`; the next report is on its way when this returns."""
-        envelope = self.prepare(rows, tree_batch, longest, position)
-        self.launched.append(envelope.replay(tree_batch, mark))
+        """Start a step as `EagerRunner.launch` does; its report is copied to the host meanwhile."""
+        graphs = self.prepare(rows, tree_batch, longest, position)
+        self.launched.append(graphs.replay(tree_batch, mark))
 
     def prepare(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int
     ) -> StepGraphs:
-        """The graphs of such steps, captured when first asked for."""
+        """Return the graphs of such steps, captured when they are first asked for."""
         longest = max(longest, tree_batch.max_depth + 1)
         num_used, num_slots = position + tree_batch.num_nodes, self.step.cache.num_slots
         bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
         chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
         key = (len(rows.active), tree_batch.shape, longest, *chosen_by, bound)
-        if key not in self.envelopes:
+        if key not in self.step_graphs:
             self._warn_of_more(key)
-            self.envelopes[key] = StepGraphs(self.step, rows, tree_batch, longest, bound)
-        return self.envelopes[key]
+            self.step_graphs[key] = StepGraphs(self.step, rows, tree_batch, longest, bound)
+        return self.step_graphs[key]
 
     def _warn_of_more(self, key: Any) -> None:
-        """Once, when what was dropped is asked for again: so it goes on, and takes much time."""
+        """Warn once when graphs that were dropped must be captured again, which takes long."""
         if key in self.captured and not self.has_warned:
             self.has_warned = True
             warnings.warn(
-                f"steps of this decoder take more shapes than the {self.envelopes.most} whose CUDA "
-                "graphs are kept, so graphs are dropped and captured again while it decodes: "
+                f"steps of this decoder take more shapes than the {MAX_KEPT} whose CUDA graphs are "
+                "kept, so graphs are dropped and captured again while it decodes: "
                 "choose among fewer trees, take fewer rows, or give requests with and without "
                 "sampling, top-k, top-p, min-p or a penalty decoders of their own",
                 stacklevel=2,
@@ -171,18 +180,20 @@ class GraphRunner:
         self.launched.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
-        """As `EagerRunner.run`; captured when a key is first asked for. What it returns the next
-        run with that key overwrites."""
+        """Run a task as `EagerRunner.run` does, captured when its key is first asked for.
+
+        The next run with the same key overwrites the result.
+        """
         if key not in self.tasks:
             self.tasks[key] = CudaGraph(self.step.cache.device, task)
         return self.tasks[key].replay()
 
     def is_ready(self, key: Hashable) -> bool:
-        """As `EagerRunner.is_ready`."""
+        """Return whether the task with that key is captured."""
         return key in self.tasks
 
     def num_rows(self, taken: int, most: int) -> int:
-        """A power of two, so that few envelopes serve any number."""
+        """Return the next power of two, at most `most`, so that few graphs serve any number."""
         return min(1 << (taken - 1).bit_length(), most)
 
     def follow_weights(self) -> bool:
@@ -192,15 +203,15 @@ class GraphRunner:
         """
         change = self.weights.follow()
         if change == "moved":
-            self.envelopes.clear()
-            self.reader.pieces.clear()
+            self.step_graphs.clear()
+            self.prefiller.graphs.clear()
             self.tasks.clear()
             self.captured.clear()
         return bool(change)
 
 
 class Weights:
-    """Addresses and versions of the weights of a step's models, as of the last call of `follow`."""
+    """Addresses and versions of the weights of a step's models at the last call of `follow`."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -242,10 +253,10 @@ def _weights_of(model: Any) -> tuple[list[int], list[int]]:
 
 
 class StepGraphs:
-    """The graphs of steps of as many rows, with trees of one shape.
+    """Graphs of a step with a fixed number of rows and shape of the trees.
 
-    They are captured, and rehearsed, while all rows are idle: such a step changes nothing but that
-    paths which were accepted before are replayed, as the next step would do.
+    They are rehearsed and captured while all rows are idle. Such a step only replays the accepted
+    paths that are pending, as the next step would.
     """
 
     def __init__(
@@ -277,7 +288,7 @@ class StepGraphs:
         rows.active.copy_(active)
 
     def replay(self, tree_batch: TreeBatch, mark: Mark) -> tuple[Tensor, Any]:
-        """Start a step; returns where its report arrives, and the event of that."""
+        """Start a step; return the pinned buffer of its report, and the event of its arrival."""
         mark("host")  # a device without work waits until here
         self.tree_batch.hold(tree_batch)
         if self.draft is not None:
@@ -295,9 +306,9 @@ class StepGraphs:
 class CudaGraph:
     """A function of static tensors, captured once and replayed without host work.
 
-    It is run twice beforehand, so that libraries and lazy constants are ready. It shares the memory
-    of the one `beside` it, if any: the two must not run at the same time, and a replay of either
-    may overwrite the other's outputs.
+    The function runs twice before the capture, so that libraries and lazy constants are ready. The
+    graph shares the memory pool of the graph `beside`, if one is given: the two must not run at the
+    same time, and a replay of either may overwrite the other's outputs.
     """
 
     def __init__(
@@ -317,15 +328,17 @@ class CudaGraph:
                 self.outputs = function()
 
     def replay(self) -> Any:
-        """Run it; returns the static outputs, which the next replay overwrites."""
+        """Replay the graph; return the static outputs, which the next replay overwrites."""
         self.graph.replay()
         return self.outputs
 
 
 @contextmanager
 def no_garbage_collected() -> Iterator[None]:
-    """Keeps automatic collection from happening: a graph that it found, of a decoder that is no
-    longer there, would be destroyed, and a capture that is under way would fail with it."""
+    """Keep Python from collecting garbage during a capture.
+
+    The collection might destroy a graph of a decoder that is gone, and the capture would fail.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What is asked of a batch, what a step reports, and the host's side of a row."""
+"""Requests to a batch, the outputs of its steps, and the host's record of each row."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ class Request:
     """A prompt of one sequence, and how to go on after it.
 
     Attributes:
-        prompt_ids: Token ids (T,).
-        generation: Ours, or `transformers`' GenerationConfig.
-        tree: The tree to decode with; None is the decoder's.
-        keep_prompt: A decoder with `num_prefixes` holds the prompt, too, as soon as it is read:
-            what goes on from it may not begin with all that is generated.
+        prompt_ids: Token ids (T,), T ≥ 1; a list or an integer tensor.
+        generation: Our `GenerationConfig`, or `transformers`'.
+        tree: The tree to decode with, or its name; None is the decoder's.
+        keep_prompt: Whether a decoder with `num_prefixes` keeps the prompt as a prefix as soon as
+            it is read, for requests that begin with the prompt but not with its answer.
+
+    Example:
+        >>> import stree
+        >>> request = stree.Request([5, 3, 8], stree.GenerationConfig(max_new_tokens=16))
+        >>> request.generation.max_new_tokens
+        16
     """
 
     prompt_ids: Sequence[int] | Tensor
@@ -39,13 +45,12 @@ class Request:
 
 @dataclass(eq=False)
 class SharedPrompt:
-    """A prompt that several rows begin with, and one of them reads."""
+    """A prompt that several rows begin with; one of them reads it, the others copy its caches."""
 
     left: int  # rows that are still to begin with it
-    reader: RunningSequence | None = None
-    read: Any = (
-        None  # `stree.batching.prefill.ReadPrompt`, as soon as it is read, until no row is left
-    )
+    read_by: RunningSequence | None = None
+    # `stree.batching.prefill.ReadPrompt`, as soon as the prompt is read, until no row is left
+    read: Any = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,10 @@ class SampleRequest(Request):
 
 
 def samples_of(request: Request) -> list[Request]:
-    """Return a request for each answer that one asks for (`num_return_sequences`); the first that
-    has a row reads the prompt for all."""
+    """Return one request for each answer that a request asks for (`num_return_sequences`).
+
+    The first of them that gets a row reads the prompt for all.
+    """
     if getattr(getattr(request, "generation", None), "num_return_sequences", None) in (None, 1):
         return [request]
     generation = settings_of(request.generation).after(one_prompt(request.prompt_ids))
@@ -75,8 +82,15 @@ def requests_of(
     options: Mapping[str, Any],
     tokenizer: Any,
 ) -> list[Request]:
-    """Return the requests that are given, or those of prompts and of how to go on after all of them
-    (`asked_for`), one for each answer."""
+    """Return one request for each answer.
+
+    Args:
+        given: A list of requests, or prompts as `stree.settings.asked_for` takes them.
+        generation_config: Settings for all prompts; None for requests, which have their own.
+        attention_mask: Mask of padded prompts; None for requests.
+        options: Further settings by keyword; empty for requests.
+        tokenizer: Encodes prompts that are texts; None refuses texts.
+    """
     several = isinstance(given, list | tuple)
     if several and (not given or any(isinstance(each, Request) for each in given)):
         if options or generation_config is not None or attention_mask is not None:
@@ -89,8 +103,15 @@ def requests_of(
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step gave a row: its new tokens, how many of them, the first, are drafts that were
-    accepted, and why it ends ("" while it goes on; "error", with the error beside)."""
+    """Output of a step for one row.
+
+    Attributes:
+        row: The row.
+        tokens: New tokens of the row.
+        finish_reason: Why the sequence ends; "" while it goes on.
+        error: The error of a sequence that ends with "error", else None.
+        num_accepted: Accepted drafts, which are the first of the new tokens.
+    """
 
     row: int
     tokens: list[int]
@@ -101,11 +122,11 @@ class StepOutput:
 
 @dataclass(slots=True)
 class RunningSequence:
-    """The host's side of a row."""
+    """The host's record of the sequence in a row."""
 
     prompt: list[int]
     generation: GenerationConfig
-    tree: TokenTree | None  # None: each step's is chosen
+    tree: TokenTree | None  # None: chosen anew for each step
     keep_prompt: bool
     stop: StopRule
     stats: DecodingStats
@@ -113,40 +134,45 @@ class RunningSequence:
     num_read: int = 0  # tokens of the prompt that are in the caches
     num_drafted_from: int = 0  # tokens that the drafter has read
     behind: bool = False  # whether the drafter has missed the prompt or a block
-    # The drafter's, begun and done: of the prompt beside the target, and of what it had missed
-    readings: list[tuple[Any, Any]] = field(default_factory=list)
+    # When the drafter began and ended: reading the prompt, and catching up on what it had missed
+    prefills: list[tuple[Any, Any]] = field(default_factory=list)
     catch_ups: list[tuple[Any, Any]] = field(default_factory=list)
     longest: int = 1  # the most tokens that the row's block has
-    ahead: int = 0  # the most that steps on their way commit, a block each
+    ahead: int = 0  # the most tokens that steps in flight commit, a block each
     finish_reason: str = ""
     is_stale: bool = False  # weights were changed since it was admitted
     since: float = field(default_factory=time.perf_counter)
     first: HostCopy | None = None  # the token after the prompt, and whether its logits are finite
 
     @property
-    def reading(self) -> bool:
+    def is_prefilling(self) -> bool:
+        """Whether prompt tokens are still to be read."""
         return self.num_read < len(self.prompt)
 
     @property
     def drafter_read_s(self) -> tuple[float | None, float | None]:
-        """What the drafter took for the row's readings and its catch-ups, when all of it is done;
-        None where there were none."""
-        reading, missed = (
+        """Seconds of the drafter's prefills and catch-ups of the row; None if there were none.
+
+        Call it only when the device is done with them.
+        """
+        prefill, missed = (
             sum(begun.elapsed_time(done) for begun, done in each) / 1e3 if each else None
-            for each in (self.readings, self.catch_ups)
+            for each in (self.prefills, self.catch_ups)
         )
-        return reading, missed
+        return prefill, missed
 
     @property
     def position(self) -> int:
-        """Where the root stands in the sequence: all before it is committed."""
+        """Position of the root in the sequence; all tokens before it are committed."""
         return len(self.prompt) + len(self.stop.tokens) + (self.first is not None) - 1
 
 
 @dataclass
 class StepInputs:
-    """Rows and tree batch of a step, and the trees and settings that they were made of: mostly they
-    are the next step's, too."""
+    """Rows and tree batch of a step, with the trees and settings that they were made from.
+
+    Most steps use the inputs of the step before.
+    """
 
     trees: list[TokenTree]
     generations: list[GenerationConfig]
@@ -156,7 +182,7 @@ class StepInputs:
 
 @dataclass
 class InFlightStep:
-    """A step that was started: of which sequences, with which trees, whether the drafter ran."""
+    """A step that was started: its sequences and trees by row, and whether the drafter ran."""
 
     rows: dict[int, tuple[RunningSequence, TokenTree]]
     drafted: bool

@@ -1,7 +1,7 @@
-"""What belongs to each sequence of a batch: its settings, and where its step begins.
+"""State of each sequence of a batch on the device: its settings, and where its next step begins.
 
-Shapes: B rows, V vocabulary, n nodes of trees, M tokens that a step yields at most. Everything is
-a tensor with a row a sequence, so that one step serves any mixture of settings.
+Shapes: B rows, V vocabulary, n nodes of trees, M tokens that a step yields at most. Each tensor has
+one row per sequence, so that one step serves any mixture of settings.
 """
 
 from __future__ import annotations
@@ -27,15 +27,26 @@ Asked = tuple[bool, bool, bool, bool]
 class BatchState:
     """Settings of B sequences and the tokens that their next step begins with.
 
-    active (B,) bool: an idle row's step changes nothing of it. temperature (B,), 0 is greedy,
-    top_p, min_p and repetition_penalty (B,) fp64; top_k (B,) and seed (B,) int64. position (B,)
-    int64: where in its sequence the root of the next tree stands, so how many tokens are committed
-    before it. root (B, 1) int64, its token. block (B, 1 + M) int64: how many tokens the last step
-    yielded, and the tokens, the root last. seen (B, V + 1) bool, which tokens a sequence has up to
-    its root, the last slot for none; None until a row with a repetition penalty needs it.
-    `sampled`, `filtered`, `ranked` and `penalised` are the host's knowledge: whether any row
-    samples, whether any of these has a top_k, top_p or min_p, or one of the first two, for which
-    tokens are put in order, and whether any row has a repetition penalty.
+    Attributes:
+        active: (B,) bool; a step changes nothing of an idle row.
+        temperature: (B,) fp64; 0 is greedy.
+        top_k: (B,) int64; 0 keeps all tokens.
+        top_p: (B,) fp64; 1 keeps all tokens.
+        min_p: (B,) fp64; 0 keeps all tokens.
+        repetition_penalty: (B,) fp64; 1 is none.
+        seed: (B,) int64.
+        position: (B,) int64, position of the next tree's root in its sequence, which is the number
+            of tokens committed before it.
+        root: (B, 1) int64, the root's token.
+        block: (B, 1 + M) int64, the number of tokens that the last step yielded, then the tokens,
+            the root last.
+        sampled: Whether any row samples (known to the host, as the next three).
+        filtered: Whether any row that samples has a top_k, top_p or min_p.
+        ranked: Whether any row that samples has a top_k or top_p, for which tokens are sorted.
+        penalised: Whether any row has a repetition penalty.
+        seen: (B, V + 1) bool, the tokens of a sequence up to its root, the last slot for none; None
+            until a row with a repetition penalty needs it.
+        settings: (6, B) int64, the settings above as `set` writes them, in one copy to the device.
     """
 
     active: Tensor
@@ -53,11 +64,11 @@ class BatchState:
     ranked: bool = False
     penalised: bool = False
     seen: Tensor | None = None
-    settings: Tensor | None = None  # (6, B) int64: what `set` writes, in one copy to the device
+    settings: Tensor | None = None
 
     @classmethod
     def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> BatchState:
-        """Idle rows, for blocks of up to `longest` tokens."""
+        """Return `batch` idle rows for blocks of up to `longest` tokens."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
@@ -77,13 +88,18 @@ class BatchState:
         prompt: Sequence[int] = (),
         vocabulary: int | None = None,
     ) -> None:
-        """Give a row to a request; it is idle until its prompt has been read. A repetition penalty
-        needs the prompt and the vocabulary's size."""
+        """Give a row to a request; the row is idle until its prompt has been read.
+
+        prompt and vocabulary (its size) are needed for a repetition penalty only.
+        """
         self.set_to(row, bits_of(generation).to(self.active.device))
         self.see(row, generation, prompt, vocabulary)
 
     def set_to(self, row: int | Tensor, bits: Tensor) -> None:
-        """A row's settings, as `bits_of` gives them, on the device; row, an int or (1,) there."""
+        """Write a row's settings, given as `bits_of` returns them, on the device.
+
+        row is an int, or a tensor (1,) on the device.
+        """
         assert self.settings is not None, "these rows were made by hand"
         fill(self.active, row, value=False)
         self.settings[:, row] = bits if isinstance(row, int) else bits[:, None]
@@ -95,7 +111,7 @@ class BatchState:
         prompt: Sequence[int],
         vocabulary: int | None,
     ) -> None:
-        """Take note of a row's prompt, where its repetition penalty asks for it."""
+        """Note the tokens of a row's prompt if its repetition penalty needs them."""
         if generation.repetition_penalty == 1:
             return
         if self.seen is None:
@@ -109,8 +125,14 @@ class BatchState:
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
         active: bool | Tensor = True,
     ) -> None:  # fmt: skip
-        """Decode from a root that stands at `position` and is in no cache; all before it is. Each
-        is a tensor (1,) where only the device knows it; active, whether to decode at all."""
+        """Let a row decode from a root at `position`, after whose predecessors its caches stand.
+
+        Args:
+            row: The row; each argument is a tensor (1,) where only the device knows its value.
+            position: Number of tokens in the caches.
+            root: Token that is in no cache yet.
+            active: False leaves the row idle.
+        """
         self.place(row, position, root, active)
         if self.seen is not None:
             self.seen[row, root] = True
@@ -119,15 +141,17 @@ class BatchState:
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
         active: bool | Tensor = True,
     ) -> None:  # fmt: skip
-        """`begin`, but that the root is not among the tokens that penalties know of yet: so it may
-        be done twice."""
+        """Do as `begin`, but do not note the root for penalties, so that it can be done twice."""
         self.position[row], self.root[row] = position, root
         fill(self.block[:, 0], row, value=1)
         self.block[row, 1] = root
         self.active[row] = active
 
     def narrow(self, first: int, count: int, generations: Iterable[GenerationConfig]) -> BatchState:
-        """Some of the rows, as views; generations, what those of them are for that are active."""
+        """Return views of `count` rows from `first` on.
+
+        generations are the settings of the active rows among them.
+        """
         sampled, filtered, ranked, penalised = asked_by(generations)
 
         def view(tensor: Tensor) -> Tensor:
@@ -142,7 +166,7 @@ class BatchState:
         )  # fmt: skip
 
     def at(self, row: Tensor, asked: Asked) -> BatchState:
-        """A copy of one row, (1,) int64 on the device."""
+        """Return a copy of one row, given as a tensor (1,) int64 on the device."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, row)
@@ -156,7 +180,7 @@ class BatchState:
 
     @property
     def sampling(self) -> Sampling | None:
-        """How tokens are chosen; None when all rows are greedy."""
+        """Temperature, seed and position by which tokens are drawn; None if all rows are greedy."""
         if not self.sampled:
             return None
         return Sampling(self.temperature, self.seed, self.position)
@@ -167,7 +191,7 @@ class BatchState:
         return self.filtered or self.penalised
 
     def remember(self) -> None:
-        """Take note of the tokens of the last step's blocks, where penalties ask what there was."""
+        """Note the tokens of the last step's blocks if any row has a repetition penalty."""
         if not self.penalised:
             return
         assert self.seen is not None
@@ -179,14 +203,17 @@ class BatchState:
     def kept(
         self, logits: Tensor, drafts: Tensor | None = None, ids: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, …, V) as a row's repetition penalty leaves them, −∞ for the tokens that its
-        top-k, then top-p and then min-p leave out.
+        """Apply repetition penalty, top-k, top-p and min-p, in that order, to logits.
 
-        Ties with the k-th stay; top-p is the smallest set of tokens whose probability at the row's
-        temperature reaches it; min-p leaves those that have at least that share of the best one's,
-        as in `transformers`. drafts (B, n, D), which tokens stand between the root and what logits
-        (B, n, V) are of (`TreeBatch.drafts_of`); the same again, or the root's, for none. ids (V,),
-        ascending: the tokens that the logits are of, where these are some only.
+        Tokens that are left out get −∞. As in `transformers`, ties with the k-th best token stay,
+        top-p keeps the smallest set whose probability at the row's temperature reaches it, and
+        min-p keeps tokens with at least that share of the best one's probability.
+
+        Args:
+            logits: (B, …, V).
+            drafts: (B, n, D), the tokens between the root and each node of logits (B, n, V)
+                (`TreeBatch.drafts_of`); padded with a repeated token or the root. None for none.
+            ids: (V,) ascending, the tokens that the logits are of; None for all.
         """
         logits = self._penalised(logits, drafts, ids)
         if not self.filtered:
@@ -219,13 +246,15 @@ class BatchState:
         return there.scatter(-1, places, lower.gather(-1, places))[..., :size]
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Each row's probabilities, fp64, of logits (B, …, V) as they are left by `kept`, at its
-        temperature; at 0 all of it on the best token."""
+        """Return each row's fp64 probabilities at its temperature; 0 puts all on the best token.
+
+        logits (B, …, V) are the result of `kept`.
+        """
         return naive.distribution(logits, self.temperature)
 
 
 def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
-    """`sampled`, `filtered`, `ranked` and `penalised` of `BatchState`, for such requests."""
+    """Return `sampled`, `filtered`, `ranked` and `penalised` of `BatchState` for requests."""
     generations = list(generations)
     sampling = [each for each in generations if each.temperature > 0]
     ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
@@ -235,7 +264,7 @@ def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
 
 
 def bits_of(generation: GenerationConfig) -> Tensor:
-    """(6,) int64, the settings of a row as they lie in `BatchState.settings`."""
+    """Return a row's settings (6,) int64 as they are stored in `BatchState.settings`."""
     of = generation
     floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]
     wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)
@@ -243,8 +272,10 @@ def bits_of(generation: GenerationConfig) -> Tensor:
 
 
 def _beyond(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens the top-k leaves out, or the top-p of what it leaves. One sort serves both: it
-    takes longer than all else here."""
+    """Return a mask of the tokens that top-k, or top-p after it, leaves out.
+
+    One sort serves both, because the sort takes most of the time.
+    """
     ascending, order = scores.sort(dim=-1, stable=True)
     vocabulary = scores.shape[-1]
     kth = vocabulary - torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)

@@ -23,9 +23,13 @@ from stree.verifiers import Verifier
 
 @dataclass
 class Step:
-    """A decoding step of the first rows of a batch, in place on the caches and the rows.
+    """A decoding step of the first rows of a batch; it changes caches and rows in place.
 
-    target, as `HybridModel`; cache, its, and drafter, None for autoregressive decoding.
+    Attributes:
+        target: A model with `tree_batch_forward`, as `HybridModel` has.
+        cache: The target's.
+        drafter: Fills the trees; None for autoregressive decoding.
+        verifier: Accepts or rejects the drafts.
     """
 
     target: Any
@@ -34,13 +38,15 @@ class Step:
     verifier: Verifier
 
     def drafts(self, tree_batch: TreeBatch) -> bool:
-        """Whether there is anything to draft."""
+        """Return whether the trees have nodes for the drafter to fill."""
         return self.drafter is not None and tree_batch.num_nodes > 1
 
     @torch.no_grad()
     def draft(self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int) -> Proposal:
-        """Fill the rows' trees. longest, the most tokens that any row's block has; bound, as in
-        `HybridModel.tree_forward`."""
+        """Fill the rows' trees with the drafter's tokens.
+
+        longest is the most tokens of any row's block; bound is as in `HybridModel.tree_forward`.
+        """
         if not self.drafts(tree_batch):
             return Proposal(rows.root)
         assert self.drafter is not None
@@ -57,29 +63,38 @@ class Step:
         mark: Callable[[str], None] = lambda phase: None,
         longest: int | None = None,
     ) -> None:
-        """Judge the drafts with one call of the target, and commit what is accepted.
+        """Verify the drafts with one call of the target, and commit the accepted ones.
 
-        Writes the rows' blocks and positions, the cache's paths, and report (B, 2 + 2·M): 1 when
-        all of a row's logits were finite, 0 when the target's were not, −1 when the drafter's; how
-        many tokens are new, the tokens, and the accepted nodes. mark is told when a phase ends;
-        longest, the most nodes of any path that was accepted last (None: only the device knows).
+        Writes the rows' blocks and positions, the cache's paths, and the report.
+
+        Args:
+            rows: The rows of the step.
+            tree_batch: Their trees.
+            proposal: The drafts.
+            bound: Cache slots to attend to, as in `HybridModel.tree_forward`.
+            report: (B, 2 + 2·M) int64, written: 1 when all logits of the row were finite, 0 when
+                the target's were not, −1 when the drafter's were not; the number of new tokens;
+                M tokens; M accepted nodes.
+            mark: Called with the name of each phase that ends.
+            longest: The most nodes of any path that was accepted last; None if only the device
+                knows.
         """
         cache = self.cache.narrow(0, len(rows.active))
         cache.longest_path = longest
         # A drafter that misses a block reads it later, without features
-        reader = self.feature_drafter if self.drafts(tree_batch) else None
-        features = None if reader is None else HiddenStateTap(reader.feature_layers)
+        drafter = self.feature_drafter if self.drafts(tree_batch) else None
+        features = None if drafter is None else HiddenStateTap(drafter.feature_layers)
         asked = () if features is None else (features,)
         logits = self.target.tree_batch_forward(proposal.tokens, tree_batch, cache, bound, *asked)
         mark("verify")
         self.verifier.accept(logits, proposal, tree_batch, rows, cache, report)
         rows.remember()
-        if reader is not None and features is not None:
-            reader.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
+        if drafter is not None and features is not None:
+            drafter.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
         mark("accept")
 
     @property
     def feature_drafter(self) -> FeatureDrafter | None:
-        """The drafter, if it reads features of the target."""
+        """The drafter if it reads hidden states of the target, else None."""
         reads = getattr(self.drafter, "feature_layers", ())
         return cast(FeatureDrafter, self.drafter) if reads else None

@@ -1,4 +1,4 @@
-"""What steps of a decoder take, by rows and tree: timed on the decoder itself, before it serves."""
+"""Measure a decoder's step times by number of rows and tree, before it serves requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_CONTEXT = 32  # tokens before it, unless told
 
 
 class Timed(Protocol):
-    """A decoder whose steps can be timed, as a `BatchDecoder` with no row taken."""
+    """A decoder whose steps can be timed, such as a `BatchDecoder` with no row taken."""
 
     target: Any
     drafter: Any
@@ -41,22 +41,22 @@ class Timed(Protocol):
 
 
 def row_counts(most: int) -> list[int]:
-    """How many rows steps of at most so many have as graphs: 1, 2, 4, …, most."""
+    """Return the numbers of rows that graphs of steps are captured for: 1, 2, 4, …, most."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def context_of(max_length: int) -> int:
-    """After how many tokens steps are timed unless told."""
+    """Return the default number of committed tokens before a timed step."""
     return min(MOST_CONTEXT, max_length // 4)
 
 
 def length_to_time(tree: TokenTree) -> int:
-    """A max_length that leaves room to time a step of it."""
+    """Return the least max_length with which a step of the tree can be timed."""
     return MOST_CONTEXT + (NUM_UNTIMED + 1) * (tree.max_depth + 1)
 
 
 def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
-    """How many steps of it can be timed after `context` tokens, behind those that are not."""
+    """Return how many steps can be timed after `context` tokens and NUM_UNTIMED other steps."""
     return (max_length - context) // (tree.max_depth + 1) - NUM_UNTIMED
 
 
@@ -69,14 +69,21 @@ def measure_step_times(
     counts: Sequence[int] | None = None,
     generation: GenerationConfig = GenerationConfig(),
 ) -> StepTimes:
-    """Time a decoder's steps, whose rows are all free, of so many rows (by default 1, 2, 4, …) with
-    each tree.
+    """Time steps of a decoder with each tree and number of rows.
 
-    generation, what rows ask for: sampled tokens take longer, with a top-k or top-p much longer for
-    each node. context, how many tokens come before; num_steps, how many are timed, after
-    NUM_UNTIMED more. The trees have NUM_TIMINGS turns, after one that captures their graphs, and a
-    time is the least of its turns: what disturbs the machine for a while must not decide for one
-    and against another.
+    The trees have NUM_TIMINGS turns, after one that captures their graphs. A time is the least of
+    its turns, so that a short disturbance of the machine does not favour one tree.
+
+    Args:
+        decoder: All its rows must be free.
+        trees: Trees to time.
+        context: Committed tokens before the first step.
+        num_steps: Steps to time in a turn, after NUM_UNTIMED others.
+        counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
+        generation: Settings of the rows: sampling takes longer, and top-k or top-p much longer.
+
+    Raises:
+        UsageError: When the decoder's max_length leaves no room for a step.
     """
     began = time.perf_counter()
     counts = row_counts(decoder.num_rows) if counts is None else counts
@@ -91,7 +98,7 @@ def measure_step_times(
     )  # fmt: skip
     for count in counts:
         seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
-        readings = []
+        read_s = []
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
             room = room_to_time(tree, decoder.max_length, context)
             if room < 1:
@@ -100,7 +107,7 @@ def measure_step_times(
                     f"{context} tokens: raise it, or lower the context"
                 )
             timed = min(num_steps, room) if turn else 0
-            readings.append(_begin_after(decoder, count, prefix, tokens, generation))
+            read_s.append(_begin_after(decoder, count, prefix, tokens, generation))
             tree_batch = make_tree_batch([tree] * count, decoder.target.device)
             rows = decoder.rows.narrow(0, count, [generation])
             _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED))
@@ -108,7 +115,7 @@ def measure_step_times(
             _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
             if timed:
                 seconds[tree].append((decoder.now() - started) / timed)
-        costs.catch_up = min(readings)
+        costs.catch_up = min(read_s)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     decoder.rows.active.zero_()
     costs.took_s = time.perf_counter() - began
@@ -118,7 +125,7 @@ def measure_step_times(
 def _run_steps(
     decoder: Timed, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
 ) -> None:
-    """The host is ahead of them, as it is where its reading is hidden."""
+    """Launch steps without reading their reports, so that the host does not slow them down."""
     longest = tree_batch.max_depth + 1
     for step in steps:
         position = min(context + step * longest, decoder.max_length)
@@ -135,7 +142,7 @@ def _begin_after(
     tokens: Tensor,
     generation: GenerationConfig,
 ) -> float:
-    """Let `count` rows have read `tokens`; the seconds that the drafter took for the last one's."""
+    """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
     seconds = 0.0
     for row in range(count):
         decoder.cache.reset(row)

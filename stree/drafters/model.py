@@ -114,13 +114,13 @@ class ModelDrafter:
 
     @torch.no_grad()
     def read_padded(
-        self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, room: PrefillScratch,
+        self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, scratch: PrefillScratch,
         bound: int, streams: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """`read` of the first of tokens (1, T) for graphs, as `HybridModel.prefill_padded`, but for
         the first `skipped` (1,) of these, fewer than there are; streams, the target's features at
         all of them, (1, T, ·) a layer."""
-        places = (room.places + skipped).clamp(max=tokens.shape[1] - 1)
+        places = (scratch.places + skipped).clamp(max=tokens.shape[1] - 1)
         tokens, inputs = tokens.gather(1, places), None
         if self.inputs is not None:
             following = self._reader.of_tokens(torch.cat(list(streams), -1))
@@ -129,7 +129,7 @@ class ModelDrafter:
             after = torch.where(count > 0, last_of(following, count), first)
             self.inputs[:, 0].index_copy_(0, row, after)
         left = count - skipped
-        self.model.prefill_padded(tokens, left, row, self.cache, room, bound, inputs=inputs)
+        self.model.prefill_padded(tokens, left, row, self.cache, scratch, bound, inputs=inputs)
 
     def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
         """Remember what is added to the tokens of the rows' blocks: each token of a block comes

@@ -58,25 +58,25 @@ class ChunkPass(TreePass):
 
     @classmethod
     def of(
-        cls, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache, room: PrefillScratch,
-        bound: int, inputs: Tensor | None, **model: Any,
+        cls, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache,
+        scratch: PrefillScratch, bound: int, inputs: Tensor | None, **model: Any,
     ) -> ChunkPass:  # fmt: skip
         """Of the first `count` of tokens (1, T), by one sequence of a cache; the rest may be
         anything. inputs (1, T, D), likewise, or None."""
-        padding = room.places >= count
+        padding = scratch.places >= count
         if inputs is not None:
             inputs = inputs.masked_fill(padding[..., None], 0)
-        zero, one = room.numbers
+        zero, one = scratch.numbers
         length = cache.length.index_select(0, row)
         before, after = (
-            CacheState(length, room.places, accepted, zero, parity, row).of_a_call(cls.READY)
+            CacheState(length, scratch.places, accepted, zero, parity, row).of_a_call(cls.READY)
             for accepted, parity in ((zero, zero), (count, one))
         )
-        layers = zip(cache.layers, room.layers, strict=True)
+        layers = zip(cache.layers, scratch.layers, strict=True)
         return cls(
-            room.chain, before, 0, bound, [layer.taken(row, nodes) for layer, nodes in layers],
+            scratch.chain, before, 0, bound, [layer.taken(row, nodes) for layer, nodes in layers],
             tokens=tokens.masked_fill(padding, 0), nodes=None, inputs=inputs,
-            cache=cache, row=row, count=count, pair=room.pair, after=after, **model,
+            cache=cache, row=row, count=count, pair=scratch.pair, after=after, **model,
         )  # fmt: skip
 
     def over_nodes(

@@ -442,7 +442,7 @@ class HybridModel(nn.Module):
         count: Tensor,
         row: Tensor,
         cache: HybridCache,
-        room: PrefillScratch,
+        scratch: PrefillScratch,
         bound: int,
         *,
         features: HiddenStateTap | None = None,
@@ -457,7 +457,7 @@ class HybridModel(nn.Module):
         """
         self.pack_what_moved()
         call = ChunkPass.of(
-            tokens, count, row, cache, room, bound, inputs,
+            tokens, count, row, cache, scratch, bound, inputs,
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             features=features,
         )  # fmt: skip

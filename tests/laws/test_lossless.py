@@ -215,7 +215,7 @@ def parts_by_graphs(monkeypatch) -> bool:
     drafter = right_now_and_then(target)
     decoder = BatchDecoder(target, drafter, num_rows=4, max_length=64, max_nodes=13)
     got = decoder.generate(served)
-    assert isinstance(decoder.runner, GraphRunner) and decoder.runner.envelopes
+    assert isinstance(decoder.runner, GraphRunner) and decoder.runner.step_graphs
     alone = [Request(each.prompt_ids, each.generation) for each in served]
     plain = without_graphs(
         monkeypatch, lambda: BatchDecoder(target, num_rows=1, max_length=64).generate(alone)

@@ -53,7 +53,7 @@ class Batch:
         # Waits for what the last turn has left: for the step on its way, which is others' time
         self.decoder.num_reusable(list(request.prompt_ids))
         self._waited_s += time.perf_counter() - admitted
-        self.decoder.prepare_reading(row)  # no request's time, as other graphs are not
+        self.decoder.prepare_prefill(row)  # no request's time, as other graphs are not
         self._reading.add(row)
         return row
 

@@ -128,7 +128,7 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 
             return call
 
-        by_graphs = decoder.runner.reader.read_row
+        by_graphs = decoder.runner.prefiller.read_row
         functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
         times = in_turns(functions, target.device, repeats)
         yield dict(what="prompt", num_tokens=num_tokens) | {

@@ -179,9 +179,9 @@ def graphs_of(
     """What replays a step's two graphs after so many tokens; the target's alone without a draft."""
     launcher(decoder, context, temperature)()
     assert isinstance(decoder.runner, GraphRunner)
-    (envelope,) = decoder.runner.envelopes.values()
-    found: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
-    return found if envelope.draft is None else {"draft": envelope.draft.replay, **found}
+    (graphs,) = decoder.runner.step_graphs.values()
+    found: dict[str, Callable[[], object]] = {"target": graphs.rest.replay}
+    return found if graphs.draft is None else {"draft": graphs.draft.replay, **found}
 
 
 def graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:

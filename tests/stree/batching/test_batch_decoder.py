@@ -293,7 +293,7 @@ def test_what_is_there_is_not_made_ready_again(captured_on_cpu, monkeypatch):
     )
     generations = [GenerationConfig(5, temperature=t) for t in (0.0, 0.0, 1.0, 1.0)]
     for number, generation in enumerate(generations):
-        decoder.prepare_reading(decoder.admit(Request([1, 2, number], generation)))
+        decoder.prepare_prefill(decoder.admit(Request([1, 2, number], generation)))
     assert prepared == [0, 1, 2, 3]
     assert begun == [0, 2]  # with and without sampling
 
@@ -363,7 +363,7 @@ def test_a_prompt_of_several_answers_is_read_although_its_reader_leaves(monkeypa
     prompt = list(range(1, 20))
     asked = GenerationConfig(12, temperature=1.0, seed=5, num_return_sequences=3)
     busy = decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
-    decoder.step()  # from now on prompts are read in pieces
+    decoder.step()  # from now on prompts are read in chunks
     first, *others = samples_of(Request(prompt, asked))
     left = decoder.admit(first)
     rows = [decoder.admit(each) for each in others]

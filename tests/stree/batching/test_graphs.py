@@ -60,10 +60,10 @@ def test_prompts_read_by_graphs_are_as_read_in_fp64(models, dtype):
     wanted = exact.new_cache(2000, 1)
     for count in (5, 600, 30, 700):
         tokens = torch.randint(61, (1, count), device=model.device)
-        got = decoder.runner.reader.read_row(model, decoder.cache, 1, tokens[0])
+        got = decoder.runner.prefiller.read_row(model, decoder.cache, 1, tokens[0])
         torch.testing.assert_close(got.double(), exact.prefill(tokens, wanted), **near)
-    pieces = decoder.runner.reader.pieces.values()
-    assert {piece.size for piece in pieces} == {16, 512, 128, 32, 256}
+    graphs = decoder.runner.prefiller.graphs.values()
+    assert {graph.size for graph in graphs} == {16, 512, 128, 32, 256}
     assert decoder.cache.length.tolist() == [0, 1335, 0]
     saved = (cache.save().layers for cache in (decoder.cache.narrow(1, 1), wanted))
     for got, each in zip(*saved, strict=True):
@@ -221,14 +221,14 @@ def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temp
     decoder = Decoder(models[0], max_length=700)
     generation = GenerationConfig(4, temperature=temperature, seed=0)
     decoder.generate([1, 2, 3], generation)
-    (envelope,) = decoder.batch.runner.envelopes.values()
-    replay = envelope.rest.replay
+    (graphs,) = decoder.batch.runner.step_graphs.values()
+    replay = graphs.rest.replay
 
     def slow():
         torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
         return replay()
 
-    envelope.rest.replay = slow
+    graphs.rest.replay = slow
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
     torch.cuda._sleep(200_000_000)

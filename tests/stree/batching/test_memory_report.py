@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder
-from stree.batching import memory_report as room
+from stree.batching import memory_report
 from stree.batching.memory_report import MemoryReport
 from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import KEYS, NODES, STATES
@@ -70,7 +70,7 @@ def test_a_sequence_takes_what_one_more_row_takes(
 
 
 def test_it_is_one_plain_line(monkeypatch):
-    monkeypatch.setattr(room, "free_memory_bytes", lambda on_cuda: 3 * 2**30)
+    monkeypatch.setattr(memory_report, "free_memory_bytes", lambda on_cuda: 3 * 2**30)
     parts = {STATES: 2**25, KEYS: 2**24, NODES: 0, "drafter": 2**20}
     said = MemoryReport(16, 2048, 2, parts, 3 * 2**30)
     assert str(said) == (

@@ -135,13 +135,13 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
 def test_prompts_read_by_graphs_are_as_read_without(
     captured, longest, captured_on_cpu, monkeypatch
 ):
-    """In pieces, of which one ends, padded, behind the last slot, and behind what was read before,
+    """In chunks, of which one ends, padded, behind the last slot, and behind what was read before,
     inside of inference mode and outside; with streams taken out, with inputs added, and with an
     accepted path pending."""
-    monkeypatch.setattr("stree.batching.prefillers.LONGEST_PIECE", longest)
+    monkeypatch.setattr("stree.batching.prefillers.LONGEST_CHUNK", longest)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
-    reader = decoder.runner.reader if captured else ChunkedPrefill(Called)
+    prefiller = decoder.runner.prefiller if captured else ChunkedPrefill(Called)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
     cache.variant.zero_()  # one tree for all
     draw = torch.Generator().manual_seed(2)
@@ -153,7 +153,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
         logits = model.prefill(tokens, wanted, features=theirs, inputs=inputs)
         given = (tokens[0], mine, None if inputs is None else inputs[0])
         with torch.inference_mode(turn % 3 == 0):
-            got = reader.read_row(model, cache, 1, *given)
+            got = prefiller.read_row(model, cache, 1, *given)
         torch.testing.assert_close(got, logits, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(mine.values, theirs.values, rtol=1e-9, atol=1e-12)
         if turn == 1:  # a tree's path is accepted in between
@@ -161,7 +161,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
                 model.tree_forward(tokens[:, :3], TokenTree((-1, 0, 0)), each)
                 each.commit([0, 2])
     sizes = {8: {2, 4, 8}, 32: {2, 4, 8, 16, 32}}[longest]
-    assert {(piece.size, bound) for (_, _, _, bound, *_), piece in reader.pieces.items()} == {
+    assert {(graph.size, bound) for (_, _, _, bound, *_), graph in prefiller.graphs.items()} == {
         (size, cache.num_slots) for size in sizes
     }
     assert cache.narrow(1, 1).save().length == 62
@@ -179,11 +179,11 @@ def test_prompts_have_all_of_their_graphs_beforehand(drafter, captured_on_cpu):
     decoder = BatchDecoder(target, made[drafter], TREES[1], num_rows=1, max_length=80)
     decoder.admit(Request([5, 3, 9] * 6, GenerationConfig(6, ignore_eos=True)))
     decoder.prepare()
-    pieces = decoder.runner.reader.pieces
-    ready = set(pieces)
-    assert not any(given.requires_grad for piece in pieces.values() for given in piece.given)
+    graphs = decoder.runner.prefiller.graphs
+    ready = set(graphs)
+    assert not any(given.requires_grad for graph in graphs.values() for given in graph.given)
     decoder.step()
-    assert set(pieces) == ready
+    assert set(graphs) == ready
 
 
 def test_a_piece_that_does_not_fit_is_made_anew(captured_on_cpu, monkeypatch):
@@ -201,7 +201,7 @@ def test_a_piece_that_does_not_fit_is_made_anew(captured_on_cpu, monkeypatch):
 
 
 def test_what_was_read_before_is_no_matter_though_it_was_not_finite(captured_on_cpu):
-    """A piece's buffers hold an earlier prompt's end, in place of what is no token."""
+    """A chunk's buffers hold an earlier prompt's end, in place of what is no token."""
     target, drafter = recurrent(own=False)
     target.model.embed_tokens.weight.data[60] = torch.nan
     decoder = BatchDecoder(target, drafter, TREES[1], num_rows=1, max_length=40)
@@ -241,7 +241,7 @@ def test_what_is_not_finite_is_reported(captured_on_cpu):
 
 
 def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
-    """Another envelope is captured while a sequence is under way, with a path to replay."""
+    """Other step graphs are captured while a sequence is under way, with a path to replay."""
     target = tiny_model(1)
     drafter, generation = right_now_and_then(target), GenerationConfig(20)
     alone = Decoder(target, drafter, TREES[2], max_length=64).generate([3, 1], generation)
@@ -255,7 +255,7 @@ def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
             if report.finish_reason:
                 outputs[report.row] = decoder.release(report.row)
     assert outputs[first].tokens == alone.tokens
-    assert len(decoder.runner.envelopes) > 3
+    assert len(decoder.runner.step_graphs) > 3
 
 
 @pytest.mark.filterwarnings("ignore:steps of this decoder")
@@ -267,7 +267,7 @@ def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
     for depth in (*range(1, MAX_KEPT + 4), 1):
         request = Request([1, 2, 3], GenerationConfig(6), TokenTree.chain(depth))
         decoder.generate([request])
-    assert len(decoder.runner.envelopes) == MAX_KEPT
+    assert len(decoder.runner.step_graphs) == MAX_KEPT
     # A draft and a target call each; the prompt's, which is read by both, and what is done before
     # and after it
     assert len(living_captures() - before) == 2 * MAX_KEPT + 4
@@ -299,7 +299,7 @@ def test_graphs_that_are_captured_again_are_warned_of_once(captured_on_cpu, monk
         assert decode(depth) == []
     (warning,) = decode(1)
     assert f"more shapes than the {MAX_KEPT} whose CUDA graphs are kept" in warning
-    assert decode(2) == [] and len(decoder.runner.envelopes) == MAX_KEPT
+    assert decode(2) == [] and len(decoder.runner.step_graphs) == MAX_KEPT
 
 
 def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_cpu):
@@ -311,7 +311,7 @@ def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_c
         for temperature in (0.5, 1.0) for seed in (1, 2) for tree in trees
     ]  # fmt: skip
     outputs = [decoder.generate([each])[0].tokens for each in served]
-    assert len(decoder.runner.envelopes) == 1
+    assert len(decoder.runner.step_graphs) == 1
     for each, tokens in zip(served, outputs, strict=True):
         assert Decoder(target, max_length=64).generate([1, 2], each.generation).tokens == tokens
 
@@ -351,7 +351,7 @@ def test_slots_are_looked_at_in_buckets_without_the_fused_kernels(captured_on_cp
         prompt, generation = [7] * length, GenerationConfig(12)
         want = naive_tokens(target, prompt, 12)
         assert decoder.generate(prompt, generation).tokens == want
-    assert sorted(key[-1] for key in runner.envelopes) == [256, 512]
+    assert sorted(key[-1] for key in runner.step_graphs) == [256, 512]
 
 
 def naive_tokens(model, prompt, count):

@@ -39,12 +39,12 @@ def drafter(target):
     return reading(target)
 
 
-@pytest.fixture(params=["whole", "in pieces"])
+@pytest.fixture(params=["whole", "in chunks"])
 def either_way(request, monkeypatch):
-    """How prompts are read; in pieces as on a GPU."""
-    if request.param == "in pieces":
+    """How prompts are read; in chunks as on a GPU."""
+    if request.param == "in chunks":
         monkeypatch.setattr("stree.batching.runners.Whole", lambda: ChunkedPrefill(Called))
-        monkeypatch.setattr("stree.batching.prefillers.LEAST_READ", 2)
+        monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)
 
 
 def features_of(target, tokens):
@@ -106,7 +106,7 @@ def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
 
 
 def test_rows_of_a_batch_have_their_own_features(target, drafter, either_way, monkeypatch):
-    """Prompts read in pieces between steps of others, rows that end and are taken again."""
+    """Prompts read in chunks between steps of others, rows that end and are taken again."""
     monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 5)
     monkeypatch.setattr("stree.batching.prefill.FEATURES_CHUNK", 3)
     watched, texts = watch(drafter, 3, 64, 13), []

@@ -355,18 +355,18 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
     ids=["the largest is the deepest", "the largest is not"],
 )
 def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, monkeypatch):
-    """Whatever is chosen after whatever: two envelopes a tree, made before the first step, and what
-    steps of a tree are launched with."""
+    """In any order of choices: two step graphs a tree, made before the first step, and the inputs
+    of a tree's steps."""
     target = tiny_model(1)
     adaptive_trees = Alternating(trees)
     decoder = Decoder(target, right_now_and_then(target), adaptive_trees, max_length=96)
-    envelopes = decoder.batch.runner.envelopes
+    step_graphs = decoder.batch.runner.step_graphs
     made, tree_batches = [], []
     prepare = decoder.batch.prepare
 
     def prepared():
         prepare()
-        made.append((set(envelopes), len(tree_batches)))
+        made.append((set(step_graphs), len(tree_batches)))
 
     def prepared_step(*arguments):
         tree_batches.append(arguments)
@@ -375,9 +375,9 @@ def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, 
     decoder.batch.prepare = prepared
     monkeypatch.setattr(batch, "StepInputs", prepared_step)
     out = decoder.generate([1, 2, 3], GenerationConfig(60))
-    assert len(envelopes) == 2 * len(adaptive_trees.trees) - 1
+    assert len(step_graphs) == 2 * len(adaptive_trees.trees) - 1
     assert len(tree_batches) == len(adaptive_trees.trees)
-    assert made == [(set(envelopes), len(tree_batches))]
+    assert made == [(set(step_graphs), len(tree_batches))]
     assert out.stats.num_calls > 3 * len(adaptive_trees.trees)
 
 
@@ -397,7 +397,7 @@ def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
         )
         decoder.measure_step_times(num_steps=1, generation=measured)
         # sampled, leaving tokens out, putting them in order, penalised
-        assert {key[3:7] for key in decoder.runner.envelopes} == {(is_so,) * 4}
+        assert {key[3:7] for key in decoder.runner.step_graphs} == {(is_so,) * 4}
         assert decoder.generate([asked])[0].tokens == plain.tokens
 
 
@@ -500,10 +500,10 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     if measured:
         decoder.measure_step_times(num_steps=1)
     rows = [decoder.admit(each) for each in requests]
-    decoder.prepare_reading(rows[0]) if measured else decoder.prepare()
+    decoder.prepare_prefill(rows[0]) if measured else decoder.prepare()
     for row in rows:
         decoder.release(row)
-    ready = set(decoder.runner.reader.pieces)
+    ready = set(decoder.runner.prefiller.graphs)
     sizes = {size for model, _, size, *_ in ready if model != id(target)}
     assert sizes >= {2, 4, 8, 16, 32, 64, 128, 256}
     adaptive_trees.current = PLAIN
@@ -511,7 +511,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     for request, out in zip(requests, outputs, strict=True):
         plain = Decoder(target, max_length=64).generate(request.prompt_ids, request.generation)
         assert out.tokens == plain.tokens and out.stats.acceptance_length > 1
-    assert set(decoder.runner.reader.pieces) == ready
+    assert set(decoder.runner.prefiller.graphs) == ready
 
 
 def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
@@ -527,9 +527,9 @@ def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
     layers = []
     for _ in range(2):
         decoder.generate([Request([5] * 9, GenerationConfig(30, ignore_eos=True))])
-        pieces = decoder.runner.reader.pieces
-        layers.append({asked for model, _, _, _, asked, *_ in pieces if model == id(target)})
-        pieces.clear()
+        graphs = decoder.runner.prefiller.graphs
+        layers.append({asked for model, _, _, _, asked, *_ in graphs if model == id(target)})
+        graphs.clear()
         if not layers[1:]:
             taken.clear()
     assert layers == [{drafter.config.feature_layers}, {()}] and not taken
@@ -553,7 +553,7 @@ def test_costs_are_measured_while_no_row_is_taken():
     decoder.admit(request)
     with pytest.raises(UsageError, match="while no row is taken"):
         decoder.measure_step_times()
-    with pytest.raises(UsageError, match="give one at least"):
+    with pytest.raises(UsageError, match="give at least one"):
         AdaptiveTrees([])
 
 

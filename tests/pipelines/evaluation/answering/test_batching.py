@@ -99,7 +99,7 @@ def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, mon
             clock.now += 100
             super().__init__(*arguments)
 
-    monkeypatch.setattr(batch.decoder.runner.reader, "capture", Slow)
+    monkeypatch.setattr(batch.decoder.runner.prefiller, "capture", Slow)
     rows = {batch.admit(each) for each in requests[2:]}
     shares = []
     while rows:

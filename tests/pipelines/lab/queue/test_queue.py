@@ -231,7 +231,7 @@ def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):
     queue_bench.rehearse(decoder, requests)
     assert decoder.num_free_rows == 4
     runner = decoder.runner
-    ready = set(runner.envelopes), set(runner.reader.pieces)
+    ready = set(runner.step_graphs), set(runner.prefiller.graphs)
     assert ready[0] and ready[1]
     decoder.generate(requests)
-    assert (set(runner.envelopes), set(runner.reader.pieces)) == ready
+    assert (set(runner.step_graphs), set(runner.prefiller.graphs)) == ready
