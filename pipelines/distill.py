@@ -90,7 +90,6 @@ class DistillCLI(TrainingCLI):
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,
             activation_checkpointing=options["activation_checkpointing"], reference=reference,
-            averaged=options["ema"] is not None,
             passes=1 if features is None else 1 + features.ahead,
             compiled=options["compile_layers"] and not (features and features.ahead),
             optimizer=options["optimizer"].kind,

@@ -77,7 +77,7 @@ class TargetCLI(TrainingCLI):
         return ModelPlan(
             options["architecture"],
             activation_checkpointing=options["activation_checkpointing"],
-            averaged=options["ema"] is not None, compiled=options["compile_layers"],
+            compiled=options["compile_layers"],
             optimizer=options["optimizer"].kind,
         )  # fmt: skip
 

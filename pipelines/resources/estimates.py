@@ -28,7 +28,6 @@ from stree_pipelines.training.parallel.float8 import round_products
 from stree_pipelines.training.parallel.precision import AUTOCAST
 
 GRADIENT_BYTES = 4  # a weight
-AVERAGE_BYTES = 4  # a weight, in memory and in a checkpoint
 LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 
@@ -38,16 +37,14 @@ def num_parameters(config: HybridConfig) -> int:
         return HybridModel(config).num_parameters()
 
 
-def checkpoint_bytes(
-    config: HybridConfig, optimizer: OptimizerKind = "adamw", averaged: bool = False
-) -> int:
+def checkpoint_bytes(config: HybridConfig, optimizer: OptimizerKind = "adamw") -> int:
     """fp32 weights and the optimiser's moments, as a training has them in memory and its
     checkpoints hold them; and an average of the weights if there is one."""
     with torch.device("meta"):
         named = list(HybridModel(config).named_parameters())
     moments = sum(each.numel() * num_moments(name, each, optimizer) for name, each in named)
     weights = sum(each.numel() for _, each in named)
-    return 4 * (weights + moments) + averaged * AVERAGE_BYTES * weights
+    return 4 * (weights + moments)
 
 
 def head_in_8_bits_bytes(config: HybridConfig) -> int:
@@ -101,7 +98,6 @@ def training_memory(
     target_dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
     reference: HybridConfig | None = None,
-    averaged: bool = False,
     passes: int = 1,
     compiled: bool = False,
     optimizer: OptimizerKind = "adamw",
@@ -113,7 +109,6 @@ def training_memory(
     target: the frozen target that runs beside; None when there is none (or it is cached).
     checkpointing: activations are computed again in the backward pass.
     reference: a drafter in fp32 that tokens are chosen by.
-    averaged: an average of the weights is kept beside them.
     passes: of what is trained over each micro-batch, whose activations all stay.
     compiled: the layers of what is trained are.
     optimizer: whose moments are kept.
@@ -121,8 +116,6 @@ def training_memory(
     parameters = num_parameters(trained)
     kept = checkpoint_bytes(trained, optimizer)
     always = {"weights, gradients, moments": kept + GRADIENT_BYTES * parameters}
-    if averaged:
-        always["average of weights"] = AVERAGE_BYTES * parameters
     if reference is not None:
         always["reference"] = 4 * num_parameters(reference)
     head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
@@ -234,12 +227,11 @@ def training_disk(
     export_dtype: torch.dtype,
     tokenizer: str | os.PathLike[str],
     logged_rows: int,
-    averaged: bool = False,
     optimizer: OptimizerKind = "adamw",
 ) -> dict[str, int]:
     """Bytes by part in the run folder at its fullest: one checkpoint more than are kept stands
     there while the oldest goes."""
-    checkpoint = checkpoint_bytes(trained, optimizer, averaged)
+    checkpoint = checkpoint_bytes(trained, optimizer)
     export = export_dtype.itemsize * num_parameters(trained) + files_beside_weights_bytes(tokenizer)
     return {
         "checkpoints": min(saves, keep_last + 1) * checkpoint,

@@ -67,7 +67,6 @@ class Distillation(Training):
         compile_layers: bool = False,
         teacher_cache: str | None = None,
         activation_checkpointing: bool = False,
-        ema: float | None = None,
         _target: HybridModel | None = None,
     ) -> None:
         """
@@ -98,10 +97,8 @@ class Distillation(Training):
                 there, and the target does not run. The divergence is then that of top k and tail.
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
-            ema: decay of an exponential average of the weights, such as 0.999, which is validated
-                and exported in their place; null for none.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing, ema)
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
         self.target_path = target
         self.teacher_cache = teacher_cache
         self.ce_weight = ce_weight

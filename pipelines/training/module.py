@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from stree.common.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree_pipelines.training.checkpoints.weight_average import WeightAverage
 from stree_pipelines.training.losses.distillation_loss import LossTerms, chunked_cross_entropy
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
 from stree_pipelines.training.parallel.host_memory import keep_freed_memory
@@ -50,13 +49,8 @@ class Training(pl.LightningModule):
         chunk_tokens: int | None,
         compile_layers: bool,
         activation_checkpointing: bool,
-        ema: float | None = None,
     ) -> None:
         super().__init__()
-        require_decay(ema)
-        self.ema = ema
-        self.weight_average: WeightAverage | None = None  # set at the start of fit
-        self._average_state: dict[str, Any] | None = None  # of the checkpoint resumed from
         self.last_step: int | None = None  # end of the learning rate's schedule; None: max_steps
         self.compile_layers = compile_layers
         self.activation_checkpointing = activation_checkpointing
@@ -107,11 +101,6 @@ class Training(pl.LightningModule):
         if self.device.type == "cpu":
             keep_freed_memory()
         self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
-        if self.ema is not None:
-            self.weight_average = WeightAverage(self.exported, self.ema)
-            if self._average_state is not None:
-                self.weight_average.load_state_dict(self._average_state)
-                self._average_state = None
         self.prepare_layers()
 
     def prepare_layers(self) -> None:
@@ -163,11 +152,6 @@ class Training(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             group["lr"] = self.step_learning_rate
-
-    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-        super().optimizer_step(*arguments, **options)
-        if self.weight_average is not None:
-            self.weight_average.update()
 
     def configure_gradient_clipping(
         self,
@@ -244,8 +228,6 @@ class Training(pl.LightningModule):
     # Validation: means over all counted tokens of the validation set
 
     def on_validation_epoch_start(self) -> None:
-        if self.weight_average is not None:
-            self.weight_average.swap()  # validate the weights that would be exported
         self._validation_sums = torch.zeros(3, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -256,8 +238,6 @@ class Training(pl.LightningModule):
         self._validation_sums += row
 
     def on_validation_epoch_end(self) -> None:
-        if self.weight_average is not None:
-            self.weight_average.swap()
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
         loss, acceptance, count = sums.tolist()
         self.validation_metrics = {"val_loss": loss / max(count, 1.0)}
@@ -269,24 +249,9 @@ class Training(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.require_finite_weights()
         checkpoint["tokens_seen"] = self.tokens_seen
-        if self.weight_average is not None:
-            checkpoint["weight_average"] = self.weight_average.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens_seen = checkpoint["tokens_seen"]
-        self._average_state = checkpoint.get("weight_average")
-
-    @contextmanager
-    def as_exported(self) -> Iterator[None]:
-        """Put the weights that are exported (the average's, if there is one) into `exported`."""
-        if self.weight_average is None:
-            yield
-            return
-        self.weight_average.swap()
-        try:
-            yield
-        finally:
-            self.weight_average.swap()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -311,7 +276,6 @@ class TargetTraining(Training):
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
         activation_checkpointing: bool = False,
-        ema: float | None = None,
     ) -> None:
         """
         Args:
@@ -323,10 +287,8 @@ class TargetTraining(Training):
                 a GPU).
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
-            ema: decay of an exponential average of the weights, such as 0.999, which is validated
-                and exported in their place; null for none.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing, ema)
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
         self.loss_on = loss_on
         require_whole_vocabulary(architecture)
         self.exported = HybridModel(architecture)
@@ -372,8 +334,3 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
     """Mark real tokens (B, T) bool; padding is a segment after the last one with a loss."""
     last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
     return segment_ids <= last_segment
-
-
-def require_decay(ema: float | None) -> None:
-    if ema is not None and not 0 < ema < 1:
-        raise UsageError(f"model.ema is {ema}, wanted above 0 and below 1, or null")

@@ -22,21 +22,19 @@ from stree_pipelines.training.module import Training
 
 @contextmanager
 def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
-    """Restore weights, optimiser, averages and counts on exit, bit for bit.
+    """Restore weights, optimiser and counts on exit, bit for bit.
 
     A copy of them is in the host's memory meanwhile.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.automatic_optimization.optim_progress
     optimizer = trainer.optimizers[0]
-    average = module.weight_average
     rates = [group["lr"] for group in optimizer.param_groups]
     weights = [_copy(each) for each in module.parameters()]
     moments = {
         parameter: {name: _copy(each) for name, each in state.items()}
         for parameter, state in optimizer.state.items()
     }
-    averages = None if average is None else _on_host(average.state_dict())
     counts, ready = deepcopy(progress.state_dict()), loop.batch_progress.current.ready
     kept = module.tokens_seen, module.step_metrics
     yield
@@ -51,8 +49,6 @@ def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
                 optimizer.state[owner][name].copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    if average is not None and averages is not None:
-        average.load_state_dict(averages)
     progress.load_state_dict(counts)
     loop.batch_progress.current.ready = ready
     module.tokens_seen, module.step_metrics = kept
@@ -91,8 +87,3 @@ def run_decay(
 
 def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    weights = {name: _copy(each) for name, each in state["weights"].items()}
-    return {**state, "weights": weights}

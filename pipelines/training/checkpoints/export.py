@@ -149,9 +149,8 @@ class Exports(pl.Callback):
         pl_module.require_finite_weights()
         path = self.path_of(step)
         metrics = pl_module.global_step_metrics()
-        with pl_module.as_exported():
-            model = whole_model(pl_module.exported, trainer.strategy)
-            self._write(trainer, pl_module, model, path, metrics, step, more)
+        model = whole_model(pl_module.exported, trainer.strategy)
+        self._write(trainer, pl_module, model, path, metrics, step, more)
         trainer.strategy.barrier("export")
 
     def _write(

@@ -54,7 +54,6 @@ class ModelPlan:
     beside: bool = False
     activation_checkpointing: bool = False
     reference: HybridConfig | None = None
-    averaged: bool = False  # an average of the weights is kept beside them
     passes: int = 1
     compiled: bool = False  # the layers of what is trained
     optimizer: OptimizerKind = "adamw"
@@ -91,11 +90,11 @@ def describe_training(
     memory = training_memory(
         plan.trained, shape, trainer.precision, on_cuda,
         None if plan.cached or beside else plan.target, plan.target_dtype,
-        plan.activation_checkpointing, plan.reference, plan.averaged, plan.passes, plan.compiled,
+        plan.activation_checkpointing, plan.reference, plan.passes, plan.compiled,
         plan.optimizer,
     )  # fmt: skip
     if exports.branches(max_steps) and not on_cuda:
-        memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer, plan.averaged)
+        memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer)
     own_gpu = {}
     if beside and plan.target is not None:
         if is_here:
@@ -108,7 +107,7 @@ def describe_training(
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
-        left // interval + 1, plan.averaged, plan.optimizer,
+        left // interval + 1, plan.optimizer,
     )  # fmt: skip
     yield model_line(name, plan.trained)
     if plan.target is not None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from stree.common.errors import UsageError
-from stree_pipelines.training.module import require_decay
 from stree_pipelines.training.parallel.precision import supported_precision
 from stree_pipelines.training.parallel.sharding import SHARDED, require_supported
 
@@ -46,13 +45,10 @@ def require_trainable(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> N
 def _require_one_whole_model(strategy: str, model: Mapping[str, Any]) -> None:
     """Refuse a sharding strategy with options that need whole weights in each process.
 
-    Averages and decay phases copy the weights as each process has them; Muon orthogonalises whole
-    matrices.
+    Decay phases copy the weights as each process has them; Muon orthogonalises whole matrices.
     """
-    require_decay(model["ema"])
     optimizer = model["optimizer"]
     used = {
-        "model.ema": model["ema"] is not None,
         "model.features.ahead": bool((model.get("features") or {}).get("ahead")),
         "model.optimizer.schedule wsd": optimizer["schedule"] == "wsd",
         "model.optimizer.kind muon": optimizer["kind"] == "muon",

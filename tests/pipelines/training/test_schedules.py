@@ -1,4 +1,4 @@
-"""Learning rates that decay for each export, and averages of weights: their maths, and runs."""
+"""Learning rates that decay for each export: their maths, and runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from tiny_run import distill_arguments, metric_rows
 
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import Preempted, UsageError
-from stree.models.config import HybridConfig
-from stree.models.model import HybridModel
 from stree_pipelines import distill
-from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO
-from stree_pipelines.training.checkpoints.weight_average import WeightAverage
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 
@@ -30,19 +26,18 @@ WSD = (
     "--model.optimizer.schedule", "wsd", "--model.optimizer.decay_share", "0.4",
     "--model.optimizer.lr", "0.01", "--trainer.limit_val_batches", "0",
 )  # fmt: skip
-EMA = ("--model.ema", "0.8")
 
 
 @pytest.fixture(scope="module")
 def branching(workspace, tmp_path_factory) -> Path:
-    """Six steps with exports at 1, 4 and 6, averaged, two micro-batches a step."""
+    """Six steps with exports at 1, 4 and 6, two micro-batches a step."""
     run_dir = tmp_path_factory.mktemp("branching") / "run"
     distill.main(branching_arguments(workspace, run_dir))
     return run_dir
 
 
 def branching_arguments(workspace: Path, run_dir: Path, *more: str) -> list[str]:
-    options = (*WSD, *EMA, "--trainer.accumulate_grad_batches", "2", "--export.steps", "[1,4]")
+    options = (*WSD, "--trainer.accumulate_grad_batches", "2", "--export.steps", "[1,4]")
     return distill_arguments(workspace, run_dir, *options, *more, steps=6)
 
 
@@ -81,32 +76,6 @@ def test_options_of_the_other_schedule_are_refused(options, said):
         OptimizerConfig(**options)
 
 
-# Averages
-
-
-def test_an_average_is_the_normalised_sum_of_the_weights_after_each_step():
-    config = HybridConfig(
-        vocab_size=8, d_model=4, num_layers=1, attn_layers=(0,), num_heads=1, num_kv_heads=1,
-        head_dim=4,
-    )  # fmt: skip
-    model, decay = HybridModel(config).double(), 0.9
-    average, seen = WeightAverage(model, decay), []
-    for step in range(7):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(generator=torch.Generator().manual_seed(step))
-        average.update()
-        seen.append({name: each.detach().clone() for name, each in model.named_parameters()})
-        shares = [decay ** (step - index) for index in range(step + 1)]
-        average.swap()
-        for name, weight in model.named_parameters():
-            wanted = sum(s * each[name] for s, each in zip(shares, seen, strict=True)) / sum(shares)
-            torch.testing.assert_close(weight.detach(), wanted)
-        average.swap()
-        for name, weight in model.named_parameters():
-            assert torch.equal(weight, seen[-1][name])
-
-
 # Runs
 
 
@@ -116,9 +85,9 @@ def assert_equal_weights(folder: Path, other: Path) -> None:
 
 
 def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branching, tmp_path):
-    """Bit for bit, its average included; and the training goes on as without it."""
+    """Bit for bit; and the training goes on as without it."""
     shorter = (
-        *WSD, *EMA, "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "99"
+        *WSD, "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "99"
     )  # fmt: skip
     distill.main(distill_arguments(workspace, tmp_path / "short", *shorter, steps=4))
     early = branching / "drafter/step-00000004"
@@ -176,35 +145,10 @@ def test_a_decay_that_is_told_to_stop_is_begun_again(
     assert_same_run(run_dir, whole)
 
 
-def test_what_is_exported_is_the_average_that_the_training_state_has(branching):
-    state = SafeCheckpointIO().load_checkpoint(branching / "checkpoints/step-00000006")
-    exported = load_model(branching / "drafter/latest").state_dict()
-    assert state["weight_average"]["num_steps"] == 6
-    for name, average in state["weight_average"]["weights"].items():
-        assert torch.equal(exported[name], average)
-        assert not torch.equal(average, state["state_dict"][f"exported.{name}"])
-
-
-def test_a_validation_is_of_the_average(workspace):
-    """And leaves the weights as they were."""
-    module = Distillation(str(workspace / "target"), ema=0.5)
-    module.weight_average = WeightAverage(module.exported, 0.5)
-    norm = module.exported.model.norm.weight
-    for value in (1.0, 4.0):
-        torch.nn.init.constant_(norm, value)
-        module.weight_average.update()
-    with module.as_exported():
-        assert norm.eq(3.0).all()  # (0.5 · 1 + 4) / 1.5
-    module.on_validation_epoch_start()
-    assert norm.eq(3.0).all()
-    module.weight_average.swap()
-    assert norm.eq(4.0).all()
-
-
 @pytest.mark.long
 def test_two_processes_give_the_same_exports(workspace, branching, forks, tmp_path):
     """Up to the order of sums; both micro-batches of a step at once."""
-    more = (*WSD, *EMA, "--export.steps", "[1,4]", "--data.batch_size", "2")
+    more = (*WSD, "--export.steps", "[1,4]", "--data.batch_size", "2")
     ddp = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
     log = tmp_path / "log"
     arguments = distill_arguments(workspace, tmp_path / "run", *more, *ddp, steps=6)
@@ -220,7 +164,7 @@ def test_two_processes_give_the_same_exports(workspace, branching, forks, tmp_pa
 @pytest.mark.parametrize("told", [0, 1])
 def test_two_processes_of_which_one_is_told_to_stop_in_a_decay(workspace, forks, tmp_path, told):
     """Both stop with the state before it, and go on bit for bit as if nothing had been."""
-    more = (*WSD, *EMA, "--export.steps", "[1,4]", "--checkpoint.every_n_steps", "99",
+    more = (*WSD, "--export.steps", "[1,4]", "--checkpoint.every_n_steps", "99",
             "--trainer.devices", "2", "--trainer.strategy", "ddp")  # fmt: skip
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
 
@@ -248,8 +192,7 @@ def test_a_dry_run_counts_the_steps_of_decays(workspace, tmp_path, capsys):
     assert "exports at steps 1, 4, 6, with 3 further steps for decays" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [WSD[:2], EMA])
-def test_weights_that_are_shared_among_processes_are_refused(workspace, tmp_path, options):
-    more = (*options, "--trainer.strategy", "fsdp2")
+def test_weights_that_are_shared_among_processes_are_refused(workspace, tmp_path):
+    more = (*WSD[:2], "--trainer.strategy", "fsdp2")
     with pytest.raises(UsageError, match=r"needs the whole weights in each process"):
         distill.main(distill_arguments(workspace, tmp_path / "run", *more))
