@@ -1,8 +1,8 @@
-"""Answers to the same prompts, paired by prompt, and bootstrap intervals of their figures.
+"""Pair answers to the same prompts, and bootstrap the intervals of their figures.
 
-The gate, comparisons of arms, studies and runs beside each other all compare by this. A figure is
-of all prompts and, where drafters differ by their training's seed only, of all seeds. Its interval
-is a bootstrap over prompts and, where there are several seeds, over seeds too, drawn independently
+The gate, comparisons of arms, studies and tables of several runs all compare by this. A figure is
+over all prompts and, when drafters differ by their training's seed only, over all seeds. Its
+interval is a bootstrap over prompts and, with several seeds, over seeds too, drawn independently
 (the pigeonhole bootstrap, Owen 2007). Both sides of a difference have the same prompts drawn; each
 has seeds of its own. Few seeds say little of how far seeds differ: with two or three the interval
 is still too narrow.
@@ -27,9 +27,9 @@ HOW = (
     "anew, apart from each other. With two or three seeds they are still too narrow."
 )
 
-Sums = Callable[[str], NDArray[np.float64]]  # a count's name -> its sum over what was drawn, [R]
+Sums = Callable[[str], NDArray[np.float64]]  # a count's name -> its sums over resamples, [R]
 Figure = Callable[[Sums], NDArray[np.float64]]
-Count = Callable[[Any], float | None]  # of a row; None where the row does not say it
+Count = Callable[[Any], float | None]  # of a row; None when the row lacks it
 
 Key = tuple[str, ...]
 
@@ -71,7 +71,7 @@ class Gain(NamedTuple):
 class Answers:
     """Counts of the prompts that every seed answered, {name: [S, Q]}; NaN where a row lacks one.
 
-    prompts: what tells each prompt from the others, its benchmark and id.
+    prompts: each prompt's identity, its benchmark and id.
     """
 
     prompts: tuple[Key, ...]
@@ -103,7 +103,7 @@ class Answers:
         return _estimate(partial(_apply, figure), [self]).value
 
     def figure(self, figure: Figure, **options: Any) -> Gain:
-        """Return a figure with its interval. options: of `metrics.bootstrap_interval`."""
+        """Return a figure with its interval; options are those of `metrics.bootstrap_interval`."""
         return _estimate(partial(_apply, figure), [self], options)
 
     def over(
@@ -142,7 +142,7 @@ def _estimate(
     sides: Sequence[Answers],
     options: Mapping[str, Any] | None = None,
 ) -> Gain:
-    """Return a statistic of all that the sides have; its interval, too, where options are given."""
+    """Return a statistic over everything the sides have; with `options` its interval, too."""
     num_prompts = len(sides[0].prompts)
     sizes = [side.num_seeds for side in sides]
 

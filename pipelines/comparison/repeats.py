@@ -1,4 +1,4 @@
-"""Answers that go in circles: easy to draft, so they flatter every drafter."""
+"""Find answers that go in circles: easy to draft, they flatter every drafter."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from stree_pipelines.evaluation.records import SampleRow
 
-LEAST_TOKENS = 8  # of a last quarter; fewer come back in any text
+LEAST_TOKENS = 8  # of a last quarter; fewer repeat in any text
 
 
 def repeats(sample: SampleRow) -> bool:
-    """Return whether the last quarter of one of its answers stood in the same answer before."""
+    """Return True when the last quarter of one of the sample's answers came earlier in that
+    answer."""
     return any(_ends_in_a_circle(turn.tokens) for turn in sample.turns)
 
 

@@ -1,5 +1,8 @@
-"""What the commands' parsers share: a mistake is one line that names it, and exit code 2; an option
-is spelt in full; the help has one default each; shipped configs work from any folder."""
+"""Build the commands' parsers, so that all behave alike.
+
+A mistake is one line that names it, and exit code 2; an option is spelt in full; the help has one
+default each; shipped configs work from any folder.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # Where configs/ ships: in a wheel with this package, in a clone at its root.
 SHIPPED_ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
-# Lines of jsonargparse's explanations that repeat types and say nothing about what to change.
+# Lines of jsonargparse's explanations that repeat types and do not help to correct the input.
 _FILLER = re.compile(
     r"(Does not validate|Subtypes:|Errors:|Given value type:|Expected a <class 'None)"
 )
@@ -51,7 +54,8 @@ _typed: ContextVar[_Typed | None] = ContextVar("typed", default=None)
 
 @contextmanager
 def typed_as(program: str, script: str) -> Iterator[None]:
-    """In here help and errors call a command, which is a script of pipelines/, by another name."""
+    """Call a command, a script of pipelines/, by another name in help and errors inside the
+    block."""
     token = _typed.set(_Typed(program, script))
     try:
         yield
@@ -60,7 +64,7 @@ def typed_as(program: str, script: str) -> Iterator[None]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Raises UsageError for a file that is none, or cannot be read."""
+    """Read a YAML file. Raises UsageError for a file that is missing or cannot be read."""
     try:
         return parse_yaml(read_text(path))
     except (OSError, ValueError) as error:
@@ -68,13 +72,13 @@ def read_yaml(path: Path) -> Any:
 
 
 def program_name() -> str:
-    """The command as it is called: "distill.py", or "stree distil"."""
+    """Return the command as it is called: "distill.py", or "stree distil"."""
     typed = _typed.get()
     return Path(sys.argv[0]).name if typed is None else typed.program
 
 
 def typed_command() -> str:
-    """The line that this process was started with, to be typed again."""
+    """Return the command line of this process, to be typed again."""
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return shlex.join(["python", "-m", started.parent.name, *sys.argv[1:]])
@@ -84,20 +88,22 @@ def typed_command() -> str:
 
 
 def input_path(name: str) -> str:
-    """A file or folder to read, by the rule for all of them: from the current folder, and what is
-    not there from where the configs ship, the repository's root or the installed package, so that
-    they work from any folder. A bare name is left alone: benchmarks, trees and templates have
-    names, too."""
+    """Resolve a file or folder to read: from the current folder, else from the shipped configs'
+    root.
+
+    That root is the repository's, or the installed package, so that configs work from any folder. A
+    bare name is left alone: benchmarks, trees and templates have names, too.
+    """
     shipped = os.path.join(SHIPPED_ROOT, name)
     is_path = os.path.dirname(name) != ""
     return shipped if is_path and not os.path.exists(name) and os.path.exists(shipped) else name
 
 
 class OneLineErrors:
-    """Mixin of argument parsers: instead of the whole usage, the mistake and where help is.
+    """Mixin of argument parsers that prints the mistake and a hint instead of the whole usage.
 
-    An abbreviation is refused: what it means may change with the next option. A command with
-    several required options has an `example`: a line that is complete.
+    An abbreviation is refused: its meaning may change with the next option. A command with several
+    required options has an `example`: a line that is complete.
     """
 
     prog: str
@@ -127,7 +133,7 @@ class OneLineErrors:
             raise
         except argparse.ArgumentError:
             raise  # by `error` below, for jsonargparse
-        except Exception as error:  # a file that is no text; values at which jsonargparse stumbles
+        except Exception as error:  # a file that is no text; values that jsonargparse cannot handle
             self.error(f"{type(error).__name__}: {error}", error)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -142,14 +148,13 @@ class OneLineErrors:
         sys.exit(UsageError.exit_code)
 
     def known_options(self) -> list[str]:
-        """The long options as the help spells them."""
+        """Return the long options as the help spells them."""
         spelt = (option for action in self._actions for option in action.option_strings)
         return [each for each in spelt if each.startswith("--") and not each.endswith("+")]
 
 
 class OneDefault:
-    """Mixin of help formatters: descriptions keep their lines, and an option says its default once,
-    by itself or in its own words."""
+    """Mixin of help formatters: descriptions keep their lines, and an option has one default."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -171,43 +176,45 @@ class OneDefault:
 
 
 class CommandHelp(OneDefault, DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Of `CommandParser`."""
+    """Help formatter of `CommandParser`."""
 
 
 class PlainHelp(OneDefault, argparse.RawDescriptionHelpFormatter):
-    """Of `PlainParser`."""
+    """Help formatter of `PlainParser`."""
 
 
 def _load_yaml(text: str) -> Any:
     require_plain_yaml(text)
     try:
         return _load_any_yaml(text)
-    except (KeyError, TypeError, AttributeError) as error:  # a tag that its value does not fit
+    except (KeyError, TypeError, AttributeError) as error:  # a tag that does not fit its value
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-# Before jsonargparse's own loader, whose recursion in C ends the process where it is nested deep.
+# Runs before jsonargparse's own loader, whose recursion in C ends the process on deep nesting.
 _load_any_yaml = get_loader("yaml")
 set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError, ValueError))
 
 
 class CommandParser(OneLineErrors, ArgumentParser):
-    """A command with a YAML file of its options."""
+    """Parser of a command with a YAML file of its options."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": CommandHelp, **options})
 
 
 class PlainParser(OneLineErrors, argparse.ArgumentParser):
-    """A command of a few options."""
+    """Parser of a command with a few options."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": PlainHelp, **options})
 
 
 def one_line(message: str, known: Iterable[str] = ()) -> str:
-    """A parser's explanation without line breaks; an option or key that is unknown or missing is
-    named in full. `known` are the options that there are."""
+    """Reduce a parser's explanation to one line, which names unknown or missing options in full.
+
+    known: the options that exist.
+    """
     if message.startswith(_UNKNOWN_OPTIONS):
         word = message.removeprefix(_UNKNOWN_OPTIONS).split(" ")[0].partition("=")[0]
         if not word.startswith("-"):
@@ -220,7 +227,7 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
     unknown = re.findall(r"Option '([^']+)' is not accepted", message)
     if key and unknown:
         if key[1] in _ARCHITECTURES:
-            from stree.models.config import HybridConfig  # torch: nothing that all commands need
+            from stree.models.config import HybridConfig  # needs torch, which not all commands load
 
             try:
                 HybridConfig.from_dict(dict.fromkeys(unknown))
@@ -243,9 +250,11 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The option that was meant by an unknown one, as a question: one that it abbreviates, one of
-    the same group, one of the same last name in another, or one that is spelt much alike. Empty
-    when there is none."""
+    """Guess the option meant by an unknown one, as a question; "" without a guess.
+
+    Tried in turn: one that it abbreviates, one of the same group, one of the same last name in
+    another group, and one with a similar spelling.
+    """
     group, _, leaf = name.rpartition(".")
     options = {option: option.lstrip("-").rpartition(".")[2] for option in known}
     siblings = {last: option for option, last in options.items() if option.startswith(f"{group}.")}

@@ -1,5 +1,7 @@
-"""All that a command is told to read is looked for before anything is read: what is missing is one
-error, which says of each what asks for it."""
+"""Check that all of a command's inputs exist before any is read.
+
+Everything missing becomes one error, which names the option of each.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from stree_pipelines.data.conversations import require_source
 from stree_pipelines.evaluation.benchmarks import find_benchmark
 from stree_pipelines.evaluation.plan import require_exports
 
-# An option or a key of a configuration, and what raises NotFound when what it names is not there
+# An option or a key of a configuration, and a check that raises NotFound when its input is missing
 Look = tuple[str, Callable[[], object]]
-# What the configuration of a training names to be read
+# Inputs in the configuration of a training
 TRAINING_INPUTS = (
     ("model", "target"), ("model", "teacher_cache"), ("model", "start_from"),
     ("model.loss", "reference"),
@@ -30,8 +32,8 @@ TRAINING_INPUTS = (
 
 
 def require_there(looks: Iterable[Look]) -> None:
-    """Raise NotFound with all that is missing, each once."""
-    missing: dict[str, str] = {}  # by what it is, so that an option is named for it once
+    """Raise NotFound with every missing input, each once."""
+    missing: dict[str, str] = {}  # by message, so that each names one option
     for option, look in looks:
         try:
             look()
@@ -42,21 +44,22 @@ def require_there(looks: Iterable[Look]) -> None:
 
 
 def folder(option: str, path: str | os.PathLike[str]) -> Look:
-    """A checkpoint's, or a cache's."""
+    """Look for the folder of a checkpoint or a cache."""
     return option, partial(_require, Path(path).is_dir, f"no folder {path}")
 
 
 def file(option: str, path: str | Path) -> Look:
+    """Look for a file."""
     return option, partial(_require, Path(path).is_file, f"no file {path}")
 
 
 def source(option: str, name: str) -> Look:
-    """Conversations or prompts; what `datasets` would fetch is not looked for."""
+    """Look for conversations or prompts; a source that `datasets` would fetch is not looked for."""
     return option, partial(require_source, name)
 
 
 def drafter(option: str, name: str) -> Iterator[Look]:
-    """As `eval_spec.py --checkpoint` names it."""
+    """Look for a drafter by its name, as `eval_spec.py --checkpoint` takes it."""
     parsed = DrafterName.parse(name)
     if parsed.folder is not None:
         yield folder(option, parsed.folder)
@@ -64,16 +67,19 @@ def drafter(option: str, name: str) -> Iterator[Look]:
 
 
 def tree(option: str, name: str) -> Look:
+    """Look for a tree by its name or file."""
     return option, partial(as_tree_policy, name, input_path)
 
 
 def template(option: str, name: str | None) -> Iterator[Look]:
-    """A chat template; none is the tokenizer's own."""
+    """Look for a chat template; None is the tokenizer's own."""
     if name is not None:
         yield option, partial(named_template, input_path(name))
 
 
 def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look:
+    """Look for benchmarks by name or file."""
+
     def look() -> None:
         missing = []
         for name in names:
@@ -81,7 +87,7 @@ def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look
                 find_benchmark(input_path(name), directory)
             except NotFound as error:
                 missing.append(str(error))
-        if missing:  # what there is instead is said once
+        if missing:  # the list of known names comes once
             *others, longest = sorted(missing, key=len)
             raise NotFound("; ".join([*(each.partition(" (")[0] for each in others), longest]))
 
@@ -91,7 +97,10 @@ def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look
 def of_evaluation(
     options: Mapping[str, Any], checkpoints: Sequence[str], argument: str = "--checkpoint"
 ) -> Iterator[Look]:
-    """Of the options that eval_spec.py and the gate share, and drafters, which `argument` names."""
+    """Yield the inputs in options that eval_spec.py and the gate share, and of drafters.
+
+    argument: the option that names the drafters, for the error.
+    """
     if options.get("run") is not None and not checkpoints:
         run = options["run"]
         is_there = Path(run).is_dir()
@@ -107,7 +116,7 @@ def of_evaluation(
 
 
 def of_training(value: Callable[[str, str], Any]) -> Iterator[Look]:
-    """Of a training's configuration, by section and name."""
+    """Yield the inputs of a training's configuration; `value` looks them up by section and name."""
     for section, name in TRAINING_INPUTS:
         found, option = value(section, name), f"{section}.{name}"
         for each in found if isinstance(found, list) else [] if found is None else [found]:

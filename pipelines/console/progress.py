@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, plain lines everywhere else."""
+"""Show a long command's progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ LINE_EVERY_S = 10.0
 
 
 class EvaluationProgress:
-    """Shows prompts done, τ and tokens/s so far, and the time left. Silent unless it is the main
-    process', so that workers do not write over each other."""
+    """Display of prompts done, τ and tokens/s so far, and the time left.
+
+    Only the main process shows it, so that workers do not write over each other.
+    """
 
     def __init__(self, stream: TextIO | None = None, enabled: bool = True) -> None:
         self.stream = stream or sys.stderr
@@ -40,7 +42,7 @@ class EvaluationProgress:
 
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[_Task]:
-        """Track `total` steps; the yielded object's `advance(detail)` does one."""
+        """Track `total` steps; each call of the yielded object's `advance(detail)` is one step."""
         if not self.enabled or total == 0:
             yield _Task()
         elif self.stream.isatty():
@@ -55,8 +57,10 @@ class EvaluationProgress:
 
 
 class _Bar(Progress):
-    """A bar with count and time left, and below it what was last said about the task: on a line of
-    their own the figures have all of a narrow terminal, and take nothing from the bar."""
+    """Bar with count and time left, and the last detail on a line of its own.
+
+    There the figures have all of a narrow terminal, and take nothing from the bar.
+    """
 
     def __init__(self, console: Console) -> None:
         columns = [
@@ -77,7 +81,7 @@ class _Bar(Progress):
 
 class _Task:
     def advance(self, detail: str = "") -> None:
-        """One step is done; `detail` is what to show beside it."""
+        """Count one step as done, and show `detail`."""
 
 
 class _BarTask(_Task):
@@ -112,8 +116,10 @@ def measured_step_times(
     generation: GenerationConfig,
     say: Callable[[str], None],
 ) -> StepTimes:
-    """`measure_step_times`, told before and after: with graphs of many rows and trees it takes
-    long. choice, the trees by their names; generation, what is going to be asked for."""
+    """Measure step times, with a message before and after: many rows and trees take long.
+
+    choice: the trees by their names; generation: the settings of the decoding to come.
+    """
     say(
         f"measuring what steps cost, plain and with {choice}, at T = {generation.temperature:g}, "
         "to choose by"
@@ -125,7 +131,7 @@ def measured_step_times(
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Says what a long command is at, and when it is done with it how many seconds that took."""
+    """Print the name of a command's stage, and at its end the seconds it took."""
     print(f"{name} …", end=" ", file=sys.stderr, flush=True)
     started = time.monotonic()
     try:
@@ -135,7 +141,7 @@ def stage(name: str) -> Iterator[None]:
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss, without the hours when there are none."""
+    """Format seconds as h:mm:ss, without the hours when there are none."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -30,7 +30,7 @@ from stree.common.errors import (
 )
 from stree.common.words import device_name
 from stree_pipelines.console.progress import EvaluationProgress
-from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
 from stree_pipelines.evaluation.answering.drafter_readings import read_answer
 from stree_pipelines.evaluation.answering.interleave import answers_in_turns
@@ -229,7 +229,7 @@ class Evaluation:
                 task.advance(f"{job.method} T={job.temperature:g}")
 
     def _measure(self, jobs: Sequence[Job], rounds: Sequence[Round]) -> None:
-        with garbage.left_alone():
+        with gc_freeze.left_alone():
             self._together(jobs[0].benchmark.name, lambda: self._run(rounds))
         for job in jobs:
             self._on_main(partial(self._publish, job))

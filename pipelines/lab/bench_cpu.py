@@ -1,11 +1,11 @@
-"""Time decoding on a CPU beside transformers' `generate` with the same weights.
+"""Time decoding on a CPU against transformers' `generate` with the same weights.
 
-python pipelines/lab/bench_cpu.py runs/bench/cpu.jsonl
-OMP_NUM_THREADS=1 python pipelines/lab/bench_cpu.py runs/bench/cpu.jsonl --layouts "[llama]"
+    python pipelines/lab/bench_cpu.py runs/bench/cpu.jsonl
+    OMP_NUM_THREADS=1 python pipelines/lab/bench_cpu.py runs/bench/cpu.jsonl --layouts "[llama]"
 
 Per layout (Llama's, Mamba-2's), random weights in fp32: a token of plain decoding, ours and theirs,
-in turns, prompts read included; and a call over a tree of 13 nodes beside one over a single node.
-Each ratio is paired by turn: its median with a 95 % bootstrap interval over turns.
+interleaved, prompts read included; and a call over a tree of 13 nodes against one over a single
+node. Each ratio is paired by turn: its median with a 95 % bootstrap interval over turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.lab.benches.options import require_numbers, require_results_file
-from stree_pipelines.lab.benches.timing import ratio_in_turns, spread, times_in_turns, write_rows
+from stree_pipelines.lab.benches.timing import interleaved_times, ratio_by_turn, spread, write_rows
 
 LAYOUTS = ("llama", "mamba2")
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def measure(options: Any) -> Iterator[dict[str, Any]]:
 
 
 def same_weights(layout: str, options: Any) -> tuple[Any, HybridModel]:
-    """transformers' model and ours."""
+    """Return transformers' model and ours, with the same random weights."""
     torch.manual_seed(0)
     theirs = _reference(layout, options).eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def _reference(layout: str, options: Any) -> Any:
 
 
 def plain(theirs: Any, ours: HybridModel, options: Any) -> dict[str, Any]:
-    """µs a token, and tokens/s over transformers' in each turn."""
+    """Time plain decoding: µs per token, and tokens/s over transformers' in each turn."""
     tokens, count = _tokens(options), options.new_tokens
     decoder = Decoder(ours, max_length=options.context + count + 1)
     generation = GenerationConfig(max_new_tokens=count, ignore_eos=True)
@@ -112,17 +112,18 @@ def plain(theirs: Any, ours: HybridModel, options: Any) -> dict[str, Any]:
         )
 
     functions = dict(ours_us=lambda: decoder.generate(tokens, generation), transformers_us=generate)
-    times = times_in_turns(functions, CPU, options.repeats)
+    times = interleaved_times(functions, CPU, options.repeats)
     return {
         **{name: spread([us / count for us in each]) for name, each in times.items()},
-        "over_transformers": ratio_in_turns(times["transformers_us"], times["ours_us"]),
+        "over_transformers": ratio_by_turn(times["transformers_us"], times["ours_us"]),
         "threads": torch.get_num_threads(),
     }
 
 
 @torch.no_grad()
 def tree_call(ours: HybridModel, options: Any) -> dict[str, Any]:
-    """µs of a call over the paper's tree and over one node, one token after the last call's."""
+    """Time a call over the paper's tree and over one node, in µs, one token after the last
+    call's."""
     trees = {"step_us": TokenTree.chain(0), "tree_us": TokenTree.paper()}
 
     def call_over(tree: TokenTree) -> Any:
@@ -137,11 +138,11 @@ def tree_call(ours: HybridModel, options: Any) -> dict[str, Any]:
         return call
 
     calls = {name: call_over(tree) for name, tree in trees.items()}
-    times = times_in_turns(calls, CPU, options.repeats)
+    times = interleaved_times(calls, CPU, options.repeats)
     return {
         **{name: spread(each) for name, each in times.items()},
         "nodes": trees["tree_us"].num_nodes,
-        "tree_over_step": ratio_in_turns(times["tree_us"], times["step_us"]),
+        "tree_over_step": ratio_by_turn(times["tree_us"], times["step_us"]),
     }
 
 

@@ -234,8 +234,11 @@ def with_a_drafter(
 
 
 def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
-    """What there is to measure, and the memory that it takes at most: one target call's cache at a
-    time, or those of unrolled trees. Raises OutOfMemory, when all is said, where there is less."""
+    """Yield lines about the measurements, and the most memory that they take.
+
+    One target call's cache is there at a time, or all caches of unrolled trees. Raises OutOfMemory,
+    after the last line, when there is less.
+    """
     what, nodes, context = set(options.what), options.nodes, options.context
     target, drafter = target_config(shape), drafter_config(shape)
     memory = {}

@@ -1,4 +1,4 @@
-"""Time the fused ops against their plain twins, one JSON line a case.
+"""Time the fused ops against their plain twins, one JSON line per case.
 
 python pipelines/lab/bench_kernels.py runs/bench/kernels.jsonl
 """
@@ -41,7 +41,7 @@ GATED_DELTAS = {  # of that model's gated-delta layers alone
     "tiny": GatedDeltaShape(2, 1, 16, 16, 4),
 }
 HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
-MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width, and inside
+MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width and inner width
 NODES = [1, 2, 4, 5, 8, 10, 13, 16, 32, 64, 128]
 TESTS = ["kernels/attention", "kernels/gated_delta", "kernels/mamba", "kernels/products"]
 
@@ -49,10 +49,10 @@ TESTS = ["kernels/attention", "kernels/gated_delta", "kernels/mamba", "kernels/p
 def measure(
     shape: str, nodes: list[int], context: int, layers: int, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Rows of µs a layer: replay + conv + scan, attention over `context` tokens, an MLP's halves,
-    the gated delta rule; what of these the shape has.
+    """Time the ops of a shape, in µs per layer; a row per op and number of nodes.
 
-    Each call goes through `layers` sets of buffers, back to back.
+    The ops are replay + conv + scan, attention over `context` tokens, an MLP's halves, and the
+    gated delta rule. Each call goes through `layers` sets of buffers, back to back.
     """
     rows = []
     for num_nodes in nodes:
@@ -82,7 +82,8 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def _chain(num_nodes: int, device: torch.device) -> Any:
-    """Times do not depend on a tree's shape, and every way can do a chain."""
+    """Make a chain's topology: times do not depend on a tree's shape, and every op can do a
+    chain."""
     return topology_of(TokenTree.chain(num_nodes - 1), 4, device)
 
 
@@ -167,8 +168,10 @@ def _gated_delta(
 
 
 def _mamba_ssm_update() -> Callable[..., Any] | None:
-    """mamba-ssm's update of a state by one token, or None when it is not installed. It does less:
-    no conv, no replay, and a token at a time."""
+    """Return mamba-ssm's update of a state by one token, or None when it is not installed.
+
+    It does less: no conv, no replay, and one token at a time.
+    """
     try:
         module = importlib.import_module("mamba_ssm.ops.triton.selective_state_update")
     except ImportError:
@@ -177,7 +180,7 @@ def _mamba_ssm_update() -> Callable[..., Any] | None:
 
 
 def _one_token(state: torch.Tensor, shape: MixerShape) -> tuple[torch.Tensor | None, ...]:
-    """Its arguments: state, x, dt, A, B, C, D, no gate, and the bias of dt."""
+    """Make the update's arguments: state, x, dt, A, B, C, D, no gate, and the bias of dt."""
     device, heads, dim = state.device, shape.num_heads, shape.head_dim
     A = -torch.rand(heads, 1, 1, device=device).expand(heads, dim, shape.d_state)
     x = _normal(1, heads, dim, device=device)
@@ -208,7 +211,7 @@ def _attention(
 def _product(
     op: str, name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Gate and up with SwiGLU, or down, which the norm that follows adds up."""
+    """Time gate and up with SwiGLU, or down, which the next norm adds up."""
     width, inside = MLPS[name]
     outputs, inputs = (2 * inside, width) if op == "linear_swiglu" else (width, inside)
     x = _normal(1, num_nodes, inputs, device=device)
@@ -217,7 +220,7 @@ def _product(
 
 
 def _both_ways(op: str, sets: Sequence[tuple[Any, ...]]) -> dict[str, Callable[[], object]]:
-    """By the fused kernels, where they are, and by the plain twin."""
+    """Return calls by the fused kernels, if there are any, and by the plain twin."""
     ways = {"fused": ops, "naive": naive} if _fused(sets[0][0].device) else {"naive": naive}
     return {
         name: functools.partial(_each, getattr(module, op), sets) for name, module in ways.items()
@@ -235,7 +238,7 @@ def _fused(device: torch.device) -> bool:
 
 LESS = "fewer --nodes or --layers, or a smaller --context, need less"
 PRODUCTS = ("linear_swiglu", "linear", "linear_parts")
-# Each with the shapes that have it
+# Each op with the shapes that have it
 OPS: dict[str, tuple[Callable[..., dict[str, Callable[[], object]]], dict[str, Any]]] = {
     "mamba_tree": (_scan, MIXERS), "attend_tree": (_attention, HEADS),
     **{op: (functools.partial(_product, op), MLPS) for op in PRODUCTS},
@@ -251,8 +254,10 @@ def _ops_of(shape: str) -> list[str]:
 def describe(
     name: str, nodes: list[int], context: int, layers: int, device: torch.device
 ) -> Iterator[str]:
-    """What there is to measure, and the memory of its largest buffers. Raises OutOfMemory, when all
-    is said, where there is less."""
+    """Yield lines about the measurements, and the memory of their largest buffers.
+
+    Raises OutOfMemory, after the last line, when there is less.
+    """
     memory = {}
     if name in MIXERS:
         shape, (_, kv_heads, dim), (width, inside) = MIXERS[name], HEADS[name], MLPS[name]

@@ -1,4 +1,4 @@
-"""Turn rows of the benchmarks into a page: bars and measured values, a table and a plot a kind.
+"""Turn rows of the benchmarks into a page: bars and values, a table and a plot per kind.
 
 python pipelines/lab/bench_report.py docs/results/h200-step   # reads *.jsonl there
 """
@@ -54,8 +54,8 @@ BARS: list[tuple[str, float, dict[str, Any], str]] = [
 ]  # fmt: skip
 SPEEDUP = ("speedup per τ, 13-node tree", 0.80, dict(what="step", shape="8b"), "speedup_per_tau")
 
-# Of each kind of rows (`what`, or op): a title, the fields that tell rows apart, and the measured
-# ones. A time is the median, in µs; `us_parts data` is in a row's field `us_parts`.
+# By kind of rows (`what`, or op): a title, the fields that identify a row, and the measured fields.
+# A time is the median, in µs; `us_parts data` is in a row's field `us_parts`.
 TABLES: dict[str, tuple[str, str, str]] = {
     "op": ("Kernels, µs a layer", "op shape num_nodes context",
            "us_naive us_fused us_multi_step us_mamba_ssm_updates"),
@@ -93,7 +93,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
         "us_parts_drafter us_rest us_parts_update"),
 }  # fmt: skip
 
-# A figure's name, kind of rows, x, y, and the fields of which each combination is a line
+# A figure's name, kind of rows, x, y, and the fields whose combinations are its lines
 FIGURES = [
     ("runtime_vs_nodes", "target call", "num_nodes", ["us_tree"], ["shape"]),
     ("required_tau", "required τ", "num_nodes", ["tau_over_chain"], ["shape"]),
@@ -108,7 +108,7 @@ DOUBLING = ("num_rows", "context")  # on a logarithmic axis
 
 
 def bars_table(rows: list[Row]) -> Table:
-    """Return a line for each bar that rows are about: the worst row, and whether it meets it."""
+    """Make a line for each bar that rows are about: the worst row, and whether it meets the bar."""
     lines: list[tuple[str, ...]] = [("", "bar", "measured", "")]
     for name, bar, wanted, key in [*BARS, SPEEDUP]:
         values = [_flat(row)[key] for row in rows if _is(row, wanted) and key in row]
@@ -128,7 +128,7 @@ def bars_table(rows: list[Row]) -> Table:
 def table_of(
     rows: Iterable[Mapping[str, Any]], title: str, names: Sequence[str], fields: Sequence[str]
 ) -> Table:
-    """Return a table with a line a row: the columns `names` to the left, then `fields`.
+    """Make a table with a line per row: the columns `names` to the left, then `fields`.
 
     Columns that no row has are left out.
     """
@@ -145,7 +145,7 @@ def table_of(
 def figure_of(
     rows: Iterable[Mapping[str, Any]], x: str, ys: Sequence[str], names: Sequence[str]
 ) -> Figure:
-    """Return a figure of the fields `ys` over the field `x`, a line for each value of `names`."""
+    """Draw the fields `ys` over the field `x`, a line for each value of `names`."""
     frame = pd.DataFrame([_flat(row) for row in rows])
     names, ys = ([each for each in some if each in frame] for some in (names, ys))
     figure, axes = new_figure()
@@ -165,7 +165,7 @@ def figure_of(
 
 
 def _flat(row: Mapping[str, Any]) -> Row:
-    """Return a row with a median for each spread; a part of another field is FIELD_PART."""
+    """Flatten a row: the median of each spread, and FIELD_PART for a part of another field."""
     flat: Row = {}
     for name, value in row.items():
         if not isinstance(value, Mapping):
@@ -178,7 +178,7 @@ def _flat(row: Mapping[str, Any]) -> Row:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return the value of the field `name` as text: MiB, a share, or four digits."""
+    """Format the value of the field `name`: MiB, a share, or four digits."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or MISSING
     if value is None or pd.isna(value):
@@ -193,8 +193,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def kinds_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return rows by their kind, those of `TABLES` and `FIGURES` that are computed from rows
-    included."""
+    """Group rows by kind, with the kinds of `TABLES` and `FIGURES` that are computed from rows."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         what = "op" if "op" in row else row["what"]
@@ -231,8 +230,10 @@ def kinds_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def fit(rows: list[Row]) -> np.poly1d | None:
-    """Return a call's time in µs over N (STree, section 4.3): attention's part grows with N², a
-    pure Mamba-2's with N. None with too few rows."""
+    """Fit a call's time in µs over N (STree, section 4.3); None with too few rows.
+
+    Attention's part grows with N², a pure Mamba-2's with N.
+    """
     degree = 1 if rows[0]["shape"].startswith("mamba2") else 2
     if len(rows) <= degree:
         return None
@@ -241,7 +242,7 @@ def fit(rows: list[Row]) -> np.poly1d | None:
 
 
 def in_words(polynomial: np.poly1d) -> str:
-    """Return a polynomial of N as text."""
+    """Format a polynomial of N as text."""
     powers = ("", "·N", "·N²")[polynomial.order :: -1]
     return " + ".join(
         f"{factor:.3g}{power}"
@@ -250,7 +251,7 @@ def in_words(polynomial: np.poly1d) -> str:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """Return the rows of all *.jsonl of a folder. Raises UsageError and BadData."""
+    """Read the rows of all *.jsonl of a folder. Raises UsageError and BadData."""
     rows = [row for path in sorted(directory.glob("*.jsonl")) for row in rows_of_file(path)]
     if not rows:
         raise UsageError(

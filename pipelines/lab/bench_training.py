@@ -1,4 +1,4 @@
-"""Measure distillation on several processes: tokens/s, scaling efficiency, distance of the losses.
+"""Measure distillation on several processes: tokens/s, scaling efficiency, loss distance.
 
     python pipelines/lab/bench_training.py runs/bench/training.jsonl --processes "[1,2,4]"
 
@@ -6,10 +6,10 @@
         --recipe configs/distill/llama3.1-8b.yaml --batch_size 2 --sequence_length 2048 --steps 6 \
         --more "[--model.optimizer.kind=muon]" --teacher "[live,cached]"
 
-Target and data are random. All runs of several processes have the same rows a step in the same
-micro-batches; a process alone accumulates what several share, so that their losses should be one
-curve. A step is a recipe's, timed in its parts, with what memory it takes and its share of the
-GPU's peak; its target runs beside, or is read from a teacher cache, which has no features.
+Target and data are random. All runs have the same rows per step in the same micro-batches; a
+process alone accumulates the share of several, so that their losses should be one curve. `step`
+times one training step of a recipe in its parts, with its memory and its share of the GPU's peak;
+the target runs, too, or its outputs come from a teacher cache, which has no features.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=3
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
 FROM_A_CACHE = {"target_dtype": "bfloat16", "features": None}  # whatever the recipe says
 ALONE = ("auto", 1)
-TESTS = {  # of what is measured
+TESTS = {  # by measurement
     "processes": ["pipelines/training/losses", "pipelines/training/parallel/test_scaling.py"],
     "step": ["pipelines/training/losses"],
 }
@@ -65,10 +65,10 @@ def measure(
     shape: str, strategies: list[str], processes: list[int], batch_size: int,
     sequence_length: int, steps: int, more: list[str], device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for one process, then one for each larger number of processes with each strategy.
+    """Yield a row for one process, then one per larger number of processes and strategy.
 
     Args:
-        batch_size: rows in a micro-batch. A step has as many as the most processes have together.
+        batch_size: rows in a micro-batch; a step has batch_size · max(processes) rows.
         more: further arguments of distill.py.
     """
     rows_a_step = batch_size * max(processes)
@@ -108,14 +108,17 @@ def measure(
 
 
 def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
-    """Strategy and number of processes of each run."""
+    """Return strategy and number of processes of each run."""
     several = ((each, count) for count in processes if count > 1 for each in strategies)
     return list(dict.fromkeys([ALONE, *several]))
 
 
 def describe(options: Any, on_cuda: bool) -> Iterator[str]:
-    """What runs, and the memory of a process that shares nothing, in fp32, and of a step alone,
-    under bf16 autocast. Raises OutOfMemory, when all is said, where there is less."""
+    """Yield lines about the runs, and the memory of an unsharded process and of a step alone.
+
+    The process is in fp32, the step under bf16 autocast. Raises OutOfMemory, after the last line,
+    when there is less.
+    """
     target = TARGETS[options.shape]
     yield model_line("target", target)
     all_needs = []
@@ -151,8 +154,10 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
 
 
 def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each teacher: a step of a recipe whose target has this shape; layers are compiled
-    on a GPU."""
+    """Yield a row per teacher: a step of a recipe with a target of this shape.
+
+    Layers are compiled on a GPU.
+    """
     file = options.recipe and Path(options.recipe).stem
     for teacher in options.teacher:
         model = recipe(options, teacher)
@@ -173,9 +178,11 @@ def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]
 
 
 def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
-    """The options of `Distillation` in a config of distill.py, or their defaults, with those of
-    `more` in their place. The random target is in bf16 where they say fp32. From a cache there are
-    no features."""
+    """Return the options of `Distillation` in a config of distill.py, overridden by `more`.
+
+    Missing options have their defaults. The random target is in bf16 when they say fp32. With a
+    cached teacher there are no features.
+    """
     content = read_yaml(Path(options.recipe)) if options.recipe else {"model": {}}
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise UsageError(f"{options.recipe} has no section `model`, wanted a config of distill.py")
@@ -200,7 +207,7 @@ def _of_model(more: list[str]) -> list[str]:
 def _make_workspace(
     folder: Path, shape: str, sequence_length: int, device: torch.device
 ) -> list[str]:
-    """A random target, and conversations that fill a row each; the arguments that name them."""
+    """Write a random target and conversations that fill a row each; return their arguments."""
     rng = np.random.default_rng(0)
     words = [f"{chr(97 + i % 26)}{i}" for i in range(500)]
     texts = [" ".join(rng.choice(words, sequence_length)) for _ in range(64)]

@@ -1,10 +1,11 @@
-"""Make the papers' tables and figures in their layout, our numbers beside theirs.
+"""Make the papers' tables and figures in their layout, with our numbers next to theirs.
 
-python pipelines/lab/paper_tables.py --list
-python pipelines/lab/paper_tables.py stree-table-7                 # from the committed rows
-python pipelines/lab/paper_tables.py stree-table-7 --rows RUN/eval # from yours
-Each is made from rows that another command has written; --list says which, and which tables cannot
-be made, and why.
+    python pipelines/lab/paper_tables.py --list
+    python pipelines/lab/paper_tables.py stree-table-7                 # from the committed rows
+    python pipelines/lab/paper_tables.py stree-table-7 --rows RUN/eval # from yours
+
+Each is made from rows that another command has written; --list names it, and the tables that cannot
+be made, with the reason.
 """
 
 from __future__ import annotations

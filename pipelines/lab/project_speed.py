@@ -1,9 +1,10 @@
-"""Work out what a comparison's accepted drafts would be worth at another target's step times.
+"""Project a comparison's accepted drafts to another target's step times.
 
-cd docs/results; python ../../pipelines/lab/project_speed.py h200-policies/features \
-    --times h200-policies/features/8b-calls.jsonl h200-step/5237370/8b-large.jsonl
-Prints the best chain, each fixed tree and a choice by cost in every place, over plain decoding:
-computed, not measured. --times are rows of bench_decode.py --what "[calls,drafts]".
+    cd docs/results; python ../../pipelines/lab/project_speed.py h200-policies/features \
+        --times h200-policies/features/8b-calls.jsonl h200-step/5237370/8b-large.jsonl
+
+Prints the best chain, each fixed tree and a choice by cost for every benchmark, as speed-ups over
+plain decoding: computed, not measured. --times are rows of bench_decode.py --what "[calls,draft]".
 """
 
 from __future__ import annotations

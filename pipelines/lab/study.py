@@ -3,10 +3,10 @@
     python pipelines/lab/study.py train configs/study/drafters-75m.yaml  # some drafters at once
     accelerate launch pipelines/lab/study.py compare configs/study/drafters-75m.yaml
 
-The file holds arms (each a config and options of distill.py), seeds, options of compare.py, and
-which trees to decode with (chain-tuned: each drafter's fastest of six chains); one source of
-conversations can be held back from training and asked instead. Either goes on where it was stopped.
-Writes study.md and what compare.py writes.
+The file holds arms (each a config and options of distill.py), seeds, options of compare.py, and the
+trees to decode with (chain-tuned: each drafter's fastest of six chains); one source of
+conversations can be held back from training and used as prompts. Both commands go on where they
+were stopped. Writes study.md and the files of compare.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UsageError(f"--only {unknown}: the study has {', '.join(names)}")
     runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
     require_comparable(study)
-    in_order(runs)  # where there is none, that is said now
+    in_order(runs)  # raises now when there is no order
     more = {} if study.held_back is None else {"data.train": str(study.train_file)}
     if options.what == "train":
         require_read(study, runs)
@@ -109,8 +109,7 @@ def require_comparable(study: Study) -> None:
 
 
 def require_read(study: Study, runs: Sequence[StudyRun]) -> None:
-    """Raise UsageError for a run that reads the drafter of one that neither was trained to its end
-    nor is trained now."""
+    """Raise UsageError for a run that reads the drafter of an untrained run outside `runs`."""
     for run in runs:
         for other in study.runs:
             if run.reads(other) and not other.is_trained and other not in runs:
@@ -121,8 +120,10 @@ def require_read(study: Study, runs: Sequence[StudyRun]) -> None:
 
 
 def inputs_of(study: Study, runs: Sequence[StudyRun], deep: bool) -> Iterator[inputs.Look]:
-    """What is read to train; with `deep`, what the trainings' own configurations name, too, but for
-    what the study writes, or trains before."""
+    """Yield the inputs of the trainings, except what the study writes or trains before.
+
+    deep: also the inputs that the trainings' own configurations name.
+    """
     if study.held_back is not None and not study.train_file.exists():
         yield inputs.file("hold_back.train", input_path(study.held_back.train))
         yield inputs.file("hold_back.prompts", input_path(study.held_back.prompts))
@@ -138,8 +139,10 @@ def inputs_of(study: Study, runs: Sequence[StudyRun], deep: bool) -> Iterator[in
 def _value(
     study: Study, arm: StudyArm, config: Any, made: Sequence[Path], section: str, name: str
 ) -> Any:
-    """An option of distil.py in an arm, its own, or else its configuration's, without what is made
-    by then."""
+    """Look up an option of distill.py in an arm, or else in its configuration.
+
+    Leaves out the folders in `made`, which exist by the time that they are read.
+    """
     key = f"{section}.{name}"
     if key == "data.train" and study.held_back is not None and key not in arm.options:
         return None  # the study's
@@ -169,7 +172,7 @@ def compare(study: Study, more: dict[str, Any]) -> None:
 def hold_back(study: Study, source: HeldBack) -> None:
     """Write the conversations without a source, and prompts of that source, once.
 
-    Raises UsageError where others are held back already: drafters may have been trained on these.
+    Raises UsageError when others are held back already: drafters may have been trained on these.
     """
     made_from = json.dumps(asdict(source), sort_keys=True)
     if study.train_file.exists() and study.prompts_file.exists():

@@ -1,4 +1,4 @@
-"""--dry_run: refuse what would be refused, say what a command takes, write nothing."""
+"""Run --dry_run: refuse what would be refused, print a command's resources, write nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 
 def require_disk(path: str | os.PathLike[str], parts: Mapping[str, int]) -> str:
-    """The line about the disk. Raises CannotWrite when it is too small."""
+    """Return a line about the disk. Raises CannotWrite when it is too small."""
     wanted, free = sum(parts.values()), free_disk_bytes(path)
     if wanted > free:
         raise CannotWrite(
@@ -38,7 +38,7 @@ def require_disk(path: str | os.PathLike[str], parts: Mapping[str, int]) -> str:
 
 
 class MemoryNeeds:
-    """What a command needs of which memory, as a line, and whether that is there."""
+    """Estimated bytes of a command by part, compared with the free memory."""
 
     def __init__(self, parts: Mapping[str, int], on_cuda: bool) -> None:
         self.parts, self.kind = parts, "GPU memory" if on_cuda else "memory"
@@ -56,7 +56,7 @@ class MemoryNeeds:
         return f"{self.kind}: about {itemised(self.parts)}; {size(self.free)} are free{judged}"
 
     def require(self, remedy: str) -> None:
-        """Raise OutOfMemory when there is too little; `remedy` says what needs less."""
+        """Raise OutOfMemory when there is too little; `remedy` names smaller settings."""
         if self.free is not None and self.too_little:
             raise OutOfMemory(
                 f"about {size(sum(self.parts.values()))} of {self.kind} are needed, "

@@ -1,4 +1,4 @@
-"""What a command will take before it takes it: parameters, memory and disk, from configs alone.
+"""Estimate a command's parameters, memory and disk from configs alone.
 
 Nothing is loaded: models are built without data (meta or fake tensors), so an 8 B target is sized
 up on a laptop in seconds. Weights, gradients, moments, caches and files are exact to a percent;
@@ -27,8 +27,8 @@ from stree_pipelines.training.optimization import OptimizerKind, num_moments
 from stree_pipelines.training.parallel.float8 import round_products
 from stree_pipelines.training.parallel.precision import AUTOCAST
 
-GRADIENT_BYTES = 4  # a weight
-LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
+GRADIENT_BYTES = 4  # per weight
+LOSS_BUFFERS = 5  # (C, V) fp32, see distillation_loss.py
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 
 
@@ -38,8 +38,7 @@ def num_parameters(config: HybridConfig) -> int:
 
 
 def checkpoint_bytes(config: HybridConfig, optimizer: OptimizerKind = "adamw") -> int:
-    """fp32 weights and the optimiser's moments, as a training has them in memory and its
-    checkpoints hold them; and an average of the weights if there is one."""
+    """Count the bytes of fp32 weights and the optimiser's moments, in memory or in a checkpoint."""
     with torch.device("meta"):
         named = list(HybridModel(config).named_parameters())
     moments = sum(each.numel() * num_moments(name, each, optimizer) for name, each in named)
@@ -48,21 +47,22 @@ def checkpoint_bytes(config: HybridConfig, optimizer: OptimizerKind = "adamw") -
 
 
 def head_in_8_bits_bytes(config: HybridConfig) -> int:
-    """Of the copy beside the head, but for the scales."""
+    """Count the bytes of the head's 8-bit copy, without its scales."""
     return config.head_size * (config.head_rank or config.d_model)
 
 
 def activation_bytes(
     config: HybridConfig, shape: tuple[int, int], precision: str, compiled: bool = False
 ) -> int:
-    """What a forward pass over (B, T) tokens keeps for the backward pass, without the head.
+    """Count the bytes that a forward pass over (B, T) tokens keeps for the backward pass.
 
-    compiled: of layers that are compiled, which keep what is dear to compute again and no more:
-    PyTorch's own choice (its minimal cut of the joint graph), made here without compiling code.
+    The head is left out. compiled: of compiled layers, which keep only what is dear to compute
+    again: PyTorch's own choice (its minimal cut of the joint graph), made here without compiling
+    code.
     """
     dtype = AUTOCAST[precision]
     sizes: dict[int, int] = {}
-    kept = []  # alive until counted, or their numbers would be given out again
+    kept = []  # keeps storages alive until counted, as their addresses would be reused
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -76,7 +76,7 @@ def activation_bytes(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = HybridModel(config)
         if compiled:
-            torch._dynamo.reset()  # it gives up on compiling what it has compiled too often
+            torch._dynamo.reset()  # it stops compiling code that it has compiled too often
             for layer in model.model.layers:
                 layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
         tokens = torch.zeros(shape, dtype=torch.long)
@@ -102,16 +102,19 @@ def training_memory(
     compiled: bool = False,
     optimizer: OptimizerKind = "adamw",
 ) -> dict[str, int]:
-    """Bytes by part for a training on one device, micro-batches of `shape` (B, T), at the fullest
-    of these moments: while the target runs, while tokens are chosen, and in the loss, where the
-    drafter's activations wait. Gradients are there in each, of the step or micro-batch before.
+    """Estimate the bytes by part of a training on one device, at its fullest moment.
 
-    target: the frozen target that runs beside; None when there is none (or it is cached).
-    checkpointing: activations are computed again in the backward pass.
-    reference: a drafter in fp32 that tokens are chosen by.
-    passes: of what is trained over each micro-batch, whose activations all stay.
-    compiled: the layers of what is trained are.
-    optimizer: whose moments are kept.
+    Micro-batches have `shape` (B, T). The moments are: while the target runs, while tokens are
+    chosen, and in the loss, where the drafter's activations wait. Gradients, of the step or
+    micro-batch before, are there in each.
+
+    Args:
+        target: the frozen target that runs, too; None when there is none (or it is cached).
+        checkpointing: activations are computed again in the backward pass.
+        reference: a drafter in fp32 that tokens are chosen by.
+        passes: passes of the trained model over each micro-batch, whose activations all stay.
+        compiled: the trained model's layers are compiled.
+        optimizer: the kind whose moments are kept.
     """
     parameters = num_parameters(trained)
     kept = checkpoint_bytes(trained, optimizer)
@@ -145,7 +148,7 @@ def forward_memory(
     on_cuda: bool,
     dtype: torch.dtype,
 ) -> dict[str, int]:
-    """Bytes by part of a target that only says what it thinks of (B, T) tokens."""
+    """Estimate the bytes by part of a target that only predicts (B, T) tokens."""
     return {
         "target": held_bytes(target, dtype),
         # Without gradients one layer's activations live at a time.
@@ -155,7 +158,7 @@ def forward_memory(
 
 
 def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
-    """Of a frozen target's weights, some of which `round_products` leaves in bf16."""
+    """Count the bytes of a frozen target's weights; `round_products` leaves some in bf16."""
     with torch.device("meta"):
         model = HybridModel(target)
     if dtype.itemsize > 1:
@@ -179,7 +182,7 @@ def _trained_activations(
 
 
 def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
-    """Activations of one layer, of the kind in the model that has more of them."""
+    """Count the activations of one layer, of the kind in the model that has most."""
     kinds = {config.layer_type(layer): layer for layer in range(config.num_layers)}
     alone = (config.keep_layers([layer]) for layer in kinds.values())
     return max(activation_bytes(each, shape, precision) for each in alone)
@@ -198,8 +201,10 @@ def decoding_memory(
     trees: Mapping[str, int],
     num_rows: int = 1,
 ) -> dict[str, int]:
-    """Bytes by part for an evaluation; `trees` is how many nodes each method verifies a call of
-    `num_rows` sequences."""
+    """Estimate the bytes by part of an evaluation of `num_rows` sequences.
+
+    trees: nodes that each method verifies per call.
+    """
     parts = {"target": dtype.itemsize * num_parameters(target)}
     caches = 0
     for num_nodes in trees.values():
@@ -212,7 +217,7 @@ def decoding_memory(
 
 
 def cache_bytes(config: HybridConfig, max_length: int, max_nodes: int, dtype: torch.dtype) -> int:
-    """A decoder's cache for one sequence."""
+    """Count the bytes of a decoder's cache for one sequence."""
     cache = HybridCache(config, max_length, max_nodes, device="meta", dtype=dtype)
     attention = (each for each in cache.layers if isinstance(each, AttentionCache))
     shared = next((each.rotary.nbytes for each in attention), 0)
@@ -229,8 +234,10 @@ def training_disk(
     logged_rows: int,
     optimizer: OptimizerKind = "adamw",
 ) -> dict[str, int]:
-    """Bytes by part in the run folder at its fullest: one checkpoint more than are kept stands
-    there while the oldest goes."""
+    """Estimate the bytes by part in the run folder at its fullest.
+
+    One checkpoint more than `keep_last` is there while the oldest goes.
+    """
     checkpoint = checkpoint_bytes(trained, optimizer)
     export = export_dtype.itemsize * num_parameters(trained) + files_beside_weights_bytes(tokenizer)
     return {
@@ -241,12 +248,12 @@ def training_disk(
 
 
 def files_beside_weights_bytes(directory: str | os.PathLike[str]) -> int:
-    """Tokenizer, configs and the like of a checkpoint folder."""
+    """Count the bytes of a checkpoint folder's tokenizer, configs and other small files."""
     files = (path for path in Path(directory).iterdir() if path.is_file())
     return sum(p.stat().st_size for p in files if p.suffix not in (".safetensors", ".bin"))
 
 
 def itemised(parts: Mapping[str, int]) -> str:
-    """Total and parts: "1.5 GiB (weights 1.0 GiB, …)"."""
+    """Format total and parts: "1.5 GiB (weights 1.0 GiB, …)"."""
     listed = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
     return f"{size(sum(parts.values()))} ({listed})"

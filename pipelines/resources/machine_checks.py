@@ -1,4 +1,4 @@
-"""What each part of a machine is asked by doctor.py: does it work, and what to do if not."""
+"""Check each part of a machine for doctor.py: does it work, and what to do if not."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stree_pipelines.resources.estimates import num_parameters, training_memory
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()
-ROW_TOKENS = 1024  # as data.sequence_length is by default
+ROW_TOKENS = 1024  # the default of data.sequence_length
 
 
 class Absent(Exception):
-    """Something does not work: what was found, and what to do about it."""
+    """Error of a part that does not work: the finding, and advice."""
 
     def __init__(self, found: str, advice: str) -> None:
         super().__init__(found)
@@ -90,7 +90,8 @@ def check_mamba_ssm() -> str:
 
 
 def check_backend(backend: str) -> str:
-    """A group of this process alone: libraries and network interface, not the way to others."""
+    """Sum over a group of this process alone: tests libraries and network interface, no other
+    host."""
     if backend == "nccl" and not HAS_CUDA:
         raise Absent("no GPU", "training on several CPUs goes through gloo")
     device = "cuda" if backend == "nccl" else "cpu"
@@ -146,7 +147,8 @@ def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
 
 
 def check_memory(target: HybridConfig) -> str:
-    """What distilling takes on one device, by a micro-batch of one row; others in proportion."""
+    """Estimate a distillation's memory on one device for a micro-batch of one row, and per further
+    row."""
     drafter, dtype = _drafter_of(target), torch.bfloat16 if HAS_CUDA else torch.float32
     precision = "bf16-mixed" if HAS_CUDA else "32-true"
     wanted, of_two = (
@@ -173,8 +175,11 @@ def check_memory(target: HybridConfig) -> str:
 
 
 def _drafter_of(target: HybridConfig) -> HybridConfig:
-    """The two layers that distill.py would copy; of a target without two Mamba-2 layers, for which
-    the drafter must be described, its first and last stand for that."""
+    """Return the two layers that distill.py would copy.
+
+    A target without two Mamba-2 layers needs a described drafter; its first and last layer stand
+    for that.
+    """
     has_two = target.num_layers - len(target.attn_layers) >= 2
     return drafter_config_from(target, None if has_two else sorted({0, target.num_layers - 1}))
 

@@ -1,9 +1,9 @@
-"""How much arithmetic a distillation is, and what a GPU can do of it.
+"""Count the arithmetic of a distillation, and name the peaks of GPUs.
 
-Operations are counted over weights: 2 a weight and token for the target's pass, 6 for the drafter's
-two; of the heads for tokens that count in the loss alone. Attention, scans, experts and what a
-backward pass computes again are left out, so that a share of the peak is what training needs, not
-what it does.
+Operations are counted over weights: 2 per weight and token for the target's pass, 6 for the
+drafter's two; of the heads only for tokens that count in the loss. Attention, scans, experts and
+recomputation in the backward pass are left out: a share of the peak is the training's need, not all
+of its work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 
-# Of bf16 products without sparsity a second, by NVIDIA's data sheets, of the SXM modules
+# bf16 operations per second without sparsity, of the SXM modules, by NVIDIA's data sheets
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
@@ -24,8 +24,10 @@ def distillation_operations(
     num_counted: int,
     passes: int = 1,
 ) -> dict[str, int]:
-    """Multiplications and additions by part, of a drafter that reads each token in so many passes
-    and learns from a target that runs, or None from a cache."""
+    """Count multiplications and additions by part of a distillation step.
+
+    passes: passes of the drafter over each token. target: None when its outputs come from a cache.
+    """
     in_layers, head = _weights(drafter)
     parts = {"drafter": 6 * (passes * num_tokens * in_layers + num_counted * head)}
     if target is not None:
@@ -35,7 +37,7 @@ def distillation_operations(
 
 
 def _weights(config: HybridConfig) -> tuple[int, int]:
-    """Of matrices that each token is multiplied with, and of the head."""
+    """Count the weights of matrices that each token is multiplied with, and of the head."""
     with torch.device("meta"):
         model = HybridModel(config)
     in_layers = sum(

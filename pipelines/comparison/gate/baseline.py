@@ -1,4 +1,4 @@
-"""What a checkpoint is compared with: a checkpoint, the results of one, or a pointer to either."""
+"""Look up a gate's baseline: a checkpoint, the results of one, or a pointer to either."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_POINTER_BYTES = 4096
 
 @dataclass(frozen=True)
 class Baseline:
-    """A baseline as given and what it leads to.
+    """A baseline as given and the folder it leads to.
 
     Attributes:
         given: a checkpoint or results folder, a symlink to one, or a text file of one line that
             names one, relative to itself; or another drafter's name, such as float8:FOLDER.
         drafter: the folder in the end, or that name.
-        results: where its rows are, None for a checkpoint that is yet to be measured.
-        step: which checkpoint of the results.
+        results: folder of its rows; None for a checkpoint that is yet to be measured.
+        step: the checkpoint's step among the results; None when they hold one checkpoint.
     """
 
     given: Path
@@ -37,8 +37,8 @@ class Baseline:
     def at(cls, given: str | Path, step: int | None = None, movable: bool = False) -> Baseline:
         """Look the baseline up.
 
-        Raises what `folder_of` raises, and UsageError when it cannot be moved (`movable`) because
-        it is a folder and no pointer.
+        Raises `folder_of`'s errors, and UsageError when it cannot be moved (`movable`) because it
+        is a folder and no pointer.
         """
         if names_form(given):
             if movable or step is not None:
@@ -61,7 +61,7 @@ class Baseline:
         return cls(given, str(folder), results, step)
 
     def rows(self, jobs: Sequence[Job]) -> list[ResultRow]:
-        """The row of its results for each job that drafts: same target, prompts and decoding.
+        """Return the baseline's row for each job that drafts: same target, prompts and decoding.
 
         Raises UsageError when one is missing, or several checkpoints have one.
         """
@@ -108,13 +108,15 @@ class Baseline:
 
 
 def names_form(given: str | Path) -> bool:
-    """Whether it is no path, but the name of n-grams, or of a folder's drafter in another form."""
+    """Return True for a name of n-grams, or of a folder's drafter in another form, not a path."""
     return not os.path.lexists(given) and not DrafterName.parse(str(given)).is_plain
 
 
 def folder_of(given: Path) -> Path:
-    """The folder that a baseline leads to. Raises NotFound when there is none, UsageError for a
-    file that is no pointer."""
+    """Follow a baseline to its folder.
+
+    Raises NotFound when there is none, UsageError for a file that is no pointer.
+    """
     try:
         folder = _follow(given)
         is_there = folder.is_dir()
@@ -126,7 +128,8 @@ def folder_of(given: Path) -> Path:
 
 
 def _follow(given: Path) -> Path:
-    """Where a pointer leads: rows name the folder itself, a pointer may lead elsewhere tomorrow."""
+    """Resolve a pointer; rows name the folder itself, since a pointer may lead elsewhere
+    tomorrow."""
     if not given.is_file():
         return given.resolve() if given.is_symlink() else given
     if given.stat().st_size > MAX_POINTER_BYTES:

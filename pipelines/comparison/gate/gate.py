@@ -1,10 +1,10 @@
-"""Whether a checkpoint is worse than its baseline beyond noise: thresholds, and their verdicts.
+"""Judge whether a checkpoint is worse than its baseline beyond noise, by thresholds.
 
-A threshold says how much of a figure may be lost. Both checkpoints answered the same prompts, so
-the change is bootstrapped over prompts in pairs, and its interval decides: a regression when all
-of it lies below the threshold, a pass when none of it does, and inconclusive in between, or when
-there are too few prompts for an interval to mean anything. The intervals of all thresholds, methods
-and temperatures hold together at 95 %.
+A threshold is the loss of a figure that is allowed. Both checkpoints answered the same prompts, so
+the change is bootstrapped over prompts in pairs, and its interval decides: a regression when all of
+it lies below the threshold, a pass when none of it does, and inconclusive in between, or when there
+are too few prompts for an interval to mean anything. The intervals of all thresholds, methods and
+temperatures hold together at 95 %.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
 
 PASS, REGRESSION, INCONCLUSIVE = "pass", "regression", "inconclusive"
-NUM_RESAMPLES = 10_000  # the ends of several intervals together lie far out
+NUM_RESAMPLES = 10_000  # intervals that hold together have far-out ends
 DEPTH_RATES = "depth_accept_rates"
 RELATIVE_SPEEDS = ("speedup", "speedup_per_tau")
 # Not tokens_per_second_e2e: prefill is slower for the method that meets a prompt first.
@@ -66,15 +66,15 @@ Pairs = Mapping[tuple[str, float, str], tuple[Sequence[SampleRow], Sequence[Samp
 
 
 class Regression(InvariantBroken):
-    """A checkpoint lost more than was allowed."""
+    """Error of a checkpoint that lost more than its thresholds allow."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The least change of a figure that is allowed.
+    """Least allowed change of a figure.
 
     Attributes:
-        benchmark: where; None is over the prompts of all benchmarks together.
+        benchmark: the benchmark that it is about; None pools the prompts of all benchmarks.
         change: relative to the baseline's figure (-0.03 for "-3%"), or the difference.
     """
 
@@ -87,7 +87,7 @@ class Threshold:
 
     @classmethod
     def parse(cls, text: str) -> Threshold:
-        """Read `[BENCHMARK.]METRIC[[DEPTH]]=CHANGE[%]`. Raises UsageError saying what is wrong."""
+        """Read `[BENCHMARK.]METRIC[[DEPTH]]=CHANGE[%]`. Raises UsageError with the mistake."""
         found = _THRESHOLD.fullmatch(text)
         if found is None:
             raise UsageError(
@@ -116,7 +116,7 @@ class Threshold:
         return self.metric if self.depth is None else f"{self.metric}[{self.depth}]"
 
     def shown(self, change: float | None) -> str:
-        """A change in the threshold's own unit."""
+        """Format a change in the threshold's own unit."""
         if change is None:
             return "–"
         return f"{100 * change:+.1f} %" if self.is_relative else f"{change:+.3f}"
@@ -124,11 +124,11 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Finding:
-    """A threshold's verdict on one method at one temperature.
+    """Verdict of a threshold on one method at one temperature.
 
     Attributes:
-        num_prompts: how many are compared.
-        baseline, checkpoint, change, interval: None where undefined for these prompts.
+        num_prompts: number of compared prompts.
+        baseline, checkpoint, change, interval: None when undefined for these prompts.
         num_repeating: prompts that are left out, since an answer to them repeats itself.
     """
 
@@ -154,7 +154,7 @@ class Finding:
 
 
 def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> None:
-    """Raise UsageError, before anything is measured, for a threshold that these rows can't meet."""
+    """Raise UsageError, before measuring, for a threshold that the jobs' rows cannot meet."""
     if not thresholds:
         raise UsageError(f"--fail_below is empty: {SYNTAX}")
     trees = [job.tree for job in jobs if job.tree is not None]
@@ -182,8 +182,10 @@ def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> 
 
 
 def judge(thresholds: Sequence[Threshold], pairs: Pairs, seed: int = 0) -> list[Finding]:
-    """Each threshold's verdict for each speculative method and temperature in `pairs`, whose
-    first samples are the checkpoint's and second the baseline's."""
+    """Judge each threshold for each speculative method and temperature in `pairs`.
+
+    A pair holds the checkpoint's samples first, the baseline's second.
+    """
     groups = dict.fromkeys((method, temperature) for method, temperature, _ in pairs)
     findings, level = [], level_of(len(thresholds) * len(groups))
     for threshold in thresholds:
@@ -209,23 +211,25 @@ def level_of(num_findings: int) -> float:
 
 
 def least_prompts(level: float) -> int:
-    """Return from how many prompts on an interval of this level says something.
+    """Return the least number of prompts at which an interval of this level says something.
 
-    Among fewer not even "all of them got worse" is unlikely enough: 2 · 2^-Q. At 95 % six.
+    With fewer, even "all of them got worse" is too likely by chance: 2 · 2^-Q. At 95 % it is six.
     """
     return math.floor(math.log2(2 / (1 - level))) + 1
 
 
 def overall(findings: Sequence[Finding]) -> str:
-    """The gate's verdict: the worst of all."""
+    """Return the gate's verdict: the worst of all."""
     verdicts = {finding.verdict for finding in findings}
     return next(each for each in (REGRESSION, INCONCLUSIVE, PASS) if each in verdicts)
 
 
 def is_better(findings: Sequence[Finding]) -> bool:
-    """Whether the checkpoint deserves to be the next baseline: all thresholds pass, something got
-    better beyond noise and nothing worse. Small losses, each within its threshold, would otherwise
-    add up from baseline to baseline."""
+    """Return True when the checkpoint deserves to be the next baseline.
+
+    All thresholds must pass, some figure must gain beyond noise and none lose. Otherwise small
+    losses, each within its threshold, would add up from baseline to baseline.
+    """
     intervals = [finding.interval for finding in findings if finding.interval is not None]
     return (
         overall(findings) == PASS
@@ -275,7 +279,7 @@ def _relative(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray
 
 
 def _has_drafted(sample: SampleRow) -> bool:
-    """False where the tree of each step was chosen, and none was."""
+    """Return False when trees were chosen step by step, and every step was plain."""
     return not sample.calls_by_tree or bool(sample.calls_by_tree.keys() - {PLAIN.name})
 
 
@@ -314,7 +318,7 @@ def _counted(threshold: Threshold) -> dict[str, Count]:
 
 
 def _depth_counts(sample: SampleRow, depth: int) -> tuple[int, int]:
-    """Calls that accepted `depth` drafts, and calls that could have."""
+    """Count the calls that accepted `depth` drafts, and the calls that could have."""
     calls = zip(sample.accepted_per_call, metrics.call_depths(sample) or (), strict=False)
     reached = [each for each, deepest in calls if depth <= deepest and each >= depth - 1]
     return sum(accepted >= depth for accepted in reached), len(reached)

@@ -1,4 +1,4 @@
-"""Measuring a checkpoint and its baseline on the same prompts, and judging the difference."""
+"""Measure a checkpoint and its baseline on the same prompts, and judge the difference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of the checkpoint and of the baseline, what they say, and who took part."""
+    """Rows of the checkpoint and of the baseline, the findings, and the worker processes."""
 
     mine: list[ResultRow]
     theirs: list[ResultRow]
@@ -40,10 +40,10 @@ def compare(
     baseline: Baseline,
     thresholds: Sequence[gate.Threshold],
 ) -> Comparison:
-    """Evaluate the checkpoint, and the baseline unless its results are there, and judge.
+    """Evaluate the checkpoint, and the baseline unless its results exist, and judge.
 
-    Raises UsageError before anything is measured when thresholds, settings and baseline do not go
-    together, and what `Evaluation.evaluate` raises.
+    Raises UsageError before measuring when thresholds, settings and baseline do not go together,
+    and the errors of `Evaluation.evaluate`.
     """
     evaluation = Evaluation(settings)
     theirs = stored_rows(evaluation, checkpoint, baseline, thresholds)
@@ -64,7 +64,7 @@ def stored_rows(
     baseline: Baseline,
     thresholds: Sequence[gate.Threshold],
 ) -> list[ResultRow]:
-    """The baseline's rows as far as they are measured; nothing is computed.
+    """Return the baseline's rows that are measured already; computes nothing.
 
     Raises UsageError when thresholds, settings and baseline do not go together, and
     CheckpointRefused when a checkpoint to be measured is none, or was made for another target.
@@ -82,7 +82,7 @@ def stored_rows(
 
 
 def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
-    """The rows that the checkpoint is going to have."""
+    """List the jobs whose rows the checkpoint is going to have."""
     settings, drafter = evaluation.settings, DrafterIdentity.at(checkpoint)
     return [
         make_job(
@@ -97,8 +97,7 @@ def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
 
 
 def _require_same_machine(rows: Sequence[ResultRow], evaluation: Evaluation) -> None:
-    """Raise UsageError when speeds of other hardware, or of a CPU shared out otherwise, would be
-    compared with this one's."""
+    """Raise UsageError when the stored rows' speeds are of other hardware or other CPU threads."""
     device = evaluation.decoders.device
     here = _machine(device_name(device), evaluation.workers.count, torch.get_num_threads())
     for row in rows:
@@ -121,7 +120,7 @@ def _pair_samples(
     mine: Sequence[ResultRow], my_store: ResultStore,
     theirs: Sequence[ResultRow], their_store: ResultStore,
 ) -> gate.Pairs:  # fmt: skip
-    """The prompts behind the rows of checkpoint and baseline, row by row.
+    """Return the prompts of each row of the checkpoint, with the baseline's.
 
     Raises BadData when the samples of a row are gone.
     """

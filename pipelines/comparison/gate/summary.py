@@ -1,4 +1,4 @@
-"""What the gate leaves behind: Markdown for a pull request, and JSON for a trend chart."""
+"""Write the gate's summary: Markdown for a pull request, and JSON for a trend chart."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(
 
 
 def forget(out: Path) -> None:
-    """Delete what `write` wrote there, if it did. Raises CannotWrite."""
+    """Delete the files of an earlier `write`, if there are any. Raises CannotWrite."""
     with reporting_refusals(out, codes=None):
         for name in ("summary.md", "trend.json"):
             (out / name).unlink(missing_ok=True)
@@ -61,11 +61,11 @@ def forget(out: Path) -> None:
 def markdown(
     findings: Sequence[Finding], mine: Sequence[ResultRow], theirs: Sequence[ResultRow], note: str
 ) -> str:
-    """The summary: the verdict first, then each threshold, then what was measured.
+    """Format the summary: the verdict first, then each threshold, then the measured rows.
 
     Args:
         mine, theirs: rows of the checkpoint and of the baseline.
-        note: what became of the baseline.
+        note: a line on the baseline's fate, "" for none.
     """
     verdict = overall(findings)
     checkpoint = next(row for row in mine if row.checkpoint)
@@ -103,7 +103,7 @@ def markdown(
 
 
 def trend_json(rows: Sequence[ResultRow]) -> str:
-    """The checkpoint's figures as github-action-benchmark's `customBiggerIsBetter` wants them."""
+    """Format the checkpoint's figures as github-action-benchmark's `customBiggerIsBetter` input."""
     entries = []
     for row in rows:
         for name, unit in TRENDS.items():
@@ -126,7 +126,7 @@ def trend_json(rows: Sequence[ResultRow]) -> str:
 
 
 def reason_to_fail(findings: Sequence[Finding]) -> str:
-    """One line that names every regression."""
+    """Return one line that names every regression."""
     return "; ".join(
         f"{finding.where}: {_explain(finding)}"
         for finding in findings
@@ -144,7 +144,7 @@ def _explain(finding: Finding) -> str:
 
 
 def _repeating(findings: Sequence[Finding]) -> list[str]:
-    """Return a line for each place where prompts are left out."""
+    """Return a line for each finding with left-out prompts."""
     found = {
         f"- left out, {finding.method} on {finding.scope} at T = {finding.temperature:g}: "
         f"{finding.num_repeating} of {finding.num_prompts + finding.num_repeating} prompts, an "
@@ -179,7 +179,7 @@ def _thresholds(findings: Sequence[Finding]) -> Table:
 
 
 def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
-    """Each row of both, baseline first."""
+    """Make the table of both checkpoints' rows, baseline first."""
     heads = ("benchmark", "method", "T", "of", "prompts", "τ", "speedup", "tokens/s", "lossless")
     others = {row.key[1:]: row for row in theirs}
     rows = [
@@ -197,13 +197,13 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
 
 
 def _apart(checkpoint: ResultRow, baseline: ResultRow) -> list[str]:
-    """Where the two were measured, if not alike."""
+    """Return a line about the two machines, if they differ."""
     mine, theirs = map(_circumstances, (checkpoint, baseline))
     return [] if mine == theirs else [f"- measured apart: the baseline on {theirs}; this on {mine}"]
 
 
 def _chosen(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> list[str]:
-    """Which trees the steps had, where each step's was chosen."""
+    """Return lines with the shares of the trees, when each step's tree was chosen."""
     others = {row.key[1:]: row for row in theirs}
     lines = []
     for row in mine:

@@ -22,7 +22,7 @@ from stree.models.model import READ_AT_ONCE, HybridModel
 from stree.tree_policy.step_times import StepTimes
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.console.progress import measured_step_times
-from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
@@ -245,7 +245,7 @@ class Decoders:
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
             self._costs = {k: v for k, v in self._costs.items() if not condemned(k[:2])}
-            garbage.collect()
+            gc_freeze.collect()
 
 
 def _batch_of(decoder: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Steps of many sequences of random weights: beside the floor of their products and the bytes of
-states and keys, and whole decoding at a given acceptance length. Rows are what `bench_decode.py`
-writes.
+"""Time steps of many sequences of random weights, and decoding at a given τ.
+
+Steps are compared with the floor of their products and the bytes of states and keys. Rows are those
+of `bench_decode.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from stree.models.layer_caches import AttentionCache
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.trees.token_tree import TokenTree
-from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.lab.benches.calls import Floor, cache_bytes, kept_bytes, weight_bytes
 from stree_pipelines.lab.benches.steps import (
     GivenAcceptance,
@@ -28,7 +29,7 @@ from stree_pipelines.lab.benches.steps import (
     graphs_alone_us,
     graphs_of,
 )
-from stree_pipelines.lab.benches.timing import in_turns, side_by_side
+from stree_pipelines.lab.benches.timing import interleave, side_by_side
 
 Row = dict[str, Any]
 TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
@@ -42,16 +43,18 @@ def steps_of_rows(
     context: int,
     repeats: int,
 ) -> Iterator[Row]:
-    """A row a number of rows and tree, none among them: µs of the graphs of a step, of the products
-    of as many rows in turns with them, and the bound: these, and the time that states take to be
-    read and written and keys to be read at the bandwidths of this run."""
+    """Yield a row per number of rows and tree, plain decoding included: µs of a step's graphs.
+
+    The products of the same number of rows are timed interleaved with them. The bound adds the time
+    that states take to be read and written, and keys to be read, at this run's bandwidths.
+    """
     reading, in_place = _bytes_per_us(target.device)
     floor = Floor(target, max(counts) * max(tree.num_nodes for tree in trees))
     for count in counts:
         for tree in (PLAIN, *trees):
             decoder = _decoder(target, drafter, tree, count, context + 8 * (repeats + 8))
             functions = graphs_of(decoder, context)
-            times = in_turns(functions, target.device, repeats)
+            times = interleave(functions, target.device, repeats)
             products = {"floor": floor.products(count * tree.num_nodes)}
             times |= side_by_side(products, target.device, repeats)
             state_bytes, key_bytes = _memory_bytes(decoder, context)
@@ -75,10 +78,12 @@ def joint_of_rows(
     context: int,
     repeats: int,
 ) -> Iterator[Row]:
-    """A row a number of rows and tree: µs of the target's graph where the accepted path is replayed
-    and where it is fed again (`joint`), in turns, with plain decoding's beside; of the products of
-    each one's rows; and the bytes of weights, of each one's cache, and of what either keeps there
-    beside states and keys."""
+    """Yield a row per number of rows and tree: µs of the target's graph under replay and `joint`.
+
+    Under replay the accepted path is replayed, under `joint` it is fed again; both are interleaved
+    with plain decoding. The row also has the products of each one's rows, and the bytes of weights,
+    of each one's cache, and of what each keeps there apart from states and keys.
+    """
     floor = Floor(target, max(counts) * max(tree.max_depth + 1 + tree.num_nodes for tree in trees))
     for count, tree in itertools.product(counts, trees):
         decoders = {
@@ -95,7 +100,7 @@ def joint_of_rows(
             if name in BACKTRACKING:
                 sizes[f"kept_bytes_{name}"] = kept_bytes(decoder.cache)
         path_nodes = tree.max_depth + 1
-        times = in_turns(targets, target.device, repeats)
+        times = interleave(targets, target.device, repeats)
         floors = {
             "floor_replay": floor.products(count * tree.num_nodes),
             "floor_joint": floor.products(count * (path_nodes + tree.num_nodes)),
@@ -111,10 +116,10 @@ def joint_of_rows(
 
 
 class WithoutPrompts(AdaptiveTrees):
-    """Chooses for decoding alone: what drafters take to read prompts is not in these times."""
+    """Adaptive trees for decoding alone: a drafter's time to read prompts does not count."""
 
     def learn_answer(self, reading_s: float | None = None, catch_up_s: float | None = None) -> None:
-        """Answers have no end here."""
+        """Do nothing: answers have no end here."""
 
 
 def serve_at(
@@ -125,11 +130,13 @@ def serve_at(
     context: int,
     num_steps: int,
 ) -> Iterator[Row]:
-    """A row a number of rows and τ: total tokens/s of plain decoding, of the paper's tree, and of
-    the mode that is chosen by measured cost, host and acceptance included; prompts are not, neither
-    in the times nor in the choice.
+    """Yield a row per number of rows and τ: tokens/s of plain decoding, the paper's tree and a
+    choice.
 
-    The share of a step that the host does not hide is as in `steps.decode_at`."""
+    The choice is by measured cost. Host and acceptance are included, prompts are not, neither in
+    the times nor in the choice. The share of a step that the host does not hide is as in
+    `steps.decode_at`.
+    """
     tree = TREES[-1]
     longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
     ways: dict[str, TokenTree | AdaptiveTrees] = {
@@ -180,20 +187,20 @@ def _decoder(
 
 
 def _decoded_ready(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:
-    """`_decoded`, again until no graph was captured meanwhile: what is chosen differs from run to
-    run."""
+    """Call `_decoded` until a run captures no graph: the chosen trees differ from run to run."""
     captured: Any = getattr(decoder.runner, "captured", ())
     _decoded(decoder, context, length)
     while True:
         known = len(captured)
-        with garbage.left_alone():
+        with gc_freeze.left_alone():
             found = _decoded(decoder, context, length)
         if len(captured) == known:
             return found
 
 
 def _decoded(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:
-    """Tokens/s of all rows together, from when the last prompt has been read, and µs a step."""
+    """Return tokens/s of all rows together, after the last prompt has been read, and µs per
+    step."""
     request = Request([1] * context, GenerationConfig(length, ignore_eos=True))
     rows = [decoder.admit(request) for _ in range(decoder.num_rows)]
     decoder.step()
@@ -211,7 +218,7 @@ def _decoded(decoder: BatchDecoder, context: int, length: int) -> tuple[float, f
 
 
 def _memory_bytes(decoder: BatchDecoder, context: int) -> tuple[int, int]:
-    """Of all rows: states, and keys and values of the committed tokens."""
+    """Count the bytes of all rows' states, and of keys and values of the committed tokens."""
     states = keys = 0
     for layer in decoder.cache.layers:
         if isinstance(layer, AttentionCache):
@@ -222,8 +229,10 @@ def _memory_bytes(decoder: BatchDecoder, context: int) -> tuple[int, int]:
 
 
 def _bytes_per_us(device: torch.device) -> tuple[float, float]:
-    """Reading a GiB of numbers, or what fits a test on the CPU; and reading and writing them in
-    place, both counted."""
+    """Measure the bandwidth of reading a GiB, and of reading and writing it in place, both counted.
+
+    On the CPU the buffer is small enough for a test.
+    """
     x = torch.ones(2**28 if device.type == "cuda" else 2**20, device=device)
     functions: dict[str, Callable[[], object]] = {
         "read": lambda: x.sum(),

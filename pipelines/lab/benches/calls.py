@@ -1,5 +1,6 @@
-"""Single calls of random weights: the target's over a tree and its floor, the drafter's draft, the
-same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode.py` writes.
+"""Time single calls of random weights: target calls, drafts, unrolled trees, and their memory.
+
+Rows are those of `bench_decode.py`.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import ops
 from stree_pipelines.lab.benches.profiles import profile_call
-from stree_pipelines.lab.benches.timing import in_turns, side_by_side
+from stree_pipelines.lab.benches.timing import interleave, side_by_side
 
 Row = dict[str, Any]
-REMEMBERED = ("keys", "values", "state")  # of a cache's layers, of committed tokens
+REMEMBERED = ("keys", "values", "state")  # fields of a cache's layers for committed tokens
 MORE = 64  # tokens that a drafter's cache has room for beyond the context
 UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
 BEAMS, BEAM_STEPS = (2, 3, 4, 5), (4, 8, 16)  # of STree's Table 2
 
 
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
-    """µs of a target call over N nodes, beside one step and the floor."""
+    """Time a target call over N nodes, one step and the floor, in µs."""
     rows = []
     floor = Floor(target, max(nodes))
     for num_nodes in nodes:
@@ -59,7 +60,7 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
 
 
 def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
-    """Where the time of a target call over N nodes goes, by kernel; CUDA only."""
+    """Profile a target call over N nodes by kernel; CUDA only."""
     rows = []
     for num_nodes in nodes:
         measured = profile_call(_tree_call(target, _star(num_nodes), context), repeats)
@@ -68,7 +69,8 @@ def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) 
 
 
 def draft(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
-    """µs of one draft of a tree, greedy and sampled, and what a level of it reads."""
+    """Time one draft of a tree in µs, greedy and sampled; the row has the bytes that a level
+    reads."""
     config = drafter.config
     times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
     return [dict(
@@ -80,7 +82,7 @@ def draft(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> 
 
 
 def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
-    """Where the time of such a draft goes, by kernel; CUDA only."""
+    """Profile a draft by kernel; CUDA only."""
     rows = []
     for name, function in _drafts(drafter, tree, context).items():
         measured = profile_call(function, repeats)
@@ -91,8 +93,11 @@ def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats:
 def draft_lengths(
     drafters: Mapping[str, HybridModel], trees: Sequence[str], lengths: Sequence[int], repeats: int
 ) -> Iterator[Row]:
-    """µs of one greedy draft after so many tokens, a level of it, and bytes of the drafter's cache
-    for one sequence: of all drafters and trees in turns, one length after the other."""
+    """Time a greedy draft and a level of it, in µs, after contexts of several lengths.
+
+    All drafters and trees are interleaved, one length after the other. Rows also have the bytes of
+    the drafter's cache for one sequence.
+    """
     for context in lengths:
         functions: dict[str, Callable[[], object]] = {}
         rows: dict[str, Row] = {}
@@ -100,7 +105,7 @@ def draft_lengths(
             tree, each = as_tree(name), f"{kind}, {name}"
             functions[each] = _drafts(drafter, tree, context)["draft"]
             levels = make_tree_batch([tree], drafter.device).levels
-            # As large as the one that is drafted with
+            # The same size as the cache of the timed draft
             cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
             rows[each] = dict(
                 what="draft_lengths", drafter=kind, tree=name, context=context,
@@ -115,8 +120,10 @@ def draft_lengths(
 
 
 def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterator[Row]:
-    """µs from an empty row to the logits after a prompt of so many tokens, read by graphs and one
-    operation after the other, with what the host does; CUDA only."""
+    """Time reading a prompt, in µs from an empty row to the logits; CUDA only.
+
+    Prompts are read by graphs, and one operation after the other, host time included.
+    """
     decoder = BatchDecoder(target, num_rows=1, max_length=max(lengths) + 1)
     for num_tokens in lengths:
         tokens = torch.randint(target.config.vocab_size, (num_tokens,), device=target.device)
@@ -130,14 +137,14 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 
         by_graphs = decoder.runner.prefiller.read_row
         functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
-        times = in_turns(functions, target.device, repeats)
+        times = interleave(functions, target.device, repeats)
         yield dict(what="prompt", num_tokens=num_tokens) | {
             f"us_{name}": each for name, each in times.items()
         }
 
 
 def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
-    """Drafts of a tree after so many tokens, greedy and sampled."""
+    """Return calls that draft a tree after `context` tokens, greedy and sampled."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
     rows, tree_batch = (
@@ -154,7 +161,7 @@ def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Ca
 
 
 def level_bytes(drafter: HybridModel) -> int:
-    """Of the weights that each level of a draft reads."""
+    """Count the bytes of the weights that each level of a draft reads."""
     sizes = product_sizes(drafter, 1)
     head = 0
     if (eighth := drafter.head_in_8_bits) is not None:
@@ -163,9 +170,11 @@ def level_bytes(drafter: HybridModel) -> int:
 
 
 def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
-    """µs of one call over full binary trees, and over each leaf's path as a sequence of its own
-    (as the paper's Figure 3): by the tree scan, by the multi-step update (where the kernels are),
-    and by chunk scan as in prefill."""
+    """Time a call over full binary trees, and over each leaf's path as a sequence of its own.
+
+    In µs, as the paper's Figure 3: by the tree scan, by the multi-step update (if the kernels are
+    there), and by chunk scan as in prefill.
+    """
     rows = []
     for depth in range(1, UNROLLED_DEPTH + 1):
         tree = balanced([2] * depth, f"binary-{depth}")
@@ -184,17 +193,23 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
 
 
 def kept_beams(num_beams: int, num_steps: int) -> TokenTree:
-    """A tree of M beams and N steps as STree's Table 2 has them: M tokens a level, all of them
-    children of the first one above, so that it has as many leaves as a beam search can leave."""
+    """Make a tree of M beams and N steps as in STree's Table 2: M tokens per level.
+
+    All tokens of a level are children of the first one above, which gives the most leaves that a
+    beam search can leave.
+    """
     parents = [-1, *(max(0, 1 + (step - 1) * num_beams) for step in range(num_steps)
                      for _ in range(num_beams))]  # fmt: skip
     return TokenTree(tuple(parents), f"beams-{num_beams}-{num_steps}")
 
 
 def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
-    """A row a number of beams and steps: µs of one call over the tree, and over each leaf's path as
-    a sequence of its own, by the multi-step update where the kernels are; and the bytes of weights
-    and of either one's cache."""
+    """Yield a row per number of beams and steps: µs of a call over the tree, and over unrolled
+    paths.
+
+    Unrolled, each leaf's path is a sequence of its own, by the multi-step update if the kernels are
+    there. Rows also have the bytes of weights and of each cache.
+    """
     for num_beams, num_steps in itertools.product(BEAMS, BEAM_STEPS):
         tree = kept_beams(num_beams, num_steps)
         leaves = tree.num_nodes - len(set(tree.parents[1:]))
@@ -220,8 +235,11 @@ def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
 
 
 def memory(target: HybridModel, num_nodes: int) -> list[Row]:
-    """Bytes that a tree needs in recurrent layers beside the state, over a state a node; and as
-    many where the accepted path is not replayed, but fed again."""
+    """Count the bytes that a tree needs in recurrent layers apart from the state, per state and
+    node.
+
+    The row also has the bytes under `joint`, which feeds the accepted path again.
+    """
     kept = [kept_bytes(target.new_cache(16, size)) for size in (1, num_nodes)]
     joint = target.new_cache(16, num_nodes, backtracking="joint")
     states = sum(layer.state.nbytes for layer in joint.layers if isinstance(layer, RecurrentCache))
@@ -233,7 +251,7 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
 
 
 def kept_bytes(cache: HybridCache) -> int:
-    """What a cache holds for trees in layers with a conv: all but states, keys and values."""
+    """Count a cache's bytes for trees in layers with a conv: all but states, keys and values."""
     remembered = {
         id(tensor): tensor.nbytes
         for layer in cache.layers
@@ -244,8 +262,7 @@ def kept_bytes(cache: HybridCache) -> int:
 
 
 def cache_bytes(cache: HybridCache) -> int:
-    """What a cache holds for all its sequences: states, keys and values, and what is kept of trees;
-    not the rotary angles, which they share."""
+    """Count a cache's bytes for all its sequences, without the rotary angles, which they share."""
     return len(cache.length) * sum(cache.sequence_bytes().values())
 
 
@@ -254,8 +271,11 @@ def weight_bytes(model: HybridModel) -> int:
 
 
 def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
-    """Rows and columns of the weights of one call's matrix products over so many nodes, those of
-    one input as one. Of experts, the weights that random routing chooses, as two products."""
+    """List rows and columns of the weights of one call's matrix products over `num_nodes` nodes.
+
+    Products of one input count as one. Experts count as the weights that random routing chooses, in
+    two products.
+    """
     sizes = []
 
     def add(projection: nn.Linear) -> None:
@@ -286,17 +306,16 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
 
 
 def chosen_experts(config: HybridConfig, num_nodes: int) -> float:
-    """How many experts of a layer so many tokens choose together, on average, if each chooses at
-    random."""
+    """Return the mean number of experts of a layer that `num_nodes` tokens choose at random."""
     unchosen = 1 - config.experts_per_token / config.num_experts
     return config.num_experts * (1 - unchosen**num_nodes)
 
 
 class Floor:
-    """One call's matrix products and nothing else, with weights of their own, so that reading them
-    leaves no weight of the model's in a cache.
+    """A call's matrix products and nothing else, over weights of their own.
 
-    most_nodes, the most that there will be products over.
+    So reading them leaves no weight of the model in a cache. most_nodes: the most nodes that
+    products will have.
     """
 
     def __init__(self, model: HybridModel, most_nodes: int) -> None:
@@ -307,7 +326,7 @@ class Floor:
         ]
 
     def products(self, num_nodes: int) -> Callable[[], object]:
-        """The product of each weight with as many rows as there are nodes."""
+        """Return a call of the product of each weight with `num_nodes` rows."""
         weights = [
             weight[: rows * columns].view(rows, columns)
             for weight, (rows, columns) in zip(
@@ -322,20 +341,22 @@ class Floor:
 
 
 def floor_bytes(config: HybridConfig, most_nodes: int) -> int:
-    """Of a `Floor`'s weights in bf16."""
+    """Count the bytes of a `Floor`'s weights in bf16."""
     with torch.device("meta"):
         sizes = product_sizes(HybridModel(config), most_nodes)
     return torch.bfloat16.itemsize * sum(rows * columns for rows, columns in sizes)
 
 
 def _star(num_nodes: int) -> TokenTree:
-    """As wide as a tree may be: below the root, then a level below that."""
+    """Make the widest possible tree: as many children below the root as allowed, then a further
+    level."""
     parents = (max(0, node - MAX_CHILDREN) for node in range(1, num_nodes))
     return TokenTree((-1, *parents), f"star-{num_nodes}")
 
 
 def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) -> HybridCache:
-    """After a prompt; of several sequences the first one's, which is all that times depend on."""
+    """Make a cache after a prompt; all sequences hold the first one's, as times do not depend on
+    it."""
     cache = model.new_cache(context + num_nodes, num_nodes, batch)
     one = model.new_cache(context + num_nodes, num_nodes)
     model.prefill(torch.ones(1, context, dtype=torch.long, device=model.device), one)
@@ -353,11 +374,11 @@ def _tree_call(
 ) -> Callable[[], Tensor]:
     num_nodes = tree.num_nodes
     cache = _filled_cache(model, context, num_nodes, batch)
-    # Different ones, so that they choose different experts
+    # Different tokens, so that they choose different experts
     tokens = torch.randint(model.config.vocab_size, (batch, num_nodes), device=model.device)
 
     def call() -> Tensor:
-        cache.length.fill_(context)  # stays, however often this runs
+        cache.length.fill_(context)  # the same in every run
         cache.path_length.fill_(min(3, num_nodes))  # a path of usual length is replayed
         return model.tree_forward(tokens, tree, cache, cache.num_slots, wide=False)
 
@@ -378,7 +399,7 @@ def _prefill_call(
 
 
 def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A call over chains with the multi-step update in the tree scan's place."""
+    """Wrap a call over chains, with the multi-step update in place of the tree scan."""
     from stree_kernels.mamba import chain_scan
 
     def chain(*arguments: Any) -> Tensor:

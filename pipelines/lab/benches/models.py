@@ -1,4 +1,4 @@
-"""Models of random weights in the shapes that the benchmarks are about."""
+"""Make models of random weights in the shapes of the benchmarks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _mamba2(width: int, num_layers: int) -> HybridConfig:
     )
 
 
-_MAMBA2_SIZES = {  # of 7B to 23B, which were not published, the papers say no more than the size
+_MAMBA2_SIZES = {  # 7B to 23B were not published: the papers give no more than the size
     "mamba2-1.3b": _mamba2(2048, 48), "mamba2-2.7b": _MAMBA2, "mamba2-7b": _mamba2(4096, 64),
     "mamba2-13b": _mamba2(5120, 80), "mamba2-23b": _mamba2(7680, 64),
 }  # fmt: skip
@@ -70,10 +70,10 @@ DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
 }  # fmt: skip
 
 
-OWN = "own"  # the drafter of a shape as it is
+OWN = "own"  # the unchanged drafter of a shape
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
 ATTENTION = "attention"  # a Transformer in its place
-FLOAT8 = "head_dtype=float8"  # a drafter's, which is a way to run it and no part of its config
+FLOAT8 = "head_dtype=float8"  # how a drafter runs, no part of its config
 
 
 def target_config(shape: str) -> HybridConfig:
@@ -81,10 +81,12 @@ def target_config(shape: str) -> HybridConfig:
 
 
 def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
-    """Of a published model, the 8B's drafter over its vocabulary. kind, what of it is otherwise:
-    head=K tokens in the head, rank=R of the head, layers=N, width=D with all that goes with it,
-    head_dtype=float8, and attention, for a Transformer of the same numbers; several joined by "+".
-    Raises UsageError for others, and numbers that do not fit together."""
+    """Return the config of a shape's drafter; a published model has the 8B's over its vocabulary.
+
+    kind: changes to it, joined by "+": head=K tokens in the head, rank=R of the head, layers=N,
+    width=D with everything in proportion, head_dtype=float8, and attention, for a Transformer of
+    the same numbers. Raises UsageError for others, and numbers that do not fit together.
+    """
     own = shape if shape in OWN_SHAPES else "8b"
     config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
     config = config.replace(vocab_size=target_config(shape).vocab_size)
@@ -112,8 +114,10 @@ def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
 
 
 def of_width(config: HybridConfig, width: int) -> HybridConfig:
-    """Pure Mamba-2 of the same head and state sizes, with heads, groups (but for a single one) and
-    MLP in proportion to the width. Raises UsageError where that is no whole number."""
+    """Scale a pure Mamba-2 to another width: heads, groups (unless single) and MLP in proportion.
+
+    Head and state sizes stay. Raises UsageError when a number is not whole.
+    """
     changes = {"d_model": width}
     for name in ("intermediate_size", "num_ssm_heads", "num_x_groups", "num_b_groups",
                  "num_c_groups", "gated_norm_groups"):  # fmt: skip
@@ -130,8 +134,10 @@ def of_width(config: HybridConfig, width: int) -> HybridConfig:
 
 
 def transformer(config: HybridConfig) -> HybridConfig:
-    """In Llama's layout, of the same width, depth, MLP and vocabulary. Heads are MambaInLlama's:
-    those of C ask, and the groups of x and B are values and keys."""
+    """Return a Transformer in Llama's layout, of the same width, depth, MLP and vocabulary.
+
+    Heads are MambaInLlama's: C's heads are queries, the groups of x and B are values and keys.
+    """
     return config.replace(
         attn_layers=tuple(range(config.num_layers)), num_heads=config.num_ssm_heads,
         num_kv_heads=config.num_x_groups, head_dim=config.ssm_head_dim,
@@ -139,8 +145,10 @@ def transformer(config: HybridConfig) -> HybridConfig:
 
 
 def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
-    """A model of random weights, made where it runs: in bf16, but for those that a checkpoint that
-    is loaded in bf16 has in fp32, too."""
+    """Make a model of random weights on its device, in bf16.
+
+    Weights that a checkpoint loaded in bf16 keeps in fp32 are in fp32 here, too.
+    """
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a benchmark asks of its options before it runs anything, a dry run's too."""
+"""Check a benchmark's options before anything runs, also in a dry run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from stree_pipelines.resources.dry_run import require_writable
 
 
 def device_of(name: str) -> torch.device:
-    """Raises UsageError for what can't be timed; whether it is here is not asked."""
+    """Return the device of that name, present or not. Raises UsageError for what cannot be
+    timed."""
     with suppress(RuntimeError):
         device = torch.device(name)
         if device.type in ("cpu", "cuda"):
@@ -22,8 +23,7 @@ def device_of(name: str) -> torch.device:
 
 
 def require_numbers(**options: int | list[int]) -> None:
-    """Raise UsageError for an option of no numbers, or with one that is below 1, or of nodes above
-    what a tree may have."""
+    """Raise UsageError for an option without numbers, with one below 1, or with too many nodes."""
     for name, value in options.items():
         numbers = value if isinstance(value, list) else [value]
         most = MAX_NODES if name.endswith("nodes") else None

@@ -1,4 +1,4 @@
-"""Where the time of a call goes, kernel by kernel. Rows are what `bench_decode.py` writes."""
+"""Profile a call kernel by kernel. Rows are those of `bench_decode.py`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Event = tuple[float, float, str]  # start and end in µs, name
 
 
 def exposed(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """µs by kind of kernel in which nothing that began earlier ran, and how often it was launched.
+    """Sum the µs by kind of kernel in which nothing that began earlier ran, and count launches.
 
-    They and the time in which nothing ran at all, `WAITING`, add up to the whole.
+    These and the time in which nothing ran at all, `WAITING`, add up to the whole.
     """
     kinds: dict[str, dict[str, float]] = {}
 
@@ -40,14 +40,14 @@ def exposed(events: Iterable[Event]) -> dict[str, dict[str, float]]:
 
 
 def kind_of(kernel: str) -> str:
-    """A kernel's name without its template's arguments; NVIDIA's matrix products are one kind."""
+    """Return a kernel's name without template arguments; NVIDIA's matrix products are one kind."""
     if PRODUCTS.search(kernel):
         return "matrix products"
     return kernel.removeprefix("void ").split("<")[0].split("(")[0].split("::")[-1]
 
 
 def profile_call(call: Callable[[], object], repeats: int) -> dict[str, Any]:
-    """Medians over profiled replays of a call's graph: {"us": whole, "kernels": by kind}."""
+    """Return medians over profiled replays of a call's graph: {"us": whole, "kernels": by kind}."""
     replay = CudaGraph(torch.device("cuda"), call).graph.replay
     for _ in range(3):
         replay()

@@ -1,5 +1,8 @@
-"""Configs of published models of transformers' families, as their config.json has them: what says
-how large a call is. Multipliers and special tokens, which no time depends on, are left out."""
+"""List configs of published models of transformers' families, as their config.json has them.
+
+Only what decides the size of a call is there. Multipliers and special tokens, which no time depends
+on, are left out.
+"""
 
 from __future__ import annotations
 
@@ -92,5 +95,5 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def published(name: str) -> CheckpointConfig:
-    """One of `PUBLISHED`, read as a checkpoint's config is."""
+    """Read one of `PUBLISHED` like a checkpoint's config."""
     return checkpoint_config_of(CheckedJson(PUBLISHED[name], Path(name)))

@@ -1,7 +1,7 @@
-"""Whole decoding steps at a given acceptance length, with drafters that know nothing.
+"""Time whole decoding steps at a given acceptance length, with random drafters.
 
 Random weights accept nothing. Here the target's own choice is overwritten, on the device, along one
-path of the tree, so that a step accepts as many drafts as its turn says; all the work is done.
+path of the tree, so that each step accepts a given number of drafts; all the work is done.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import fits, named
 from stree.verifiers.coupled import Coupled
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.lab.benches.timing import elapsed_us, in_turns, spread
+from stree_pipelines.lab.benches.timing import elapsed_us, interleave, spread
 
 TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper()}
-PERIOD = 20  # steps after which the numbers of accepted drafts come round again
+PERIOD = 20  # steps after which the numbers of accepted drafts repeat
 
 
 class GivenAcceptance(Coupled):
-    """Accepts accepted[i % len(accepted)] drafts at step i, or as many as the tree is deep: along
-    the deepest path of the tree, which all rows have alike."""
+    """Verifier that accepts accepted[i % len(accepted)] drafts at step i, at most the tree's depth.
+
+    It accepts along the deepest path of the tree, the same for all rows.
+    """
 
     def __init__(self, accepted: list[int], device: torch.device) -> None:
         self.accepted = torch.tensor(accepted, device=device)
@@ -52,15 +54,17 @@ class GivenAcceptance(Coupled):
         line = tree.path_to(max(range(tree.num_nodes), key=tree.depths.__getitem__))
         inner, after = (index_tensor(tuple(each), best.device) for each in (line[:-1], line[1:]))
         place = torch.arange(len(inner), device=best.device)
-        # Where it ends, the target wants what no tree has
+        # After the accepted drafts the target chooses a token that no tree has
         other = (proposal.tokens.max() + 1) % logits.shape[-1]
         drafted = proposal.tokens.index_select(1, after)
         return best.index_copy(1, inner, torch.where(place < count, drafted, other)), highest
 
 
 def accepted_for(tau: float, max_depth: int) -> list[int]:
-    """Drafts to accept at each of `PERIOD` steps so that τ comes out: the two nearest whole
-    numbers, spread evenly."""
+    """Return the drafts to accept at each of `PERIOD` steps to reach τ.
+
+    They are the two nearest whole numbers, spread evenly.
+    """
     drafts = min(tau - 1, max_depth)
     return [int((i + 1) * drafts + 1e-9) - int(i * drafts + 1e-9) for i in range(PERIOD)]
 
@@ -73,9 +77,9 @@ def decode_at(
     num_steps: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """A row a τ: tokens/s of the paper's tree beside autoregressive decoding, in turns.
+    """Return a row per τ: tokens/s of the paper's tree and of autoregressive decoding, interleaved.
 
-    The share of a step that the GPU is not busy is what the host does not hide: 1 − the time of
+    The share of a step in which the GPU is idle is host time that is not hidden: 1 − the time of
     the graphs replayed one after the other over that of the steps.
     """
     tree = TokenTree.paper()
@@ -116,8 +120,11 @@ def graphs(
     verifiers: Sequence[str] = ("coupled",),
     num_rows: Sequence[int] = (1,),
 ) -> list[dict[str, Any]]:
-    """µs of a step's two graphs, the draft and the target's call with acceptance, by number of
-    rows, temperature, method and, where anything is sampled and drafted, verifier."""
+    """Time a step's two graphs in µs: the draft, and the target's call with acceptance.
+
+    Rows are by number of sequences, temperature, method and, when sampled drafts are verified,
+    verifier.
+    """
     rows = []
     for count, temperature in itertools.product(num_rows, (0.0, 1.0)):
         for method, tree, verifier in compared(temperature, verifiers):
@@ -127,7 +134,7 @@ def graphs(
                 verifier=verifier,
             )  # fmt: skip
             functions = graphs_of(decoder, context, temperature)
-            times = in_turns(functions, target.device, repeats)
+            times = interleave(functions, target.device, repeats)
             row = dict(
                 what="graphs", context=context, num_rows=count, method=method, verifier=verifier,
                 temperature=temperature, num_nodes=decoder.tree.num_nodes,
@@ -139,7 +146,8 @@ def graphs(
 def compared(
     temperature: float, verifiers: Sequence[str]
 ) -> Iterator[tuple[str, TokenTree | None, str]]:
-    """Methods with their trees, and the verifiers that are not alike there and judge the tree."""
+    """Yield methods with their trees, and the verifiers that differ there and can judge the
+    tree."""
     for method, tree in TREES.items():
         for name in verifiers if tree and temperature else verifiers[:1]:
             if tree is None or fits(named(name), tree):
@@ -147,7 +155,7 @@ def compared(
 
 
 def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> Callable[[], None]:
-    """What launches a step of all rows, from now on as if so many tokens were committed."""
+    """Return a call that launches a step of all rows, as if `context` tokens were committed."""
     drafter = decoder.drafter
     for cache in (decoder.cache, drafter.cache if isinstance(drafter, ModelDrafter) else None):
         if cache is not None:
@@ -176,7 +184,8 @@ def _first_token(decoder: BatchDecoder, row: int) -> int:
 def graphs_of(
     decoder: BatchDecoder, context: int, temperature: float = 0.0
 ) -> dict[str, Callable[[], object]]:
-    """What replays a step's two graphs after so many tokens; the target's alone without a draft."""
+    """Return calls that replay a step's two graphs after `context` tokens; no draft without a
+    drafter."""
     launcher(decoder, context, temperature)()
     assert isinstance(decoder.runner, GraphRunner)
     (graphs,) = decoder.runner.step_graphs.values()
@@ -185,7 +194,7 @@ def graphs_of(
 
 
 def graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:
-    """A step's time when the host only replays graphs, far ahead of the device."""
+    """Time a step in µs when the host only replays graphs, far in front of the device."""
     times, count = [], num_steps // 2
     for _ in range(3):
         launch = launcher(decoder, context)

@@ -1,4 +1,4 @@
-"""Timing functions side by side, and rows of results that say what made them."""
+"""Time functions interleaved, and write rows of results with their environment."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ from stree.common.files import write_atomically
 from stree_pipelines.evaluation.context import describe_environment
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_WORKERS = 4  # that run the tests
+NUM_WORKERS = 4  # processes that run the tests
 
 
 def side_by_side(
     functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Median, p20 and p80 in µs of functions that are run in turns, `repeats` times each.
+    """Time functions interleaved, `repeats` times each: median, p20 and p80 in µs.
 
     On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
     """
     if device.type == "cuda":
         captures = {name: CudaGraph(device, each) for name, each in functions.items()}
         functions = {name: capture.graph.replay for name, capture in captures.items()}
-    return in_turns(functions, device, repeats)
+    return interleave(functions, device, repeats)
 
 
-def in_turns(
+def interleave(
     functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """The same of functions as they are; on CUDA they launch what the host need not wait for."""
-    times = times_in_turns(functions, device, repeats)
+    """Time functions interleaved without graphs; on CUDA they launch work that the host need not
+    await."""
+    times = interleaved_times(functions, device, repeats)
     return {name: spread(each) for name, each in times.items()}
 
 
-def times_in_turns(
+def interleaved_times(
     functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, list[float]]:
-    """µs of each function in each turn."""
+    """Return the µs of each function in each turn."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
         for name, function in functions.items():
@@ -61,14 +62,16 @@ def times_in_turns(
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, p20 and p80."""
+    """Return median, p20 and p80."""
     ordered, fifth = sorted(values), len(values) // 5
     return dict(median=statistics.median(ordered), p20=ordered[fifth], p80=ordered[-1 - fifth])
 
 
-def ratio_in_turns(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """`spread` of the ratio in each turn, and the ends of the median's 95 % bootstrap interval over
-    turns, which a single turn has none of."""
+def ratio_by_turn(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Return `spread` of the ratio in each turn, and the ends of its median's 95 % interval.
+
+    The interval is a bootstrap over turns; a single turn has none.
+    """
     ratios_Q = np.array(over) / np.array(under)
     interval = metrics.bootstrap_interval(
         lambda i_RQ: np.median(ratios_Q[i_RQ], axis=1), len(ratios_Q)
@@ -78,13 +81,13 @@ def ratio_in_turns(over: Sequence[float], under: Sequence[float]) -> dict[str, f
 
 
 def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
-    """By the device's clock, from when the host has had time to be ahead of it."""
+    """Time a function in µs by the device's clock, once the host has had time to launch it all."""
     if device.type != "cuda":
         start = time.perf_counter()
         function()
         return (time.perf_counter() - start) * 1e6
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)  # half a millisecond in which the host launches all that follows
+    torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host launches everything
     before.record()
     function()
     after.record()
@@ -93,7 +96,7 @@ def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
 
 
 def require_green(tests: list[str]) -> None:
-    """Run test files of tests/; raises `InvariantBroken` when one is red: no number then."""
+    """Run test files of tests/. Raises InvariantBroken when one fails: then nothing is measured."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{each}" for each in tests)]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(NUM_WORKERS)]
@@ -104,7 +107,7 @@ def require_green(tests: list[str]) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """For the next models: those before, and their graphs, point at each other."""
+    """Free the last models' memory: they and their graphs point at each other."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -113,7 +116,7 @@ def release_memory(device: torch.device) -> None:
 def write_rows(
     path: str | Path, rows: Iterable[dict[str, Any]], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Print rows, each when it is there, and save all that there are so far."""
+    """Print each row when it is there, and save all rows so far."""
     done: list[dict[str, Any]] = []
     for row in rows:
         done.append(row)

@@ -1,4 +1,4 @@
-"""One step of a distillation in its parts: time, memory, and share of the GPU's peak."""
+"""Time one step of a distillation in its parts, with its memory and share of the GPU's peak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stree_pipelines.data.micro_batches import Batch, MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.lab.benches.models import random_model
-from stree_pipelines.lab.benches.timing import in_turns, release_memory
+from stree_pipelines.lab.benches.timing import interleave, release_memory
 from stree_pipelines.resources.estimates import num_parameters
 from stree_pipelines.resources.operations import PEAKS, distillation_operations
 from stree_pipelines.training.distillation import Distillation
@@ -32,8 +32,8 @@ from stree_pipelines.training.teachers.frozen_target import TargetDtype, TargetI
 
 TeacherKind = Literal["live", "cached"]
 TEACHERS: tuple[TeacherKind, ...] = ("live", "cached")
-SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of them its prompt, which do not count
-TOP_K = 64  # tokens of each prediction in a cache, as many as cache_teacher.py keeps
+SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of its prompt, which has no loss
+TOP_K = 64  # tokens of each prediction in a cache, cache_teacher.py's default
 PRECISION = "bf16-mixed"
 
 
@@ -41,10 +41,12 @@ def step_row(
     config: HybridConfig, teacher: TeacherKind, batch_size: int, sequence_length: int, repeats: int,
     device: torch.device, target_dtype: TargetDtype = "bfloat16", **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of a distillation from a random target, in bf16 or with products in 8 bits, under bf16
-    autocast, whose rows are conversations of 512 random tokens. The target runs in each step, or
-    once for a cache that the steps read. `options` are those of Distillation. Says on stderr what
-    it is doing."""
+    """Measure a distillation step from a random target under bf16 autocast, and return its row.
+
+    The target is in bf16 or has products in 8 bits; rows are conversations of 512 random tokens.
+    The target runs in each step, or once for a cache that the steps read. `options` are those of
+    Distillation. Prints its stages on stderr.
+    """
     if sequence_length <= PROMPT:
         raise UsageError(
             f"a step's rows begin with a prompt of {PROMPT} tokens, which do not count: wanted a "
@@ -68,7 +70,7 @@ def step_row(
             if module.frozen is not None:
                 module.frozen.place(device, [], 1)
             module.prepare_layers()
-        del target  # which a cache stands for
+        del target  # a cache has its outputs
         release_memory(device)
         packing = pack(table, sequence_length, range(len(table)))
         batches = MicroBatches(table, packing, batch_size, seed=0, pad_id=0, teacher=cached)
@@ -86,10 +88,10 @@ def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with _stage(counted(repeats, "step"), device):
-        whole = in_turns({"step": step.whole}, device, repeats)["step"]
+        whole = interleave({"step": step.whole}, device, repeats)["step"]
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     with _stage("its parts, as often", device):
-        parts = in_turns(step.parts(), device, repeats)
+        parts = interleave(step.parts(), device, repeats)
     seconds = whole["median"] * 1e-6
     drafter = module.exported.config
     operations = distillation_operations(
@@ -119,7 +121,7 @@ class _Step:
         self._normalizer = torch.full((), float(self.num_counted), device=device)
 
     def batch(self) -> Batch:
-        """Read as a training does, from memory and the cache's files, and brought to the device."""
+        """Read a batch as a training does, from memory and the cache's files, to the device."""
         batch = {name: each for name, each in self.batches[0].items() if isinstance(each, Tensor)}
         return self.module.transfer_batch_to_device(batch, self.device, 0)
 
@@ -136,7 +138,7 @@ class _Step:
         self.optimizer.step()
 
     def parts(self) -> dict[str, Any]:
-        """What to call for each."""
+        """Return the call of each part."""
         module, frozen, batch = self.module, self.module.frozen, self.batch()
         inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
         features = HiddenStateTap(module.exported.config.feature_layers)
@@ -163,7 +165,7 @@ class _Step:
 
 
 def _conversations(config: HybridConfig, batch_size: int, sequence_length: int) -> TokenTable:
-    """As many as fill the rows."""
+    """Make random conversations that fill the rows."""
     full, rest = divmod(sequence_length, SEGMENT)
     lengths = batch_size * ([SEGMENT] * full + [rest] * (rest > 0))
     places = np.concatenate([np.arange(each) for each in lengths])
@@ -174,7 +176,7 @@ def _conversations(config: HybridConfig, batch_size: int, sequence_length: int) 
 def _cached(
     target: HybridModel, table: TokenTable, batch_size: int, sequence_length: int, folder: Path
 ) -> CachedTargets:
-    """The target's outputs, as cache_teacher.py writes them and a training opens them."""
+    """Write the target's outputs as cache_teacher.py does, and open them as a training does."""
     spec = CacheSpec(
         target_sha256="", tokenizer_fingerprint="", vocab_size=target.config.vocab_size,
         sequence_length=sequence_length, temperature=1.0, top_k=TOP_K, dtype="float16",

@@ -1,5 +1,7 @@
-"""Those of the papers' tables and figures whose rows are of `bench_decode.py` and
-`bench_kernels.py`: times and bytes of random weights."""
+"""Make the papers' tables and figures from rows of `bench_decode.py` and `bench_kernels.py`.
+
+The rows are times and bytes of random weights.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ STREE_1_SHAPES = {
 }  # fmt: skip
 STREE_5_SHARES = {"8b": "50%", "8b-25": "25%", "8b-0": "0%"}
 SNAKES_4_SHAPES = ("mamba2-1.3b", "mamba2-2.7b", "mamba2-7b", "mamba2-13b")
-PNG = re.compile(r"png-(\d+)-(\d+)|chain-(\d+)")  # speculations and drafts, or those of one draft
+PNG = re.compile(r"png-(\d+)-(\d+)|chain-(\d+)")  # speculations and drafts; a chain is one draft
 
 
 def stree_1(folder: Path) -> Made:
@@ -179,7 +181,8 @@ def snakes_1(folder: Path) -> Made:
 
 
 def snakes_3(folder: Path) -> Made:
-    """Ours by shape and number of speculations, of trees that are one or several drafts."""
+    """Make the table by shape and number of speculations, from trees that are one or several
+    drafts."""
     found: dict[tuple[str, int], dict[int, Any]] = {}
     for row in bench_rows(folder, what="joint", num_rows=1):
         drafts = PNG.fullmatch(row["tree"])
@@ -262,12 +265,12 @@ def _ms(row: dict[str, Any], key: str) -> float:
 
 
 def _step_ms(row: dict[str, Any]) -> float:
-    """A step's graphs."""
+    """Return the ms of a step's graphs."""
     return _ms(row, "us_target") + (_ms(row, "us_draft") if "us_draft" in row else 0.0)
 
 
 def _gb(row: dict[str, Any], key: str) -> float:
-    """With the weights."""
+    """Return the GB of a field with the weights."""
     size: int = row["weight_bytes"] + row[key]
     return size / 1e9
 

@@ -1,4 +1,4 @@
-"""Orders of a tree's nodes, and what a block-sparse attention has to compute in each (DySpec, C).
+"""Order a tree's nodes, and count the blocks of block-sparse attention (DySpec, Appendix C).
 
 A tree is the tuple of its nodes' parents, −1 for the root, each before its children; of any size.
 """
@@ -13,7 +13,7 @@ Parents = tuple[int, ...]
 
 
 def by_level(parents: Sequence[int]) -> Parents:
-    """The same tree, all nodes of a depth after those above it, as drafters fill it."""
+    """Renumber a tree level by level, as drafters fill it."""
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -21,19 +21,25 @@ def by_level(parents: Sequence[int]) -> Parents:
 
 
 def depth_first(parents: Sequence[int]) -> Parents:
-    """The same tree, each node followed by all below its first child, then its second's, …"""
+    """Renumber a tree so that each node is followed by all below its first child, then its
+    second's, …"""
     return _walked(parents, lambda children, sizes: children)
 
 
 def heavy_path(parents: Sequence[int]) -> Parents:
-    """The same tree, depth first, the child with most nodes below it first (Sleator and Tarjan
-    1981): so nodes of long paths, which see most, lie together. Of equal ones the first wins."""
+    """Renumber a tree depth first, the child with most nodes below it first.
+
+    (Sleator and Tarjan 1981.) Nodes of long paths, which see most, then lie together. Of equal
+    children the first comes first.
+    """
     return _walked(parents, lambda children, sizes: sorted(children, key=lambda node: -sizes[node]))
 
 
 def num_blocks(parents: Sequence[int], size: int = 32, width: int | None = None) -> int:
-    """How many blocks of size nodes × `width` others (None: as many) of the mask, which lets a node
-    see itself and those above it, have anything in them."""
+    """Count the blocks of `size` nodes × `width` others of the mask that are not empty.
+
+    In the mask a node sees itself and the nodes above it. width None is `size`.
+    """
     width = size if width is None else width
     seen: list[int] = []  # by node, the blocks that it sees, a bit each
     for node, parent in enumerate(parents):
@@ -58,6 +64,6 @@ def _walked(parents: Sequence[int], ranked: Callable[[list[int], list[int]], lis
 
 
 def _renumbered(parents: Sequence[int], order: Sequence[int]) -> Parents:
-    """The same tree, its nodes in this order."""
+    """Renumber a tree's nodes in this order."""
     new = {-1: -1, **{node: place for place, node in enumerate(order)}}
     return tuple(new[parents[node]] for node in order)

@@ -1,5 +1,4 @@
-"""DySpec's Table 5: blocks of a tree's mask that are not empty by node order, and what attention
-takes in each."""
+"""Make DySpec's Table 5: non-empty blocks of a tree's mask by node order, and attention's times."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ NUM_TREES = 10
 
 
 def dyspec_5(folder: Path) -> Made:
-    """Blocks are counted, times are from rows of `bench_decode.py --what "[orders]"`."""
+    """Make the table; blocks are counted, times come from `bench_decode.py --what "[orders]"`."""
     rows = {(row["num_nodes"], row["order"]): row for row in bench_rows(folder, what="orders")}
     require_rows(rows, "orders", folder)
     head, *paper = theirs.DYSPEC_5

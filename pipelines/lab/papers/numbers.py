@@ -1,4 +1,4 @@
-"""Numbers of the papers' tables, letter for letter, as far as ours are set beside them.
+"""Hold the numbers of the papers' tables, letter for letter, where we have ours to compare.
 
 A table is its head and its rows. The papers: STree (Wu et al. 2025), Snakes and Ladders (Wu et al.
 2024), Mamba Drafters (Choi et al. 2025) and DySpec (Xiong et al. 2024).

@@ -1,5 +1,6 @@
-"""Attention of large trees by the order of their nodes, with and without leaving out what nobody
-sees (DySpec, Appendix C). Rows are what `bench_decode.py` writes.
+"""Time attention of large trees by the order of their nodes (DySpec, Appendix C).
+
+With and without skipping blocks that no node sees. Rows are those of `bench_decode.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LAYERS = 4  # sets of buffers, one after the other
 
 
 def random_tree(num_nodes: int, seed: int) -> Parents:
-    """Each node below any before it, all alike."""
+    """Draw a tree: each node below any node before it, with equal chances."""
     rng = random.Random(seed)
     return (-1, *(rng.randrange(node) for node in range(1, num_nodes)))
 
@@ -42,11 +43,12 @@ def random_tree(num_nodes: int, seed: int) -> Parents:
 def orders(
     config: HybridConfig, sizes: list[int], context: int, repeats: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """µs of an attention layer's tree call over a random tree of each size, in each order.
+    """Time an attention layer's tree call over a random tree of each size, in each order, in µs.
 
-    blocks, those of 32 × 32 of the tree's mask that are not empty, of all_blocks. With the fused
-    kernels also blocks_read, those of the kernel's own size that it computes when it leaves out
-    what none of a program's queries sees, of blocks_below, the ones that it computes else.
+    blocks: non-empty blocks of 32 × 32 of the tree's mask, out of all_blocks. With the fused
+    kernels also blocks_read, the blocks of the kernel's own size that it computes when it skips
+    those that none of a program's queries sees, and blocks_below, the blocks that it computes
+    otherwise.
     """
     for num_nodes in sizes:
         drawn = random_tree(num_nodes, 0)
@@ -70,7 +72,8 @@ def orders(
 
 
 def bytes_of(config: HybridConfig, num_nodes: int, context: int) -> int:
-    """Of keys and values, of the queries, keys and values of the nodes, and of the mask."""
+    """Count the bytes of keys and values, of the nodes' queries, keys and values, and of the
+    mask."""
     slots, dim = context + 2 * num_nodes, config.head_dim
     columns = config.num_heads + 2 * config.num_kv_heads
     layers = 2 * LAYERS * (2 * config.num_kv_heads * slots + columns * num_nodes) * dim
@@ -82,7 +85,7 @@ def _fused(device: torch.device) -> bool:
 
 
 def _kernel_block(config: HybridConfig) -> tuple[int, int]:
-    """Nodes and keys of a block of the fused kernel, in 16 bits."""
+    """Return the nodes and keys of a block of the fused kernel, in 16 bits."""
     from stree_kernels.attention.tree_attention import CORNER_KEYS, MAX_ROWS
 
     return max(1, MAX_ROWS * config.num_kv_heads // config.num_heads), CORNER_KEYS

@@ -1,7 +1,7 @@
-"""What a comparison's accepted drafts would be worth at the step times of another target.
+"""Project a comparison's accepted drafts to the step times of another target.
 
-Computed, not measured: the other target would have other drafts. Accepted lengths are those that
-were recorded, step times are those of calls and drafts that `bench_decode.py` has timed.
+Computed, not measured: the other target would have other drafts. Accepted lengths come from the
+comparison's samples, step times from calls and drafts that `bench_decode.py` has timed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow, read_rows
 from stree_pipelines.reports.tables.tables import Table
 
-TUNING_NAME = "tuning.jsonl"  # of a committed comparison, the rows of the chains that were tried
-NUM_RUNS = 10  # of a choice, each with draws of its own
+TUNING_NAME = "tuning.jsonl"  # rows of the chains that a comparison tried
+NUM_RUNS = 10  # simulations of a choice, each with draws of its own
 NOTE = (
     "Computed, not measured: the accepted lengths that this comparison has recorded, at the step "
     "times of another target, over plain decoding. Beams of fewer levels than the one recorded "
@@ -35,10 +35,11 @@ NOTE = (
 
 @dataclass(frozen=True)
 class PairTimes:
-    """µs of one sequence's steps: rows of `bench_decode.py` of target calls and of drafts.
+    """Step times of one sequence in µs, from rows of `bench_decode.py` of target calls and of
+    drafts.
 
-    Calls of other sizes are on the line between two. A draft that was not timed takes its share
-    of the levels of one that was: of the deepest beam, or of the paper's tree.
+    Times of other call sizes are interpolated. A draft that was not timed takes its share of the
+    levels of one that was: of the deepest beam, or of the paper's tree.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -73,7 +74,7 @@ class PairTimes:
 
     @cached_property
     def _drafts(self) -> dict[TokenTree, tuple[float, float]]:
-        """By tree, at temperature 0 and sampled; of drafters with a whole head."""
+        """µs of a draft by tree, at temperature 0 and sampled; of drafters with a whole head."""
         return {
             as_tree(row.get("tree", "paper")): (
                 row["us_draft"]["median"], row["us_draft_sampled"]["median"]
@@ -84,8 +85,10 @@ class PairTimes:
 
 @dataclass(frozen=True)
 class Place:
-    """A benchmark at a temperature: the nodes at which each call's accepted path has ended, by
-    tree, on the prompts that all of them answered."""
+    """A benchmark at a temperature: the last accepted node of each call, by tree.
+
+    Only prompts that all trees answered count.
+    """
 
     benchmark: str
     temperature: float
@@ -94,8 +97,11 @@ class Place:
     num_tokens: int  # of the answers, on the mean of the trees
 
     def tau(self, tree: TokenTree) -> float:
-        """Tokens a call. A call that ends an answer yields fewer than it has accepted: what is not
-        recorded has the deeper beam's share of that."""
+        """Return the tokens per call of a tree.
+
+        A call that ends an answer yields fewer tokens than it has accepted: an unrecorded tree has
+        the deeper beam's share of that.
+        """
         if tree.num_nodes == 1 or tree in self.taus:
             return self.taus.get(tree, 1.0)
         ends, deeper = self.ends_of(tree), self._shown_by(tree)
@@ -103,7 +109,10 @@ class Place:
         return kept * _mean_length(tree, ends)
 
     def ends_of(self, tree: TokenTree) -> Sequence[int]:
-        """As recorded, or as a deeper beam shows them at least. Raises `UsageError` without one."""
+        """Return the last accepted nodes as recorded, or the least that a deeper beam shows.
+
+        Raises UsageError without such a beam.
+        """
         if tree.num_nodes == 1:
             return [0]
         if tree in self.ends:
@@ -123,7 +132,7 @@ class Place:
 
 
 def read_places(folder: Path) -> list[Place]:
-    """Of the arms of a comparison with one tree each, the chains that were tried among them."""
+    """Read the places of a comparison whose arms have one tree each, with its tuned chains."""
     store = ResultStore(folder)
     rows: dict[tuple[float, str], dict[TokenTree, ResultRow]] = {}
     for row in (*store.results(), *read_rows(folder / TUNING_NAME, ResultRow)):
@@ -159,11 +168,13 @@ def _place(
 def chosen_speed(
     name: str, places: Sequence[Place], times: PairTimes
 ) -> list[tuple[float, dict[str, float]]]:
-    """Of a choice by cost that knows these times: its speed over plain decoding in each place, and
-    the shares of its steps by tree. It decodes as many tokens as were recorded, place by place, and
-    keeps what it has learnt. Each step accepts what a recorded one of its tree did, drawn at
-    random; what a step yields counts as the tree's mean, so that draws tell nothing but by what is
-    chosen."""
+    """Simulate a choice by cost that knows these times, and return its result in each place.
+
+    A result is the speed over plain decoding, and the shares of steps by tree. The choice decodes
+    the recorded number of tokens, place by place, and keeps what it has learnt. Each step accepts a
+    recorded path of its tree, drawn at random; it yields the tree's mean number of tokens, so that
+    draws act only through the choices.
+    """
     results: list[list[tuple[float, dict[str, float]]]] = [[] for _ in places]
     trees = AdaptiveTrees(name.split(" or ")).trees
     for seed in range(NUM_RUNS):
@@ -195,13 +206,13 @@ def chosen_speed(
 
 
 def speed_of(tree: TokenTree, place: Place, times: PairTimes) -> float:
-    """Over plain decoding."""
+    """Return a tree's speed over plain decoding."""
     sampled = place.temperature > 0
     return place.tau(tree) * times.step_us(PLAIN, sampled) / times.step_us(tree, sampled)
 
 
 def tables(places: Sequence[Place], times: PairTimes, choice: str) -> list[Table]:
-    """Each place, and geometric means by temperature."""
+    """Make the table of geometric means by temperature, and the table of each place."""
     fixed = [tree for tree in places[0].ends if not _is_chain(tree)]
     if not fixed or not any(map(_is_chain, places[0].ends)):
         raise UsageError("wanted the rows of a chain and of another tree, to compare them")
@@ -251,7 +262,7 @@ def _grows(tree: TokenTree) -> bool:
 
 
 def _is_end_of(tree: TokenTree, deeper: TokenTree) -> bool:
-    """Whether a beam is another of fewer levels, with as many nodes as these allow."""
+    """Return True when a beam is `deeper` with fewer levels and all nodes that these allow."""
     if not (isinstance(tree, BeamTree) and isinstance(deeper, BeamTree)):
         return False
     return (

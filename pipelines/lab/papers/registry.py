@@ -1,5 +1,7 @@
-"""Every table and figure of the papers: what makes ours, or why it cannot be made, and what
-differs."""
+"""List every table and figure of the papers: the command for ours and the differences.
+
+A table that cannot be made has the reason instead.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ A100, RTX_4090 = "A100 40GB", "RTX 4090"
 
 
 def decode(what: str, *shapes: str, options: str = "") -> tuple[str, ...]:
-    """The command that times these shapes."""
+    """Return the command that times these shapes."""
     command = f"python pipelines/lab/bench_decode.py OUT/{what}.jsonl --shape {','.join(shapes)}"
     return (f'{command} --what "[{what}]"{options and f" {options}"}',)
 
@@ -65,9 +67,8 @@ class Entry:
 
     Attributes:
         what: its subject. hardware: the paper's.
-        note: what differs in ours; without a `build`, why there is none.
-        commands: write the rows of ours. rows: the folder where they are looked for; "" where it
-            needs none.
+        note: the differences of ours; without a `build`, the reason.
+        commands: write the rows of ours. rows: their default folder; "" when it needs none.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Entry:
     build: Callable[[Path], Made] | None = None
 
     def made(self, folder: str | None = None) -> Made:
-        """Raises NotFound when it cannot be made, or its rows are not there."""
+        """Make the table. Raises NotFound when it cannot be made, or its rows are not there."""
         if self.build is None:
             raise NotFound(f"{self.name} cannot be made: {self.note}")
         return self.build(Path(input_path(folder or self.rows)))
@@ -313,7 +314,7 @@ def page(paper: str) -> str:
 
 
 def listing() -> str:
-    """A line an entry."""
+    """Format a line per entry."""
     width = max(map(len, ENTRIES))
     return "\n".join(
         f"{name:<{width}}  {entry.what}: "

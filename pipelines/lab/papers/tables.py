@@ -1,5 +1,7 @@
-"""The papers' tables and figures in their layout, with our numbers beside theirs, from rows of
-benchmarks and evaluations; and which of them cannot be made, and why."""
+"""Make the papers' tables in their layout, with our numbers next to theirs.
+
+Ours come from rows of benchmarks and evaluations.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Made:
-    """A table with ours in it, and the environments that ours are from."""
+    """A table with our numbers, and the environments that made them."""
 
     table: Table
     environments: tuple[str, ...]
-    answered: str = ""  # by which drafters, and how much, where text was decoded
+    answered: str = ""  # the drafters and the amount of decoded text, if any
 
     def to_markdown(self) -> str:
         ours = "; ".join(self.environments)
@@ -42,7 +44,7 @@ class Made:
 
 
 def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int = 1) -> Made:
-    """A table, given all rows that it took numbers from."""
+    """Make the table, given all rows that it took numbers from."""
     used = list(used)
     environments = dict.fromkeys(map(_environment, used))
     results = [row for row in used if isinstance(row, ResultRow)]
@@ -56,7 +58,7 @@ def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int 
 
 
 def speeds(paper: dict[float, tuple[Cells, ...]], title: str) -> Callable[[Path], Made]:
-    """The layout of STree's Tables 3 and 7, with ours of the drafter that was trained longest."""
+    """Return a builder in the layout of STree's Tables 3 and 7, of the drafter trained longest."""
 
     def build(folder: Path) -> Made:
         rows = _results(folder)
@@ -86,7 +88,7 @@ def speeds(paper: dict[float, tuple[Cells, ...]], title: str) -> Callable[[Path]
 
 
 def drafters_3(folder: Path) -> Made:
-    """Columns of ours are prompt lengths to the nearest 1,024 tokens, the paper's and further
+    """Make the table; our columns are prompt lengths to the nearest 1,024 tokens, also further
     ones."""
     data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
     rungs = by_length.ladders(data)[:1] if data is not None else []
@@ -200,7 +202,7 @@ def stree_4(folder: Path) -> Made:
 
 
 def drafters_4(folder: Path) -> Made:
-    """Ours are called as the comparison's arms are."""
+    """Make the table; our lines have the names of the comparison's arms."""
     rows = [row for row in _arms(folder) if not row.temperature and _tree_name(row) == "chain-5"]
     require_rows(rows, "chain-5 at T = 0", folder)
     head, *paper = theirs.DRAFTERS_4
@@ -280,7 +282,7 @@ def snakes_5(folder: Path) -> Made:
 
 
 def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
-    """The layout of DySpec's Tables 1 and 2, of the data sets that we have, too."""
+    """Return a builder in the layout of DySpec's Tables 1 and 2, for the data sets that we have."""
 
     def build(folder: Path) -> Made:
         keys = {"GSM8k": "gsm8k", "MT-Bench": "mt_bench"}
@@ -315,7 +317,7 @@ def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
 
 
 def bench_rows(folder: Path, **wanted: Any) -> list[dict[str, Any]]:
-    """Benchmark rows that have these values."""
+    """Read the benchmark rows that have these values."""
     rows = read_rows(folder) if folder.is_dir() else []
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
@@ -325,14 +327,15 @@ def _results(folder: Path) -> list[ResultRow]:
 
 
 def _arms(folder: Path) -> list[ResultRow]:
-    """Rows of a comparison, but for those that chains were tuned by."""
+    """Read the rows of a comparison, except those that tuned chains."""
     return [row for row in _results(folder) if not row.method.endswith(f": {_tree_name(row)}")]
 
 
 def _at(
     folder: Path, benchmark: str, temperature: float, verifier: str | None = None
 ) -> list[ResultRow]:
-    """Rows of a comparison where a model drafts, there and (if it matters) by this verifier."""
+    """Read a comparison's rows of a model drafter, by benchmark, temperature and any given
+    verifier."""
     return [
         row for row in _arms(folder)
         if (row.benchmark, row.temperature) == (benchmark, temperature)
@@ -347,8 +350,7 @@ def _tree_name(row: ResultRow) -> str | None:
 def _is_model(
     row: ResultRow, siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
 ) -> bool:
-    """Whether a model alone drafts that draws siblings so, and nothing but the row's verifier is
-    out of the ordinary."""
+    """Return True when a model alone drafts, with these siblings and the usual backtracking."""
     name = DrafterName.parse(row.checkpoint or "ngram")
     alone = name == DrafterName(name.folder, siblings=siblings)
     return alone and row.backtracking != "joint"
@@ -359,7 +361,7 @@ def _is_png(row: ResultRow) -> bool:
 
 
 def _one(rows: Iterable[ResultRow]) -> ResultRow | None:
-    """The fastest."""
+    """Return the fastest row; None without any."""
     return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
 
 
@@ -379,14 +381,14 @@ def require_rows(found: Sequence[Any] | Any, what: str, folder: Path) -> None:
 
 
 def _environment(row: Any) -> str:
-    """Machine, commit and command, of a row of either kind."""
+    """Format machine and commit of a row of either kind."""
     known = row["environment"] if isinstance(row, dict) else row.environment.model_dump()
     commit, _, dirty = (known["git_sha"] or "unknown").partition("-")
     return f"{known['device']}, commit {commit[:7]}{dirty and f' ({dirty})'}"
 
 
 def _answered(rows: Sequence[ResultRow]) -> str:
-    """Which drafters, how many prompts and how many tokens these rows are of."""
+    """Format the drafters, the number of prompts and the most tokens of these rows."""
     runs = dict.fromkeys(
         re.sub(r"/drafter/[^+/]+", "", row.checkpoint) for row in rows if row.checkpoint
     )

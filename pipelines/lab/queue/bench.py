@@ -1,4 +1,4 @@
-"""Planning and measuring the settings of `bench_queue.py`."""
+"""Plan and measure the settings of `bench_queue.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stree.common.words import device_name
 from stree.generation import GenerationConfig
 from stree.speculation_profile import Tree
 from stree_pipelines.console.progress import EvaluationProgress, clock
-from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.evaluation.context import Workers, describe_environment
 from stree_pipelines.evaluation.estimates import drafter_paths, memory_of
 from stree_pipelines.evaluation.evaluate import Evaluation, what_to_lower
@@ -47,7 +47,7 @@ from stree_pipelines.resources.dry_run import config_lines, model_line
 
 @dataclass(frozen=True)
 class Setting:
-    """One row to be."""
+    """A row to measure."""
 
     job: Job
     policy: Policy
@@ -57,7 +57,7 @@ class Setting:
 
 
 class QueueBench:
-    """Measures settings of one target and drafter; `Evaluation` plans, loads and warms up."""
+    """Bench of one target and drafter; `Evaluation` plans, loads and warms up."""
 
     def __init__(self, options: Any, progress: EvaluationProgress | None = None) -> None:
         settings = settings_of(options)
@@ -93,7 +93,7 @@ class QueueBench:
         )
 
     def measure(self, setting: Setting, moments: Clock | None = None) -> QueueRow:
-        """Serve the setting's traffic. Raises what decoding raises, OutOfMemory."""
+        """Serve the setting's traffic. Raises decoding's errors and OutOfMemory."""
         job, answerer = setting.job, self.evaluation.answerer
         prompts = [
             self.benchmark.prompts[index % len(self.benchmark.prompts)]
@@ -119,14 +119,14 @@ class QueueBench:
 
             with self.progress.task(label, setting.num_requests) as task:
                 moments = moments or WallClock()
-                with garbage.left_alone():
+                with gc_freeze.left_alone():
                     traffic = serve(
                         decoder, requests, list(arrivals), setting.policy, moments, show
                     )
         return self._row(setting, figures_of(traffic))
 
     def _generation(self, job: Job, prompt_id: str, index: int) -> GenerationConfig:
-        """A prompt that comes round again is answered by other random numbers."""
+        """Return a request's settings; a prompt that comes again gets another seed."""
         return GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=job.temperature,
@@ -164,7 +164,10 @@ class QueueBench:
         )
 
     def describe(self, num_left: int) -> Iterator[str]:
-        """What a run would take. Raises OutOfMemory, when all is said, where there is less."""
+        """Yield lines about a run's settings and resources.
+
+        Raises OutOfMemory, after the last line, when there is less memory.
+        """
         memory = memory_of(self.evaluation, self.jobs)
         yield config_lines(self.options.as_dict())
         yield model_line("target", load_config(self.settings.target))
@@ -180,7 +183,7 @@ class QueueBench:
 
 
 def settings_of(options: Any) -> EvaluationSettings:
-    """The decoding's part of the options. Raises UsageError for values that make no sense."""
+    """Return the options' evaluation settings. Raises UsageError for values out of range."""
     methods = tuple(options.methods)
     if not methods:
         methods = (AUTOREGRESSIVE, TREE) if options.drafter else (AUTOREGRESSIVE,)
@@ -226,8 +229,10 @@ def policy_of(options: Any, name: str) -> Policy:
 
 
 def rehearse(decoder: BatchDecoder, requests: Sequence[Request]) -> None:
-    """Make ready what prompts of each size and steps of each number of rows need (graphs): nobody's
-    latency to pay for. Nothing is decoded."""
+    """Capture the graphs that prompts of each size and steps of each number of rows need.
+
+    No request then waits for a capture. Nothing is decoded.
+    """
     of_sizes = {len(each.prompt_ids).bit_length(): each for each in requests}
     together = [[each] for each in of_sizes.values()]
     together += [

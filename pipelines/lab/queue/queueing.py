@@ -1,12 +1,12 @@
-"""Requests that arrive by chance at a decoder of several rows, and what each of them waits for.
+"""Serve requests that arrive by chance with a decoder of several rows, and time their waits.
 
 Traffic is a Poisson process: the gaps between arrivals are exponential. Two policies say when a
-request that waits gets a row:
+waiting request gets a row:
 
-- continuous: as soon as one is free, whatever the others hold.
+- continuous: as soon as a row is free, whatever the others hold.
 - clearing, the periodic-clearing queue (Snakes and Ladders, section 4): the queue is cleared when
-  it holds `queue_size` requests or its first one has waited `max_wait_s`, and what was cleared is a
-  batch of its own: the next one begins when all of it is finished.
+  it holds `queue_size` requests or its first one has waited `max_wait_s`. The cleared requests are
+  a batch of their own: the next one begins when all of it is finished.
 
 A request's latency is from its arrival to its last token, waiting included.
 """
@@ -34,15 +34,17 @@ CONTINUOUS, CLEARING = POLICIES = ("continuous", "clearing")
 
 @dataclass(frozen=True)
 class Policy:
-    """When requests that wait get rows; `queue_size` and `max_wait_s` are of clearing."""
+    """Rule by which waiting requests get rows; `queue_size` and `max_wait_s` are of clearing."""
 
     name: str
     queue_size: int = 1
     max_wait_s: float = 0.0
 
     def due_at(self, arrivals: Sequence[float], num_free: int, num_rows: int) -> float:
-        """From when on those that wait, by their arrivals, get the rows that are free; infinity
-        where something else has to happen first."""
+        """Return the moment at which the waiting requests get the free rows, in seconds.
+
+        arrivals: their moments. Infinity when something else has to happen first.
+        """
         if not arrivals or num_free == 0:
             return math.inf
         if self.name == CONTINUOUS:
@@ -60,7 +62,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Seconds since it was made."""
+    """Clock of the seconds since it was made."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -74,7 +76,7 @@ class WallClock:
 
 @dataclass
 class Served:
-    """A request's moments, in seconds of the clock, and what it got."""
+    """Moments of a request, in seconds of the clock, and its answer's statistics."""
 
     arrival: float
     admitted: float = math.nan
@@ -86,8 +88,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All requests of a run, by arrival; row_seconds is the time of steps times the rows that were
-    under way in each."""
+    """All requests of a run, by arrival.
+
+    row_seconds: time of steps times the rows that were busy in each.
+    """
 
     requests: list[Served]
     row_seconds: float
@@ -95,13 +99,15 @@ class Traffic:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival until the last token."""
+        """Seconds from the first arrival until the last token."""
         return max(r.finished for r in self.requests) - self.requests[0].arrival
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> NDArray[np.float64]:
-    """Moments (count,) in seconds at which requests arrive, `rate` a second on average. A seed
-    gives the same traffic at any rate, only faster or slower."""
+    """Draw moments (count,) in seconds at which requests arrive, `rate` per second on average.
+
+    A seed gives the same traffic at any rate, only faster or slower.
+    """
     return np.random.default_rng(seed).exponential(1.0, count).cumsum() / rate
 
 
@@ -159,7 +165,7 @@ def serve(
 
 
 class Spread(Record):
-    """Of all requests, in seconds."""
+    """Mean and percentiles over all requests, in seconds."""
 
     mean: NonNegative
     p50: NonNegative
@@ -172,14 +178,14 @@ class Spread(Record):
 
 
 class QueueRow(Record):
-    """One (policy, rate, method): what its requests waited for, and how busy the rows were.
+    """Row of one (policy, rate, method): its requests' waits, and how busy the rows were.
 
     Attributes:
-        setting_hash: of all that decides the row; it is measured once.
+        setting_hash: hash of everything that decides the row; it is measured once.
         latency_s, time_to_first_token_s: from a request's arrival. waiting_s: until it had a row.
         throughput: new tokens of all requests, first ones included, per second of duration_s, which
             is from the first arrival until the last token. requests_per_second over the same time;
-            where that is below `rate`, the queue grew as long as requests came.
+            when it is below `rate`, the queue grew as long as requests came.
         occupancy: share of the rows that held a request, on average over duration_s.
     """
 
@@ -216,7 +222,7 @@ class QueueRow(Record):
 
 
 def figures_of(traffic: Traffic) -> dict[str, Any]:
-    """What a `QueueRow` says was measured."""
+    """Compute the measured fields of a `QueueRow`."""
     requests, seconds = traffic.requests, traffic.duration_s
     stats = [r.stats for r in requests if r.stats is not None]
     num_calls = sum(s.num_calls for s in stats)

@@ -1,4 +1,4 @@
-"""Which drafters a study trains, and how they are compared."""
+"""Plan a study: the drafters to train, and their comparison."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from stree.common.errors import UsageError
 from stree_pipelines.console.command_line import input_path, read_yaml
 
 _KEYS = ("out", "distil", "arms", "seeds", "set", "hold_back", "trees", "compare")
-DONE = "trained"  # in a run's folder, when all of its steps are done
+DONE = "trained"  # file in a run's folder that says that all of its steps are done
 _ARM_KEYS = ("name", "distil", "seeds", "set")
 
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Conversations of one source that no drafter is trained on, and that are prompts instead.
+    """Conversations of one source that no drafter is trained on, used as prompts instead.
 
-    train and prompts: ShareGPT files whose rows say their `source`; what of `train` begins with
-    `source` is left out, and the first `limit` of `prompts` that do are asked their first `turns`.
+    train and prompts: ShareGPT files whose rows name their `source`. Rows of `train` whose source
+    begins with `source` are left out; the first `turns` of the first `limit` such rows of `prompts`
+    are the prompts.
     """
 
     source: str
@@ -36,13 +37,13 @@ class StudyArm:
 
     name: str
     distil: str  # config of distill.py
-    options: dict[str, Any]  # of distill.py, beside it
+    options: dict[str, Any]  # further ones of distill.py
     seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One drafter."""
+    """Training of one drafter."""
 
     arm: StudyArm
     seed: int
@@ -58,16 +59,16 @@ class StudyRun:
 
     @property
     def is_trained(self) -> bool:
-        """Whether all its steps are done."""
+        """True when all its steps are done."""
         return (self.folder / DONE).exists()
 
     def reads(self, other: StudyRun) -> bool:
-        """Whether an option names what the other trains: its drafter, as a reference or a start."""
+        """Return True when an option names the other run's drafter, as a reference or a start."""
         paths = [Path(each) for each in self.arm.options.values() if isinstance(each, str)]
         return any(other.folder in path.parents for path in paths)
 
     def arguments(self, more: Mapping[str, Any]) -> list[str]:
-        """Of distill.py; `more` goes before the study's own options."""
+        """Return the arguments of distill.py; `more` goes before the study's own options."""
         given = {**more, **self.arm.options, "seed_everything": self.seed}
         options = [
             part for name, value in given.items()
@@ -78,7 +79,7 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Study:
-    """Arms, the first of which the others are compared with."""
+    """Arms of a study; the others are compared with the first."""
 
     out: Path
     arms: tuple[StudyArm, ...]
@@ -105,7 +106,7 @@ class Study:
 
     @property
     def held_back_file(self) -> Path:
-        """What the two were made from."""
+        """Record of the source that both files were made from."""
         return self.out / "held_back.json"
 
     @property
@@ -113,7 +114,7 @@ class Study:
         return self.out / "comparison.yaml"
 
     def comparison(self, trained: Sequence[StudyRun]) -> dict[str, Any]:
-        """Content of a config for compare.py: each drafter with each tree."""
+        """Return the content of a config for compare.py: each drafter with each tree."""
         benchmarks = list(self.compare["benchmarks"])
         if self.held_back is not None:
             benchmarks.append(str(self.prompts_file))
@@ -127,8 +128,10 @@ class Study:
 
 
 def in_order(runs: Sequence[StudyRun]) -> list[list[StudyRun]]:
-    """Runs that can be trained beside each other, after those before. Raises UsageError for some
-    that wait for each other."""
+    """Group runs into stages that can be trained at once, each after the stages before.
+
+    Raises UsageError for runs that wait for each other.
+    """
     stages, left = [], list(runs)
     while left:
         ready = [run for run in left if not any(run.reads(other) for other in left)]
@@ -145,7 +148,7 @@ def folder_name(arm: str) -> str:
 
 
 def read_study(path: str) -> Study:
-    """Raises UsageError for what is no study."""
+    """Read a study's file. Raises UsageError for a file that is none."""
     file = Path(input_path(path))
     content = _mapping(read_yaml(file), f"{file} holds", _KEYS)
     missing = [key for key in ("out", "distil", "arms", "trees", "compare") if not content.get(key)]

@@ -1,4 +1,4 @@
-"""A study's tables: what each arm's drafters gain over the first arm's."""
+"""Make a study's tables: the gain of each arm's drafters over the first arm's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Seeds = dict[int, list[SampleRow]]  # an arm's answers
 
 
 def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[Table]:
-    """For each temperature, on the benchmarks and on what was held back, with each tree."""
+    """Make a table per tree and temperature, on the benchmarks and on the held-back prompts."""
     samples = {row.method: [] for row in rows}  # type: dict[str, list[SampleRow]]
     for row in rows:
         samples[row.method] += store.samples(row)
@@ -60,7 +60,7 @@ def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[
 def by_benchmark(
     study: Study, rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning]
 ) -> list[Table]:
-    """For each temperature, a line for each arm and benchmark, a column for each tree."""
+    """Make a table per temperature: a line for each arm and benchmark, a column for each tree."""
     answered: dict[tuple[str, str, float], list[SampleRow]] = {}
     for row in rows:
         place = row.method, row.benchmark, row.temperature
@@ -124,7 +124,7 @@ def _percent(ratio: Gain) -> Gain:
 def markdown(
     study: Study, rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning]
 ) -> str:
-    """The page of a study."""
+    """Format the page of a study."""
     parts = ["# Drafters compared\n", f"{INTRO}\n"]
     parts += [table.to_markdown() for table in tables(study, rows, store)]
     parts.append(f"{EACH}\n")

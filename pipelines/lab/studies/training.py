@@ -1,4 +1,4 @@
-"""Trains the drafters of a study, several at once."""
+"""Train the drafters of a study, several at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stree_pipelines.lab.studies.plan import DONE, StudyRun, in_order
 from stree_pipelines.training.run.run_folder import changes_since
 
 DISTIL = Path(__file__).resolve().parents[2] / "distill.py"
-LOG = "train.log"  # what distill.py says, in a run's folder
+LOG = "train.log"  # output of distill.py, in a run's folder
 NUM_REASON_LINES = 3
 LINKED = {"data.seed", "data.tokenizer"}  # in a run's config.yaml; other options set them
 
@@ -34,9 +34,10 @@ LINKED = {"data.seed", "data.tokenizer"}  # in a run's config.yaml; other option
 def train(
     runs: Sequence[StudyRun], more: dict[str, Any], at_once: int, progress: EvaluationProgress
 ) -> None:
-    """Train each run that is not finished, `at_once` beside each other on every GPU, and those that
-    read another's drafter after it, or not at all where that failed: what it left is not what the
-    study says. What was stopped goes on where it was. more: options of distill.py for all.
+    """Train each run that is not finished, `at_once` at a time on every GPU.
+
+    A run that reads another's drafter comes after it, and is not trained when that one failed. A
+    stopped run goes on where it was. more: options of distill.py for all.
 
     Raises the kind of error that a run ended with, after the others have ended.
     """
@@ -92,7 +93,7 @@ def train(
 
 
 def require_as_trained(runs: Sequence[StudyRun], more: Mapping[str, Any]) -> None:
-    """Raise UsageError for a drafter that was trained otherwise than the study says now.
+    """Raise UsageError for a drafter whose training differs from the study's file.
 
     more: options of distill.py for all, as `train` got them.
     """

@@ -192,11 +192,11 @@ def test_decoding_on_a_cpu_beside_transformers(tmp_path):
 def test_a_ratio_is_paired_by_turn():
     """The machine was busy in some turns, for both: the ratio does not waver with it."""
     busy = [1.0, 9.0, 1.0, 4.0, 2.0, 7.0]
-    ratio = timing.ratio_in_turns([3 * each for each in busy], busy)
+    ratio = timing.ratio_by_turn([3 * each for each in busy], busy)
     assert ratio == dict.fromkeys(("median", "p20", "p80", "low", "high"), 3.0)
-    wavering = timing.ratio_in_turns([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
+    wavering = timing.ratio_by_turn([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
     assert 1 <= wavering["low"] < wavering["median"] == 2.5 < wavering["high"] <= 4
-    assert "low" not in timing.ratio_in_turns([2.0], [1.0])
+    assert "low" not in timing.ratio_by_turn([2.0], [1.0])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from tiny_evaluation import export, make_world, quiet, settings_for
 
 from stree.decoder import Decoder
-from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.answering import gc_freeze
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ class Round:
 def test_what_there_was_is_left_alone_until_the_end():
     old = Round()
     gone = weakref.ref(old)
-    with garbage.left_alone():
+    with gc_freeze.left_alone():
         del old
         gc.collect()
         assert gone() is not None
@@ -46,8 +46,8 @@ def test_what_there_was_is_left_alone_until_the_end():
 
 
 def test_what_is_left_alone_already_stays_so():
-    with garbage.left_alone():
-        with garbage.left_alone():
+    with gc_freeze.left_alone():
+        with gc_freeze.left_alone():
             pass
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
@@ -56,11 +56,11 @@ def test_what_is_left_alone_already_stays_so():
 def test_what_is_dropped_meanwhile_is_freed():
     old, kept = Round(), Round()
     gone = weakref.ref(old)
-    with garbage.left_alone():
+    with gc_freeze.left_alone():
         del old
-        garbage.collect()
+        gc_freeze.collect()
         assert gone() is None and gc.get_freeze_count() > 0 and kept.itself is kept
-    garbage.collect()
+    gc_freeze.collect()
     assert gc.get_freeze_count() == 0
 
 
