@@ -1,13 +1,15 @@
-"""Write what users say in conversations, held out of training, as prompts for --benchmarks.
+"""Write users' questions from held-out conversations as prompts for --benchmarks.
 
 python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz \\
     --source schema-guided-dialogue --out data/dialogues.jsonl
+
 A later turn is asked after the model's own earlier answers.
 
 python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz --out data/long.jsonl \\
     --lengths 0 1024 2048 4096 --tokenizer checkpoints/python-docs-hybrid --limit 8 --turns 1
-asks the same questions after other conversations, in prompts of so many tokens: data/long-0.jsonl,
-data/long-1024.jsonl and so on (docs/long-context.md).
+
+asks the same questions after other conversations, in prompts of these numbers of tokens:
+data/long-0.jsonl, data/long-1024.jsonl and so on (docs/long-context.md).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ EXAMPLE = (
 
 
 def build_parser() -> CommandParser:
-    """Options; those of what to measure are eval_spec.py's, whose YAML files --config reads."""
+    """Make the parser; options of the measurement are eval_spec.py's, whose YAML files it reads."""
     parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
     parser.example = EXAMPLE
     add = parser.add_argument
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(line, flush=True)
         return
     if Workers.unconnected().is_main:
-        summary.forget(out)  # what an earlier checkpoint got must not stand for this one
+        summary.forget(out)  # an earlier checkpoint's summary must not stand for this one
     result = compare(settings, checkpoint, baseline, thresholds)
     try:
         if result.workers.is_main:
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _publish(result: Comparison, baseline: Baseline, promoted: str | None, out: Path) -> None:
-    """Write the two files, print the summary, and move the baseline if that is due."""
+    """Write the two files, print the summary, and move the baseline if it is due."""
     note = ""
     if promoted is not None:
         note = f"the baseline {baseline.given} stays: the checkpoint is not better beyond noise"

@@ -43,7 +43,7 @@ from stree_pipelines.training.teachers.cache import CacheSpec
 from stree_pipelines.training.teachers.cache_writer import CacheWriter
 from stree_pipelines.training.teachers.frozen_target import held_dtype, loaded_dtype
 
-# Of what the YAML files of a distillation may hold.
+# Options of a distillation's YAML files that decide its cache.
 READ = {
     "help", "config", "model.target", "model.target_dtype", "model.temperature", "data.train",
     "data.valid", "data.sequence_length", "data.batch_size", "data.template", "data.strict",
@@ -52,7 +52,7 @@ READ = {
 
 
 class CacheCLI(DistillCLI):
-    """Parses what a distillation parses, and makes its cache instead of training."""
+    """Command that parses a distillation's options, and makes its cache instead of training."""
 
     description = (
         "Compute a target's top-k outputs once; the same command goes on.\n"
@@ -89,7 +89,7 @@ class CacheCLI(DistillCLI):
             torch.set_float32_matmul_precision("high")
 
     def instantiate_classes(self) -> None:
-        """Nothing is trained."""
+        """Instantiate nothing: no training runs."""
 
     def make(self) -> None:
         options, model = self.options, self.options["model"]
@@ -148,7 +148,7 @@ class CacheCLI(DistillCLI):
 
 
 def describe(writer: CacheWriter) -> str:
-    """What the cache takes, before any of it is computed."""
+    """Describe the cache's size and disk before any of it is computed."""
     spec, missing = writer.spec, writer.missing()
     sizes = ", ".join(
         f"{split} {plan.num_rows:,} predictions in {len(plan)} shards"

@@ -3,11 +3,11 @@
     python pipelines/chat.py checkpoints/python-docs-hybrid \\
         --drafter runs/quickstart/drafter/latest --repetition_penalty 1.2
 
-Answers come as they are made, drafts that the target accepted in colour; below each stand τ and
-tokens/s. Tab switches between the tree and plain decoding. Lines that begin with / are commands:
-/plain does what Tab does, /again asks the last question once more, /reset forgets the conversation.
-Ctrl-C stops an answer, Ctrl-D leaves. A target without a chat template goes on after each line
-instead.
+Answers come as they are made, with drafts that the target accepted in colour; τ and tokens/s stand
+below each. Tab switches between the tree and plain decoding. Lines that begin with / are commands:
+/plain does the same as Tab, /again asks the last question once more, /reset forgets the
+conversation. Ctrl-C stops an answer, Ctrl-D leaves. A target without a chat template continues each
+line instead.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ HELP = (
 
 
 class Words:
-    """The text of tokens, one by one: each adds the characters that its bytes complete."""
+    """Decoder of tokens to text, one by one: each token adds the characters that its bytes
+    complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self._from, self._shown = 0, 0  # a decoding begins here; what is before that is shown
+        self._from, self._shown = 0, 0  # decoding begins at _from; text before _shown is printed
         self._lines = io.IncrementalNewlineDecoder(None, translate=True)  # \r\n and \r are \n
 
     def add(self, token: int) -> str:
@@ -82,7 +83,7 @@ class Words:
 
 
 class Chat:
-    """A conversation, and the ways to decode its answers."""
+    """A conversation, and the decoders of its answers."""
 
     def __init__(
         self, decoder: stree.Decoder, generation: GenerationConfig, console: Console
@@ -117,7 +118,7 @@ class Chat:
         self.console.print(Text(line, style=QUIET))
 
     def obey(self, line: str) -> None:
-        """A line that was typed."""
+        """Run a typed line: a command, or a question to answer."""
         if not line.startswith("/"):
             self.answer(line)
         elif line == SWITCH and self.decoder is self.plain:
@@ -140,11 +141,11 @@ class Chat:
             self.say(HELP)
 
     def answer(self, question: str) -> None:
-        """Stream the answer to a question; one that does not fit is told and forgotten."""
-        asked = [*self.messages, {"role": "user", "content": question}]
+        """Stream the answer to a question; one that does not fit is reported and forgotten."""
+        messages = [*self.messages, {"role": "user", "content": question}]
         try:
             ids = (
-                chat_ids(self.tokenizer, asked)
+                chat_ids(self.tokenizer, messages)
                 if self.has_template
                 else text_ids(self.tokenizer, question)
             )
@@ -152,7 +153,7 @@ class Chat:
         except UsageError as error:
             self.console.print(Text(f"{error} (/reset forgets the conversation)", style="red"))
             return
-        self.messages = [*asked, {"role": "assistant", "content": text}]
+        self.messages = [*messages, {"role": "assistant", "content": text}]
 
     def _stream(self, ids: Sequence[int]) -> str:
         decoder = self.plain if self.is_plain else self.decoder
@@ -191,7 +192,10 @@ def _figures(stats: DecodingStats) -> str:
 
 @contextmanager
 def stopping() -> Iterator[list[int]]:
-    """A list that Ctrl-C fills, so that a step is never cut in two; a second one leaves at once."""
+    """Yield a list that Ctrl-C fills, so that a step is never cut in two.
+
+    A second Ctrl-C leaves at once.
+    """
     stop: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -206,11 +210,11 @@ def stopping() -> Iterator[list[int]]:
 
 
 def typed_lines(console: Console) -> Iterator[str]:
-    """What is typed until Ctrl-D; Ctrl-C drops a line."""
+    """Yield typed lines until Ctrl-D; Ctrl-C drops a line."""
     with suppress(ImportError):
         import readline  # lets `input` edit lines and recall them
 
-        readline.parse_and_bind(rf'"\t": "\C-a\C-k{SWITCH}\n"')  # what was typed gives way
+        readline.parse_and_bind(rf'"\t": "\C-a\C-k{SWITCH}\n"')  # replaces the typed text
     while True:
         try:
             line = input(PROMPT if sys.stdin.isatty() else "").strip()

@@ -1,12 +1,13 @@
-"""Compare drafters, trees and verifiers on one target, in turns prompt by prompt.
+"""Compare drafters, trees and verifiers on one target, interleaved prompt by prompt.
 
-python pipelines/compare.py configs/compare/quickstart.yaml
-python pipelines/compare.py configs/compare/quickstart.yaml --limit 2 --max_new_tokens 16 --out try
-The file holds options of eval_spec.py and `arms`, each a name, a drafter (if not that of the file),
-a tree (chain-tuned: the fastest of chain-1 to chain-6 there; A or B: chosen step by step, by
-measured cost; bandit A or B), a verifier and a way to backtrack.
-Writes comparison.md, .html and .svg, and the rows and samples behind them; goes on where it was
-stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
+python pipelines/compare.py configs/compare/quickstart.yaml python pipelines/compare.py
+configs/compare/quickstart.yaml --limit 2 --max_new_tokens 16 --out try
+
+The file holds options of eval_spec.py and `arms`, each a name, a drafter (default: the file's), a
+tree (chain-tuned: the fastest of chain-1 to chain-6 there; A or B: chosen step by step, by measured
+cost; bandit A or B), a verifier and a way to backtrack. Writes comparison.md, .html and .svg, and
+their rows and samples; goes on where it was stopped. Plain decoding takes part, and a verdict says
+so when it, or a chain, is fastest.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         --run_dir runs/quickstart
 
 Any key of the YAML can be overridden: --trainer.max_steps 200 --model.optimizer.lr 3e-4. The same
-command again goes on where the run stopped. See what counts for the loss with --show-mask.
+command again goes on where the run stopped. --show-mask prints which tokens count for the loss.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from stree_pipelines.training.teachers.frozen_target import held_dtype, require_
 
 
 class DistillCLI(TrainingCLI):
-    """Data is tokenised with the target's own tokenizer; exports are drafters."""
+    """Command whose data has the target's tokenizer, and whose exports are drafters."""
 
     description = (
         "Distil a drafter from a frozen target; the same command goes on where it stopped."
     )
-    head_coverage: dict[str, float] | None = None  # of a head over some tokens
+    head_coverage: dict[str, float] | None = None  # of a head with some of the tokens
 
     def add_arguments_to_parser(self, parser: TrainingParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -112,13 +112,12 @@ class DistillCLI(TrainingCLI):
         self._prepare_head()
 
     def _prepare_head(self) -> None:
-        """Choose the tokens that the drafter's head is over, if it is over some, and say how much
-        of the data they are."""
+        """Choose the tokens of a drafter's smaller head, and print their share of the data."""
         model: Any = self.model
         is_trained = not isinstance(model, ModelPlan)
         config = model.exported.config if is_trained else model.trained
-        asked, tables, ids = self.options["model"], self.datamodule.tables, None
-        chooses = asked["head"]["vocab_size"] is not None or asked["start_from"] is None
+        given, tables, ids = self.options["model"], self.datamodule.tables, None
+        chooses = given["head"]["vocab_size"] is not None or given["start_from"] is None
         if config.head_vocab_size and chooses:
             counts = count_tokens(tables["train"], config.vocab_size)
             special = {*config.eos_token_ids, *self.datamodule.tokenizer.all_special_ids}

@@ -2,8 +2,8 @@
 
     python pipelines/doctor.py --target checkpoints/python-docs-hybrid
 
-Ends with 0 when everything that is needed works: PyTorch, disk and (with --target) memory always;
-Triton wherever PyTorch sees a GPU; anything else when it is named with --need.
+Ends with 0 when all needed parts work: PyTorch, disk and (with --target) memory always; Triton
+wherever PyTorch sees a GPU; any other part when it is named with --need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the answer; `look` returns what it found or raises Absent."""
+    """A line of the answer; `look` returns a finding or raises Absent."""
 
     name: str
     needed: bool
@@ -31,7 +31,7 @@ class Check:
 
 
 def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> list[str]:
-    """Print a line a check and return the names of needed ones that fail.
+    """Print a line per check and return the names of needed ones that fail.
 
     Raises the target's own errors when its config cannot be read.
     """

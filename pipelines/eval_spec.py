@@ -24,7 +24,7 @@ from stree_pipelines.evaluation.plan import resolve
 
 
 def build_parser() -> CommandParser:
-    """Options; each is also a key of the YAML file given with --config."""
+    """Make the parser; each option is also a key of the YAML file given with --config."""
     parser = CommandParser("eval_spec.py", description=__doc__)
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")

@@ -1,9 +1,10 @@
 """Fetch MT-Bench, HumanEval, GSM8K and Spec-Bench from their public homes, for --benchmarks.
 
-python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks
-python pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
-What is there is not fetched again, and what broke off goes on where it was. SOURCES.json beside
-the files says where each is from, its licence and its hash.
+python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks python
+pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
+
+Files that are there are not fetched again, and a broken download goes on where it stopped.
+SOURCES.json, in the same folder, has the source, licence and hash of each file.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ WORTH_ANOTHER_TRY = (408, 425, 429)  # and all from 500 on
 
 
 class Unreachable(StreeError):
-    """A file cannot be had from where it is."""
+    """Error of a file that cannot be fetched from its source."""
 
     exit_code = 69
 
 
 def download(url: str, part: Path) -> bytes:
-    """The file at a URL. What has come stays in `part`, also when the rest does not, and is not
-    asked for again.
+    """Download a file; received bytes stay in `part`, also after a failure, and are not fetched
+    again.
 
     Raises Unreachable, BadData for a file of absurd size, and CannotWrite.
     """
@@ -48,7 +49,7 @@ def download(url: str, part: Path) -> bytes:
         except urllib.error.HTTPError as error:
             reason = f"{error.code} {error.reason}"
             if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-                part.unlink(missing_ok=True)  # it is of something else
+                part.unlink(missing_ok=True)  # it belongs to another file
             elif error.code < 500 and error.code not in WORTH_ANOTHER_TRY:
                 break
         except (OSError, http.client.HTTPException) as error:
@@ -60,7 +61,7 @@ def download(url: str, part: Path) -> bytes:
 
 
 def _fetch_rest(url: str, part: Path) -> None:
-    """Add to `part` what it does not have yet. Raises an OSError when that breaks off."""
+    """Append the missing bytes to `part`. Raises an OSError when the download breaks off."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer, reporting_refusals(part):
@@ -77,9 +78,9 @@ def _fetch_rest(url: str, part: Path) -> None:
 
 
 def fetch(name: str, directory: Path, host: str = HOST, accept_changed: bool = False) -> str:
-    """Bring one benchmark into a folder unless it is there, and return what to tell about it.
+    """Fetch one benchmark into a folder unless it is there, and return a line about it.
 
-    Raises what `download` and `sources.add` raise; the folder then has what it had before.
+    Raises the errors of `download` and `sources.add`; the folder then stays as it was.
     """
     source, path = SOURCES[name], directory / f"{name}.jsonl"
     if is_there(source, directory):
@@ -89,7 +90,7 @@ def fetch(name: str, directory: Path, host: str = HOST, accept_changed: bool = F
     part = directory / f".{name}.part"
     url = f"{host.rstrip('/')}/{source.path}"
     content = download(url, part)
-    part.unlink()  # also of a file that is refused: its rest would not make it better
+    part.unlink()  # also when the file is refused below: going on would not help
     pin = add(source, content, url, directory, accept_changed)
     if source.prompts_hash == pin.prompts_hash:
         known = "the prompts of docs/results/h200-sharegpt"

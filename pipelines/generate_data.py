@@ -1,4 +1,4 @@
-"""Let a target answer prompts itself: data that a drafter meets when it drafts.
+"""Let a target answer prompts itself: text of the kind that a drafter meets when it drafts.
 
     python pipelines/generate_data.py --target checkpoints/python-docs-hybrid \\
         --drafter runs/quickstart/drafter/latest --prompts data/python-docs/train.jsonl \\
@@ -6,7 +6,7 @@
     python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
         --data.train data/own --run_dir runs/own
 
-The drafter speeds the target up and does not change what it writes. The same command again goes on
+The drafter speeds the target up and does not change its answers. The same command again goes on
 where it was stopped; several processes (accelerate launch, torchrun, srun) share the work.
 """
 
@@ -55,7 +55,7 @@ SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
 
 
 def build_parser() -> CommandParser:
-    """Options; each is also a key of the YAML file given with --config."""
+    """Make the parser; each option is also a key of the YAML file given with --config."""
     parser = CommandParser("generate_data.py", description=__doc__)
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
@@ -126,8 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
     }  # fmt: skip
     if decoder.adaptive_trees is not None:
         hottest = max(range(spec.samples), key=spec.temperature)
-        asked = generation.request(hottest).generation
-        costs = measured_step_times(decoder, str(decoder.adaptive_trees), asked, progress.say)
+        settings = generation.request(hottest).generation
+        costs = measured_step_times(decoder, str(decoder.adaptive_trees), settings, progress.say)
         made_with["measuring_costs_s"] = costs.took_s
     if drafter is not None and options["compare"] > 0 and workers.is_main:
         plain = BatchDecoder(target, **sizes)
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     if left := len(generation.missing()):
         progress.say(f"{made}; {left} shards are others', the last of whom tells the whole")
         return
-    # The last to end, who need not be the one that shows progress
+    # The last process to end, which need not be the one that shows progress
     EvaluationProgress().say(
         f"{made}; all {spec.num_shards} shards are there, of "
         f"{num_answer_tokens(generation.folder, spec):,} tokens"
@@ -162,7 +162,7 @@ def load_drafter(
 
 
 def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
-    """Whatever can be refused is refused here, before a model is loaded."""
+    """Plan the generation; everything that can be refused is refused here, before a model loads."""
     if options["compare"] < 0:
         raise UsageError(f"compare is {options['compare']}, wanted 0 or more")
     if options["limit"] is not None and options["limit"] < 1:
@@ -232,7 +232,8 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
 def describe(
     options: dict[str, Any], generation: Generation, on_cuda: bool, dtype: torch.dtype
 ) -> None:
-    """What it takes; raises CannotWrite or OutOfMemory when that is not there."""
+    """Print the memory and disk it takes; raises CannotWrite or OutOfMemory when there is too
+    little."""
     spec, tree_policy = generation.spec, generation.tree_policy
     nodes = largest_of(tree_policy).num_nodes
     drafter = DrafterName.parse(options["drafter"] or "ngram")

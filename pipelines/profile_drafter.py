@@ -31,9 +31,10 @@ def write_profile(
     num_nodes: int | None = None,
     shown: Sequence[str] = (),
 ) -> SpeculationProfile:
-    """Put the profile that the run's rows give, and the card with its figures, into the folder.
+    """Write the run's profile of a drafter, and the card with its figures, into its folder.
 
-    Raises UsageError when no row is about it, CheckpointRefused when the folder is damaged.
+    Raises UsageError when the run has no row of the drafter, CheckpointRefused when the folder is
+    damaged.
     """
     run = data.folder
     sweep_leftovers(drafter.resolve().parent)
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _recommendations(profile: SpeculationProfile) -> str:
-    """Of the drafter distilled longest; the others' are in their profiles."""
+    """Format the recommendations for the drafter distilled longest."""
     lines = [f"step {profile.step}:" if profile.step is not None else "recommended:"]
     for each in profile.recommendations:
         lines.append(f"  {each.device_type}, {each.dtype}, T = {each.temperature:g}: {each.reason}")

@@ -1,13 +1,13 @@
-"""Write a run's report, or that of several runs beside each other; print its tables.
+"""Write a run's report, or that of several runs together; print its tables.
 
-python pipelines/report.py runs/quickstart
-python pipelines/report.py runs/quickstart --records --out docs/results/cpu-quickstart
-python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0 --names KL LK --out runs/losses
+python pipelines/report.py runs/quickstart python pipelines/report.py runs/quickstart --records
+--out docs/results/cpu-quickstart python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0
+--names KL LK --out runs/losses
 
-Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; of
-several runs no lossless.md, but speed_vs_step (.svg, .pdf). Runs whose configs differ by the seed
-only share a column; the others are compared with the first one's, prompt by prompt. Runs that were
-decoded with different settings are refused.
+Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; for
+several runs speed_vs_step (.svg, .pdf) in place of lossless.md. Runs whose configs differ by the
+seed only share a column; the others are compared with the first one's, prompt by prompt. Runs with
+different decoding settings are refused.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from stree_pipelines.reports.tables.tables import in_lines, table6_markdown, to_
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Path], str]:
-    """Write the files into `out` (default: the run folder); returns their paths, and what the
-    command prints.
+    """Write the files of a run's report into `out` (default: the run folder).
 
-    Raises CannotWrite when the folder refuses, before anything is drawn.
+    Returns their paths, and the text that the command prints. Raises CannotWrite when the folder
+    refuses, before anything is drawn.
     """
     out = Path(out) if out is not None else data.folder
     make_directory(out)
@@ -83,7 +83,7 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
 
 
 def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
-    """As `write_report`, of several runs beside each other."""
+    """Write the files of a report on several runs; otherwise as `write_report`."""
     out = Path(out)
     make_directory(out)
     findings, rows = RunsFindings.of(runs), list(runs_tables.table_rows(runs))
@@ -107,7 +107,7 @@ def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
 
 
 def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | bytes]:
-    """A figure's files; none without it."""
+    """Return a figure's files; none without a figure."""
     if figure is None:
         return {}
     return {f"{name}.svg": plots.to_svg(figure, title), f"{name}.pdf": plots.to_pdf(figure)}
@@ -122,10 +122,11 @@ def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
 
 
 def write_records(data: RunData, out: str | Path) -> list[Path]:
-    """Write what the report was made of into `out`: the rows shown, their samples in one archive,
-    and what the training left. `load_run` reads the folder as it reads the run. Returns the paths.
+    """Write the inputs of a report into `out`: rows, their samples in one archive, training's
+    files.
 
-    Raises UsageError when it is the run's own folder, CannotWrite when it refuses.
+    `load_run` reads that folder like the run. Returns the paths. Raises UsageError when it is the
+    run's own folder, CannotWrite when it refuses.
     """
     store, folder = open_results(data.folder), Path(out)
     if folder.resolve() in (data.folder.resolve(), store.directory.resolve()):
@@ -145,8 +146,8 @@ def write_records(data: RunData, out: str | Path) -> list[Path]:
 
 
 def _figures(findings: Findings) -> list[dict[str, Any]]:
-    """Title, remark and inline SVG of each figure that has something to show; what is of one
-    temperature stands beside the same of the next."""
+    """Return title, remark and inline SVG of each figure with content, temperatures side by
+    side."""
     data = findings.data
     wanted: list[tuple[str, str, Callable[[], Figure | None]]] = [
         ("Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
@@ -175,7 +176,7 @@ def _figures(findings: Findings) -> list[dict[str, Any]]:
 
 
 def _summary(findings: Findings) -> str:
-    """What the command prints: Table 6 over all benchmarks, the advice, and what to know of it."""
+    """Format the printed text: Table 6 over all benchmarks, the advice, and notes."""
     data, lines = findings.data, []
     for table, (temperature, advice) in zip(
         findings.main_tables, findings.advice.items(), strict=True

@@ -1,7 +1,7 @@
 """Hand over to the real package `stree`, or say in one line that this Python does not have it.
 
 `python pipelines/NAME.py` looks for modules in this folder first, so a command's first `import
-stree` ends here. The folder then leaves the path: nothing else is to be imported from it.
+stree` ends here. The folder then leaves the path, as no import should find its modules.
 """
 
 import shlex

@@ -1,11 +1,12 @@
-"""Suggest the static tree with the longest expected acceptance, or the fastest by the rows' own
-times, from a run's measured rates.
+"""Suggest the static tree with the longest expected acceptance, or the fastest one.
 
-python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml
-python pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml
-python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # what it really achieves
-With --fastest the fastest tree of each number of levels is printed too; --out_levels writes them
-into a folder, to choose among them step by step: --tree "FOLDER/2-levels.yaml or …".
+python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml python
+pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml python pipelines/eval_spec.py
+--run runs/quickstart … --tree tree.yaml   # measures it
+
+Acceptance rates and step times come from the run's rows. With --fastest the fastest tree of each
+number of levels is printed, too; --out_levels writes them into a folder, to choose among them step
+by step: --tree "FOLDER/2-levels.yaml or …".
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
 def rows_of_step(
     store: ResultStore, step: int | None, shown: Sequence[str] = ()
 ) -> list[ResultRow]:
-    """The rows of one drafter, by default the one distilled longest.
+    """Return the rows of one drafter, by default the one distilled longest.
 
     Raises UsageError when there is none, or they are of several decoding settings.
     """
@@ -47,7 +48,7 @@ def rows_of_step(
 
 
 def to_yaml(suggestion: SuggestedTree, name: str | None = None) -> str:
-    """The file that `--tree` reads; name, of the tree, unless it is its own."""
+    """Format a tree file for `--tree`; name: the tree's, by default its own."""
     tree, interval = suggestion.tree, suggestion.predicted_acceptance_length_interval
     bracket = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     content = {

@@ -85,7 +85,7 @@ def train_tokenizer(
 
 
 def texts_of(source: str, limit: int | None = None) -> Iterator[str]:
-    """Every turn's text of the conversations of `source`."""
+    """Yield every turn's text of the conversations of `source`."""
     conversations, _ = read_conversations(source, limit=limit)
     for conversation in conversations:
         for _, text in conversation.turns:

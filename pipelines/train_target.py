@@ -1,10 +1,10 @@
-"""Train a hybrid target from scratch, with its own tokenizer if wanted.
+"""Train a hybrid target from scratch, with a tokenizer of its own if wanted.
 
     python pipelines/train_target.py fit --config configs/target/python-docs.yaml \\
         --run_dir runs/python-docs-hybrid
 
-RUN/target/latest is the target in the MambaInLlama layout. The same command again goes on where
-the run stopped.
+RUN/target/latest is the target in the MambaInLlama layout. The same command again goes on where the
+run stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TOKENIZER_DEADLINE_S = 1800.0
 
 
 class TargetCLI(TrainingCLI):
-    """Exports are targets; with `tokenizer.vocab_size` the tokenizer is trained first."""
+    """Command whose exports are targets; with `tokenizer.vocab_size` it trains the tokenizer
+    first."""
 
     description = "Train a hybrid target; the same command goes on where it stopped."
     export_folder = "target"
