@@ -203,7 +203,7 @@ def test_weights_that_moved_are_followed(models, temperature):
 
 
 def test_graphs_of_many_trees_free_their_memory(models):
-    num_trees = 3 * MAX_KEPT
+    num_trees = MAX_KEPT + 16
     decoder = BatchDecoder(*models, num_rows=1, max_length=700, max_nodes=num_trees + 1)
 
     def allocated(depth):
@@ -211,8 +211,9 @@ def test_graphs_of_many_trees_free_their_memory(models):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    used = [allocated(1 + each) for each in range(num_trees)]
-    assert max(used[2 * MAX_KEPT :]) <= 1.02 * max(used[MAX_KEPT : 2 * MAX_KEPT])
+    # The last trees of both rounds are kept with the same others, whose graphs are as large
+    first, second = ([allocated(1 + each) for each in range(num_trees)] for _ in range(2))
+    assert max(second[MAX_KEPT:]) <= 1.01 * max(first[MAX_KEPT:])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
