@@ -26,7 +26,7 @@ SHOW_PACKAGES = $(PACKAGES) && echo $(CURDIR)/build/packages > \
 
 .NOTPARALLEL:  # two of them would set up the same environment
 
-.PHONY: help install quickstart chat test test-long check docs clean
+.PHONY: help install quickstart chat test test-long test-gpu check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test: $(VENV)/ready-dev  ## set up, and run the tests (jobs of a cluster: test-l
 
 test-long: $(VENV)/ready-dev  ## these and the long ones: faults at many more moments, more shapes and seeds
 	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) -m "long or not long"
+
+test-gpu: $(VENV)/ready-dev  ## what needs a GPU, and the kernels' tests on it
+	$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make test-gpu found no GPU')"
+	$(BIN)/python -m pytest -q -m gpu
 
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .

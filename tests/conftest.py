@@ -35,8 +35,17 @@ gc.disable()  # until all tests are imported: what is imported stays
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """The longest first, so that no worker waits at the end for another that is at it."""
+    """Put the longest first, so that no worker waits at the end for another, and say what needs a
+    GPU: tests that are marked, and all of modules that run their kernels on one where there is."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        if (needed := item.get_closest_marker("gpu")) is not None:
+            count = needed.args[0] if needed.args else 1
+            missing = torch.cuda.device_count() < count
+            reason = "needs a GPU" if count == 1 else f"needs {count} GPUs"
+            item.add_marker(pytest.mark.skipif(missing, reason=reason))
+        elif getattr(item.module, "DEVICE", None) == "cuda":
+            item.add_marker(pytest.mark.gpu)
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import forked
 import pytest
-import torch
 from lanes import lanes
 from process_group import start_together
 from run_checks import (
@@ -28,7 +27,6 @@ from tiny_run import distill_arguments
 
 STEPS, SIGNALS = 20, 3
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -56,7 +54,7 @@ class Pair:
         return [rank.wait() for rank in self.start(run_dir, **options)]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=TWO_GPUS)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
 def pair(request, training, tmp_path_factory) -> Pair:
     """Over gloo, and over NCCL where there are two GPUs."""
     whole = tmp_path_factory.mktemp("pair") / "whole"

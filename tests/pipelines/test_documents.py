@@ -43,7 +43,8 @@ DOCUMENTS = sorted(
     if any(command.script for command in commands_in(path))
 )
 PAGES = [  # written by hand, and about the code as it is
-    README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md")),
+    README, *(REPOSITORY / name for name in ("CONTRIBUTING.md", "tests/README.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
 ]  # fmt: skip
 SMALL = ["--limit", "1", "--max_new_tokens", "6", "--temperatures", "0"]
 # The guides' cheap commands, and what makes some of them cheap: these run, in this order.
@@ -258,11 +259,15 @@ def test_what_make_runs_is_understood(target, folder, monkeypatch):
 
 
 def test_the_workflow_runs_all_that_a_submission_must_pass():
-    """One script, which people run as well."""
+    """One script, which people run as well, and a target where there is a GPU."""
     root = Path(__file__).parents[2]
-    jobs = yaml.safe_load((root / ".github/workflows/tests.yml").read_text())["jobs"]
-    steps = [step.get("run", "").split(" ")[0] for job in jobs.values() for step in job["steps"]]
-    assert ".ci/run" in steps
+
+    def steps(workflow):
+        jobs = yaml.safe_load((root / f".github/workflows/{workflow}").read_text())["jobs"]
+        return [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+
+    assert ".ci/run" in [step.split(" ")[0] for step in steps("tests.yml")]
+    assert "make test-gpu" in steps("gpu.yml")
     script = (root / ".ci/run").read_text()
     assert all(name in script for name in ("tests/slurm", "test_compile.py", "deepspeed"))
 

@@ -89,7 +89,7 @@ def test_many_sequences(num_nodes, head_dim, dtype, monkeypatch):
     compare(comb(num_nodes), [300, 3, 64, 129], paths, dtype, **options)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="minutes in the interpreter")
+@pytest.mark.gpu  # minutes in the interpreter
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tree", TREES_ON_CUDA, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_large_trees(tree, dtype):

@@ -134,7 +134,7 @@ def test_large_trees(tree):
     compare(GatedDeltaShape(1, 1, 16, 16, 4), [tree], [path])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="minutes in the interpreter")
+@pytest.mark.gpu  # minutes in the interpreter
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tree", TREES_ON_CUDA, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_large_trees_at_full_width(tree, dtype):

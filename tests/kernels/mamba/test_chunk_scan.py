@@ -136,9 +136,8 @@ def test_steep_decay_stays_finite():
     assert y.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or mamba_ssm_kernel() is None, reason="needs CUDA and mamba-ssm"
-)
+@pytest.mark.gpu
+@pytest.mark.skipif(mamba_ssm_kernel() is None, reason="needs mamba-ssm")
 @pytest.mark.parametrize("heads, groups", [(4, (2, 2, 4)), (6, (6, 2, 3))], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mamba_ssm_kernel_agrees(dtype, heads, groups):

@@ -123,7 +123,7 @@ def test_trees(tree):
     compare(SHAPES["grouped"], [tree], [path, path[:1]])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="minutes in the interpreter")
+@pytest.mark.gpu  # minutes in the interpreter
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tree", TREES_ON_CUDA, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_large_trees(tree, dtype):
@@ -241,7 +241,7 @@ def steered_twice(shape, tree, paths, dtype, as_chain):
     return [*outputs, case.state]
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="16 MiB of states are minutes in the interpreter")
+@pytest.mark.gpu  # 16 MiB of states are minutes in the interpreter
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.paper(), comb(32)], ids=str)
 @pytest.mark.parametrize("batch", [8, 16])

@@ -298,10 +298,8 @@ def test_through_flash_linear_attention(flash_linear_attention_twin, segment_ids
     torch.testing.assert_close(last.double(), wanted_last, rtol=0, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or flash_linear_attention_kernel() is None,
-    reason="needs CUDA and flash-linear-attention",
-)
+@pytest.mark.gpu
+@pytest.mark.skipif(flash_linear_attention_kernel() is None, reason="needs flash-linear-attention")
 def test_flash_linear_attention_agrees():
     """Its kernel multiplies in bf16, whose rounding of 4e-3 a product bounds its error."""
     given = {name: each.cuda() for name, each in rule_inputs(200, K=64, V=64).items()}

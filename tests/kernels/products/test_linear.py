@@ -59,7 +59,7 @@ def test_linear_of_rows_that_lie_apart():
     assert relative_error(products.linear(x, weight), wanted) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs")
+@pytest.mark.gpu  # CUDA graphs
 def test_linear_in_a_graph_sees_no_memory_of_it():
     """What stands in for a bias outlives the graph in which it was first used."""
     x, weight = (normal(64, 640, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))

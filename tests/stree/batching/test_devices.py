@@ -17,8 +17,6 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.trees.tree_batch import topology_of
 from stree_kernels import ops
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
 
 def call(name: str, model) -> Callable[[], object]:
     """A public method with arguments."""
@@ -93,7 +91,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(ops, "fused", lambda *_: False)
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("tree", [None, TokenTree.chain(3), TokenTree.paper()], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_both_gpus_decode_alike(tree, temperature, kernels):
@@ -115,7 +113,7 @@ def test_both_gpus_decode_alike(tree, temperature, kernels):
         assert decoders[0].generate([1, 2, 3, 2], generation).tokens == first.tokens
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_models_run_on_the_other_gpu(method, dtype):
@@ -125,7 +123,7 @@ def test_models_run_on_the_other_gpu(method, dtype):
     assert torch.cuda.current_device() == 0
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 def test_both_gpus_train_alike():
     tokens = torch.arange(40)[None]
     gradients = []

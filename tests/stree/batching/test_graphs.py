@@ -15,7 +15,7 @@ from stree.models.joint import BACKTRACKING
 from stree.trees.token_tree import balanced
 from stree_kernels import ops
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 TREES = [TokenTree.chain(0), TokenTree.chain(4), TokenTree.paper(), balanced([3, 2])]
 
 

@@ -25,10 +25,13 @@ from stree_pipelines.training.parallel.float8 import (
 from stree_pipelines.training.teachers.frozen_target import FrozenTarget
 
 CUDA = torch.device("cuda")
-needs_products = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason="needs a GPU that multiplies 8 bits",
-)
+needs_products = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a GPU that multiplies 8 bits",
+    ),
+]
 
 
 def test_rows_are_rounded_to_three_digits_of_their_own_range():

@@ -135,7 +135,7 @@ def test_a_target_beside_the_drafter_teaches_the_same(workspace, one_process, tm
     assert metric_rows(tmp_path / "run") == metric_rows(one_process)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_a_target_on_another_gpu_teaches_the_same(workspace, tmp_path):
     gpu = ("--trainer.accelerator", "gpu", "--trainer.devices", "1", "--trainer.strategy", "ddp")
     for name, placement in (("one", "replicated"), ("two", "beside")):

@@ -9,7 +9,6 @@ from toys import tiny_config
 from stree.models.layers.attention import sample_bounds, takes_packed
 from stree.models.model import HybridModel
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention is on GPUs")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LENGTHS = [[5, 1, 34, 24], [64]]  # of the samples of each row
 
@@ -24,7 +23,7 @@ def test_a_cpu_has_a_mask():
     assert not takes_packed(64, torch.bfloat16, CPU)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "takes"),
     [(64, torch.bfloat16, True), (20, torch.bfloat16, False), (264, torch.bfloat16, False),
@@ -47,7 +46,7 @@ def _model() -> HybridModel:
     return HybridModel(tiny_config(num_layers=2, attn_layers=(0, 1), head_dim=32)).to(GPU)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_packed_samples_and_their_gradients_are_those_of_each_alone(compiled):
     """Against fp32 without autocast, which attends by a mask."""
@@ -77,7 +76,7 @@ def test_packed_samples_and_their_gradients_are_those_of_each_alone(compiled):
         assert (one - other).norm() < 0.05 * other.norm()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_other_numbers_of_samples_compile_nothing_again():
     model = _model()
     layer = model.model.layers[0]
