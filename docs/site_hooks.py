@@ -18,6 +18,7 @@ PAGES = {  # where a document is, and its page
     "CONTRIBUTING.md": "contributing.md",
     "kernels/README.md": "kernels.md",
     "slurm/README.md": "slurm.md",
+    "tests/README.md": "tests.md",
     **{f"docs/notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
 }
 # After an empty line or at the beginning, not within a list
