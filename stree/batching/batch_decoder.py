@@ -121,7 +121,8 @@ class BatchDecoder:
 
     Example:
         >>> import stree
-        >>> target = stree.HybridModel(stree.HybridConfig.tiny())
+        >>> sizes = dict(attn_layers=(0,), num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> target = stree.HybridModel(stree.HybridConfig(64, d_model=16, num_layers=1, **sizes))
         >>> batch = stree.BatchDecoder(target, num_rows=2, max_length=64)
         >>> asked = stree.GenerationConfig(max_new_tokens=4)
         >>> [len(out.tokens) for out in batch.generate([[1, 2, 3], [4, 5]], asked)]

@@ -43,5 +43,5 @@ class Backbone(nn.Module):
         return list(self.shared) if hasattr(self, "shared") else []
 
     def mixers(self) -> list[tuple[int, nn.Module]]:
-        """Every part with a memory of its own, with the place of its cache."""
+        """Return every mixer with the slot of its cache."""
         return [each for layer in cast(list[Layer], self.layers) for each in layer.mixers()]

@@ -1,4 +1,4 @@
-"""What a decoder remembers between calls: keys and values, recurrent states, and the last tree.
+"""Cache of a model between calls: keys and values, recurrent states, and the last tree.
 
 A call over a token tree writes no state. It keeps the inputs that the state update needs, and
 the accepted path of that tree is replayed at the start of the next call (activation replay).
@@ -41,21 +41,30 @@ from stree_kernels.contracts import CacheState
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """What a cache holds of the first `length` tokens of a sequence, by layer; keys and values may
-    be of some slots more, which nobody reads."""
+    """Copies of a cache after the first `length` tokens of a sequence, by layer.
+
+    Keys and values may have some slots more, which are never read.
+    """
 
     length: int
     layers: list[tuple[Tensor, ...]]
 
 
 class HybridCache:
-    """One cache a mixer, the committed length, and the accepted path not yet replayed.
+    """Caches of all mixers of a model, committed lengths, and accepted paths not yet replayed.
 
-    `layers` has them in the order of `HybridConfig.mixers` over all layers.
+    `layers` has one cache a mixer, in the order of `HybridConfig.mixers` over all layers. States
+    are fp32, or fp64 in an fp64 model: in bf16 they drift over thousands of tokens.
 
-    Args: batch sequences of at most max_length committed tokens, trees of at most max_nodes;
-    backtracking, whether calls replay the accepted path, or feed it again (`stree.models.joint`).
-    States are fp32, or fp64 in an fp64 model: in bf16 they drift over thousands of tokens.
+    Args:
+        config: Of the model.
+        max_length: Most committed tokens of a sequence.
+        max_nodes: Most nodes of a tree.
+        batch: Number of sequences.
+        device: Where the buffers lie.
+        dtype: Of keys, values and conv inputs.
+        backtracking: "replay" the accepted path from kept inputs, or "joint": feed it again
+            (`stree.models.joint`).
     """
 
     def __init__(
@@ -88,7 +97,7 @@ class HybridCache:
         self.cache_state = CacheState(
             self.length, self.path, self.path_length, self.variant, self.parity
         )
-        self.longest_path: int | None = None  # what the host knows of path_length: the most
+        self.longest_path: int | None = None  # upper bound of path_length, if the host knows one
         self.last_tree: LastTree | None = None
         if require_backtracking(backtracking) == "joint":
             path = make_tree_batch([TokenTree.chain(max_nodes - 1)], self.parity.device)
@@ -140,8 +149,10 @@ class HybridCache:
         return self.path.device
 
     def sequence_bytes(self) -> dict[str, int]:
-        """What a sequence takes, by part: its states, its keys and values, and what calls keep of a
-        tree's nodes (to replay the accepted path)."""
+        """Return the bytes of a sequence by part: states, keys and values, nodes of trees.
+
+        The inputs of the nodes of trees are kept to replay the accepted path.
+        """
         held = {id(each): (part, each) for layer in self.layers for part, each in layer.held()}
         parts = dict.fromkeys((STATES, KEYS, NODES), 0)
         for part, each in held.values():
@@ -149,7 +160,7 @@ class HybridCache:
         return parts
 
     def narrow(self, first: int, count: int) -> HybridCache:
-        """The same buffers, of some of the sequences only."""
+        """Return a view of the buffers of `count` sequences from `first` on."""
         view = copy.copy(self)
         if count == len(self.length):
             return view
@@ -163,13 +174,13 @@ class HybridCache:
         return view
 
     def at(self, row: int) -> HybridCache:
-        """One sequence, as a cache of its own to read a prompt into. Waits for the device."""
+        """Return one sequence as a cache to read a prompt into. Waits for the device."""
         view = self.narrow(row, 1)
         view.num_committed = int(view.length + view.path_length)
         return view
 
     def reset(self, row: Which = EACH) -> None:
-        """Forget everything of all sequences, or of some, so that the buffers serve others."""
+        """Empty all sequences, or those of `row`, so that their buffers serve others."""
         for layer in self.layers:
             layer.reset(row)
         fill(self.length, row)
@@ -177,19 +188,25 @@ class HybridCache:
         self.num_committed = 0
 
     def save(self, row: int = 0) -> SavedPrefix:
-        """Copies of what the committed tokens of one sequence have left; a path that is accepted
-        and not replayed yet is left out. Waits for the device."""
+        """Return copies of a sequence's caches after its committed tokens. Waits for the device.
+
+        An accepted path that is not replayed yet is left out.
+        """
         length = int(self.length[row])
         return SavedPrefix(length, self.copies(row, length))
 
     def copies(self, row: int, most: int) -> list[tuple[Tensor, ...]]:
-        """What `save` copies, by layer, where the host only knows that there are at most so many
-        committed tokens; does not wait for the device."""
+        """Return the copies of `save` by layer, without waiting for the device.
+
+        most is an upper bound of the committed tokens.
+        """
         return [layer.save(most, row) for layer in self.layers]
 
     def load(self, saved: SavedPrefix, row: int | None = None) -> None:
-        """Begin one sequence, the only one unless `row` says which, as if it had just read what was
-        saved."""
+        """Write saved copies into a sequence, as if it had just read these tokens.
+
+        row is None for a cache of one sequence.
+        """
         if row is None:
             assert len(self.length) == 1, "which of the sequences?"
             row, self.num_committed = 0, saved.length
@@ -209,7 +226,10 @@ class HybridCache:
         self.num_committed += len(path)
 
     def reserve(self, num_tokens: int, after: int | None = None) -> None:
-        """Check that as many more tokens fit, after those that are committed (or after so many)."""
+        """Raise `UsageError` unless `num_tokens` more tokens fit after the committed ones.
+
+        after replaces the host's count of committed tokens.
+        """
         start = self.num_committed if after is None else after
         if start + num_tokens > self.max_length:
             raise UsageError(

@@ -1,12 +1,12 @@
-"""Pieces of prompts read as trees that are chains, with all of their tokens accepted.
+"""Chunk pass: read a chunk of a prompt as a tree that is a chain, and accept all of its tokens.
 
-A piece goes through the kernels of a step's tree, which need a fraction of the launches that the
-operations over whole sequences do. Every layer goes over it from the state before it and then
-advances the state along as many of its nodes as count, as joint attainment does with a path
-(`stree.models.joint`); so what a layer keeps of nodes is not needed after it, and all share it.
-Only the device knows which sequence reads and how many tokens there are: one graph serves any.
+The chunk goes through the kernels of a step's tree, which need a fraction of the launches of the
+operations over whole sequences. Each layer reads the chunk, then moves the row's state forward by
+the tokens that count, as joint attainment does with a path (`stree.models.joint`). Its per-node
+buffers are free afterwards, so all layers share one set. Row and number of tokens are known to the
+device only, so that one graph serves any row and length.
 
-Shapes: T tokens of a piece, the padding behind them included.
+Shapes: T tokens of a chunk, padding included.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from stree_kernels.contracts import CacheState, Topology
 
 
 class PrefillScratch:
-    """What reading pieces of `size` tokens (two at least) takes beside a cache, for a conv of some
-    width."""
+    """Scratch buffers to read chunks of `size` ≥ 2 tokens, for convolutions of some width."""
 
     def __init__(self, cache: HybridCache, size: int, width: int) -> None:
         device = cache.device
@@ -39,20 +38,27 @@ class PrefillScratch:
         alike: dict[type[LayerCache], LayerCache] = {}
         for layer in cache.layers:
             if type(layer) not in alike:
-                alike[type(layer)] = layer.for_piece(size)
+                alike[type(layer)] = layer.for_chunk(size)
         self.layers: list[Any] = [alike[type(layer)] for layer in cache.layers]
 
 
 @dataclass(kw_only=True)
 class ChunkPass(TreePass):
-    """A call over a piece; `cache_state` and `topology` are its own, the others say how states go
-    on along it."""
+    """Pass over a chunk of one row.
 
-    READY: ClassVar[str] = "none"  # the launch ahead may be over the same piece
+    Attributes:
+        cache: The cache of all rows.
+        row: (1,) the row that reads.
+        count: (1,) tokens of the chunk that count; the rest is padding.
+        pair: Topology of the two-node tree that advances the states.
+        after: Cache state by which the states advance along the chunk.
+    """
+
+    READY: ClassVar[str] = "none"  # the previous launch may be over the same chunk
 
     cache: HybridCache
-    row: Tensor  # (1,) the sequence that reads
-    count: Tensor  # (1,) tokens that count
+    row: Tensor
+    count: Tensor
     pair: Topology
     after: CacheState
 
@@ -61,8 +67,10 @@ class ChunkPass(TreePass):
         cls, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache,
         scratch: PrefillScratch, bound: int, inputs: Tensor | None, **model: Any,
     ) -> ChunkPass:  # fmt: skip
-        """Of the first `count` of tokens (1, T), by one sequence of a cache; the rest may be
-        anything. inputs (1, T, D), likewise, or None."""
+        """Return the pass over the first `count` of tokens (1, T); the rest may be anything.
+
+        inputs (1, T, D) are added to the embeddings; None adds nothing.
+        """
         padding = scratch.places >= count
         if inputs is not None:
             inputs = inputs.masked_fill(padding[..., None], 0)
@@ -86,8 +94,8 @@ class ChunkPass(TreePass):
             return op(x, out, self.topology, self.cache_state, 0)
         cache.begin_joint()
         y = op(x, out, self.topology, self.cache_state, 0)
-        # A tree that nobody wants, for what comes before it. Of a single node, the gated delta rule
-        # would go on node by node
+        # The outputs of this tree are not used: it only advances the states. With a single node,
+        # the gated delta rule would advance node by node
         op(x[:, :2], None, self.pair, self.after, 0)
         cache.end_joint()
         return y

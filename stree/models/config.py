@@ -1,4 +1,4 @@
-"""What a decoder is made of: its layers, the blocks in them, and the dimensions of each kind."""
+"""Config of a model: its layers, the blocks in them, and the dimensions of each kind."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)")
 
 @dataclass(frozen=True)
 class Block:
-    """Parts side by side behind one norm; the sum of what they give joins the residual stream.
+    """Parts side by side after one norm; the sum of their outputs is added to the residual stream.
 
-    With `shared`, that transformer block of several layers runs first: what it gives is added to
+    With `shared`, the shared transformer block of that number runs first: its output is added to
     the norm's input, not to the stream.
     """
 
@@ -42,20 +42,29 @@ class Block:
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """A decoder of layers of one or two blocks each, in any order.
+    """Config of a decoder whose layers have one or two blocks each, in any order.
 
     `layer_types` describes each layer: blocks that follow one another, separated by spaces, parts
     of one block that run side by side joined by "+". "mamba mlp" is a mixer, then an MLP;
     "mamba+attention mlp" has both mixers on one normed input; "experts+shared_mlp" has no mixer;
-    "shared0>mamba" adds what shared transformer block 0 makes of the stream and the embeddings to
-    its mixer's input. Without `layer_types`, layer i is attention when i is in `attn_layers`, else
-    Mamba-2, and an MLP follows when `intermediate_size` is set. With them, `attn_layers` follows.
+    "shared0>mamba" adds the output of shared transformer block 0, which reads the stream and the
+    embeddings, to its mixer's input. Without `layer_types`, layer i is attention when i is in
+    `attn_layers`, else Mamba-2, and an MLP follows when `intermediate_size` is set. With
+    `layer_types`, `attn_layers` follows from them.
 
     In a Mamba-2 mixer head h reads x from group h // (num_ssm_heads // num_x_groups), and B and C
     likewise: MambaInLlama shares x and B among heads as grouped-query attention shares v and k,
     Mamba-2 proper shares B and C.
 
     Raises `UsageError` when the numbers do not fit together.
+
+    Example:
+        >>> import stree
+        >>> mamba = dict(num_ssm_heads=4, ssm_head_dim=8, d_state=16)
+        >>> groups = dict(num_x_groups=4, num_b_groups=1, num_c_groups=1)
+        >>> config = stree.HybridConfig(64, d_model=16, num_layers=2, **mamba, **groups)
+        >>> [config.layer_type(layer) for layer in range(2)]
+        ['mamba', 'mamba']
     """
 
     vocab_size: int
@@ -65,8 +74,8 @@ class HybridConfig:
     intermediate_size: int = 0  # an MLP's width; 0: no MLP, as in pure Mamba-2 models
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    head_vocab_size: int = 0  # tokens that a head of its own is over (`head_ids`); 0: all
-    head_rank: int = 0  # of a head that is two products, down to so many numbers and up; 0: one
+    head_vocab_size: int = 0  # tokens of a head over a part of the vocabulary (`head_ids`); 0: all
+    head_rank: int = 0  # rank of a head that is two products, down and up; 0: one product
 
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -76,20 +85,20 @@ class HybridConfig:
     max_position_embeddings: int = 4096
 
     layer_types: tuple[str, ...] = ()
-    rotary_dim: int | None = None  # rotated: so many channels of a head; None all, 0 no positions
+    rotary_dim: int | None = None  # channels of a head that are rotated; None all, 0 no positions
     attention_scale: float | None = None  # of the scores; None: head_dim^−½
     attention_bias: bool = False  # of all four projections
     qk_norm: bool = False  # RMS norms of each head's q and k, before the rotation
-    attention_gate: bool = False  # what heads give is multiplied by a sigmoid of the layer's input
+    attention_gate: bool = False  # heads' outputs are multiplied by a sigmoid of the layer's input
 
     mlp_kind: str = "swiglu"  # one of MLP_KINDS
     mlp_bias: bool = False  # of the shared MLP and the experts' latent projections, too
     shared_intermediate_size: int = 0  # width of "shared_mlp"
-    shared_gate: bool = False  # what it gives is multiplied by a sigmoid of its input, one a token
+    shared_gate: bool = False  # its output is multiplied by a sigmoid of its input, one a token
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
-    expert_latent_size: int = 0  # what experts read and write, if not d_model
+    expert_latent_size: int = 0  # width of the experts' input and output; 0: d_model
     router: str = "softmax"  # one of ROUTERS
     router_groups: int = 1  # of experts, of which the router_top_groups best are chosen from
     router_top_groups: int = 1
@@ -140,7 +149,7 @@ class HybridConfig:
 
     @property
     def num_positions(self) -> int | None:
-        """The longest sequence that the model was made for; None where nothing has a position."""
+        """Length of the longest sequence that the model was made for; None without positions."""
         has_positions = self.attn_layers and self.rotary_dim != 0
         return self.max_position_embeddings if has_positions else None
 
@@ -225,7 +234,7 @@ class HybridConfig:
             )
 
     def _take_layer_types(self) -> None:
-        """Check `layer_types`, and say in `attn_layers` what follows from them."""
+        """Check `layer_types`, and set `attn_layers` by them."""
         if not self.layer_types:
             return
         if len(self.layer_types) != self.num_layers:
@@ -351,19 +360,21 @@ class HybridConfig:
         return layer in self.attn_layers
 
     def layer_type(self, layer: int) -> str:
-        """What `layer_types` says of a layer, or would say."""
+        """Return a layer's description in the words of `layer_types`."""
         if self.layer_types:
             return self.layer_types[layer]
         mixer = "attention" if self.is_attention(layer) else "mamba"
         return f"{mixer} mlp" if self.intermediate_size else mixer
 
     def blocks(self, layer: int) -> tuple[Block, ...]:
-        """The blocks of a layer, in order."""
+        """Return the blocks of a layer, in order."""
         return _blocks(self.layer_type(layer))
 
     def mixers(self, layer: int) -> tuple[str, ...]:
-        """The kinds of what a layer remembers tokens with, in order; a shared transformer block
-        counts as attention."""
+        """Return the kinds of a layer's mixers, in order.
+
+        A shared transformer block counts as attention.
+        """
         found = []
         for block in self.blocks(layer):
             if block.shared is not None:
@@ -372,7 +383,7 @@ class HybridConfig:
         return tuple(found)
 
     def has(self, part: str) -> bool:
-        """Whether any layer has such a part."""
+        """Return whether any layer has such a part."""
         if self.layer_types:
             return any(part in block.parts for each in self.layer_types for block in _blocks(each))
         if part == "mlp":
@@ -383,7 +394,7 @@ class HybridConfig:
         }.get(part, False)
 
     def keep_layers(self, chosen: Sequence[int]) -> HybridConfig:
-        """A decoder of some of the layers, in the order given."""
+        """Return the config of a decoder of the chosen layers, in the order given."""
         if not self.layer_types:
             attention = tuple(new for new, old in enumerate(chosen) if self.is_attention(old))
             return self.replace(num_layers=len(chosen), attn_layers=attention)
@@ -397,14 +408,17 @@ class HybridConfig:
         )  # fmt: skip
 
     def shared_blocks_of(self, layers: Sequence[int]) -> list[int]:
-        """The shared transformer blocks that some layers use, in order."""
+        """Return the numbers of the shared transformer blocks that some layers use, in order."""
         blocks = [block for layer in layers for block in self.blocks(layer)]
         return sorted({block.shared for block in blocks if block.shared is not None})
 
     def reading(
         self, layers: tuple[int, ...], target: HybridConfig, own: bool = False
     ) -> HybridConfig:
-        """A drafter like this that reads features of some layers of a target, and its own."""
+        """Return the config of such a drafter that reads hidden states of a target's layers.
+
+        own says whether it reads its own hidden states further down a draft.
+        """
         return self.replace(
             feature_layers=layers, target_width=target.d_model,
             target_num_layers=target.num_layers, own_features=own,
@@ -425,7 +439,7 @@ class HybridConfig:
 
 @functools.lru_cache(maxsize=256)
 def _blocks(layer_type: str) -> tuple[Block, ...]:
-    """The blocks that one of `layer_types` describes."""
+    """Return the blocks that one of `layer_types` describes."""
     blocks = []
     words = layer_type.split() if isinstance(layer_type, str) else []
     for word in words:

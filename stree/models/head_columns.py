@@ -1,4 +1,4 @@
-"""Where a head that is over some tokens has them."""
+"""Columns of tokens in a head over a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def columns_of(tokens: Tensor, ids: Tensor) -> Tensor:
-    """The columns (…) of tokens (…) in a head over ids (K,), ascending; K for those that it has
-    not."""
+    """Return the columns (…) of tokens (…) in a head over ids (K,), ascending; K for no column."""
     columns = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
     return torch.where(ids[columns] == tokens, columns, len(ids))

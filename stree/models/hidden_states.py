@@ -1,8 +1,8 @@
-"""What a drafter reads of its target: the residual stream after some of the target's layers.
+"""Hidden states of the target as inputs of a drafter: a tap on the target, and a projection.
 
-The feature of a token is the target's state at that token, from which the next one is predicted. A
-drafter reads token i beside the feature of token i − 1, which is known as soon as token i is
-certain: no call waits for another.
+The feature of a token is the target's residual stream at that token after some layers, from which
+the next token is predicted. A drafter reads token i with the feature of token i − 1, which is known
+as soon as token i is certain: no call waits for another.
 
 Shapes: B sequences, T tokens (or tree nodes), F channels of all features of a token, D the
 drafter's width.
@@ -23,37 +23,43 @@ from stree_kernels import ops
 
 
 class HiddenStateTap:
-    """Takes the residual stream after some layers out of a target's calls."""
+    """Collect the residual stream after some layers during a target's calls."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         self._streams: dict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, layer: int, x: Tensor) -> None:
-        """Told of the stream x (B, T, ·) after each layer, and after it of the next tokens'."""
+        """Keep the stream x (B, T, ·) after a layer, if the layer is asked for.
+
+        The chunks of a prompt come one after the other.
+        """
         if layer in self.layers:
             self._streams[layer].append(x)
 
     @property
     def streams(self) -> list[Tensor]:
-        """(B, T, ·) of each layer."""
+        """Streams (B, T, ·) of all chunks, one a layer."""
         streams = [self._streams[layer] for layer in self.layers]
         return [torch.cat(each, 1) if each[1:] else each[0] for each in streams]
 
     @property
     def values(self) -> Tensor:
-        """(B, T, F) of all tokens."""
+        """Features (B, T, F) of all tokens: the streams of all layers, concatenated."""
         return torch.cat(self.streams, -1)
 
 
-GAIN = 0.02  # of what is added to embeddings, to begin with: as large as those are drawn
+GAIN = 0.02  # initial size of the projected features: that of random embeddings
 
 
 class HiddenStateProjection(nn.Module):
-    """What a drafter adds to a token's embedding: the feature of the token before it, each layer's
-    normed, all projected, and normed again, or their size would drown the embedding as soon as the
-    projection learns. For a token whose feature is not known it is a learnt vector; for a drafted
-    one the same of the drafter's own hidden state, if it reads that."""
+    """Projection of the previous token's feature, which a drafter adds to a token's embedding.
+
+    Each layer's part is normed, all are projected, and the result is normed again, or it would
+    outgrow the embedding as soon as the projection learns. A token without a known feature gets a
+    learnt vector. A drafted token gets a projection of the drafter's own hidden state, if
+    `HybridConfig.own_features` is set.
+    """
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -69,24 +75,26 @@ class HiddenStateProjection(nn.Module):
         self.begin(GAIN)
 
     def begin(self, gain: float) -> None:
-        """Set how much is added to embeddings to begin with."""
+        """Set the initial size of the vectors that are added to embeddings."""
         for norm in (self.gain, self.own_gain) if self.reads_own else (self.gain,):
             nn.init.constant_(norm.weight, gain)
 
     def of_tokens(self, features: Tensor) -> Tensor:
-        """(…, D) of features (…, F), for the tokens after them."""
+        """Project features (…, F) to the inputs (…, D) of the tokens after them."""
         return self.gain(self.proj(self.norm(features.to(self.unknown.dtype))))
 
     def of_nodes(self, features: Tensor, nodes: Tensor) -> Tensor:
-        """The same (B, M, D) of some nodes (B, M) of trees, given features (B, N, F) of all, in a
-        step of decoding; a node that there is none of stands for the last."""
+        """Project the features of some nodes of trees in a decoding step.
+
+        features (B, N, F) are those of all nodes, nodes (B, M) the indices; an index without a
+        node stands for the last. Returns (B, M, D).
+        """
         norm, features = self.norm, features.to(self.unknown.dtype)
         normed = ops.norm_at(features, nodes, norm.weight, norm.eps, norm.groups)
         return self._gained(ops.linear(normed, self.proj.weight), self.gain)
 
     def of_drafts(self, hidden: Tensor) -> Tensor:
-        """What is added to the drafted tokens after others, given the drafter's own last hidden
-        states after these: (…, D) each."""
+        """Project the drafter's own hidden states (…, D) to the inputs of the drafts after them."""
         if not self.reads_own:
             return self.unknown.expand(hidden.shape)
         if torch.is_grad_enabled():  # ops have no gradient
@@ -99,8 +107,11 @@ class HiddenStateProjection(nn.Module):
     def forward(
         self, features: Tensor, segment_ids: Tensor | None = None, known: Tensor | None = None
     ) -> Tensor:
-        """What is added to each token, (B, T, D), given the features (B, T, F) of the same tokens.
-        Unknown are a sequence's first token's, and those outside known (B, T) bool."""
+        """Return the inputs (B, T, D) of tokens, given the features (B, T, F) of the same tokens.
+
+        The first token of each sequence, and tokens after one outside known (B, T) bool, get the
+        learnt vector. segment_ids (B, T) separate samples packed into one row.
+        """
         inputs = self.of_tokens(features).roll(1, dims=1)
         known = torch.ones_like(features[..., 0], dtype=torch.bool) if known is None else known
         known = known.clone()
@@ -111,7 +122,7 @@ class HiddenStateProjection(nn.Module):
 
 
 def require_features_of(drafter: HybridConfig, target: HybridConfig) -> None:
-    """Raises `UsageError` when a drafter reads features that are not this target's."""
+    """Raise `UsageError` when a drafter reads features of another kind of target."""
     wanted = drafter.target_width, drafter.target_num_layers
     if drafter.feature_layers and wanted != (target.d_model, target.num_layers):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a model's weights begin as."""
+"""Random initial weights of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stree.models.layers.mlp import Experts
 
 @torch.no_grad()
 def initialise(model: nn.Module, num_layers: int) -> None:
-    """GPT-2's scheme for the projections, Mamba-2's for dt, A and D."""
+    """Draw weights by GPT-2's scheme for projections and Mamba-2's for dt, A and D."""
     into_residual = 0.02 / math.sqrt(2 * num_layers)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -1,10 +1,10 @@
 """Joint attainment and advancement (Snakes and Ladders, section 3.2): the other way to backtrack.
 
-Replay keeps what a tree's call has computed, and advances the states along the accepted path when
-the next call begins. Here the path's tokens are fed again ahead of the next tree, in the same
-products: every layer goes over the path as a chain from the state before it, advances the state
-along as much of it as counts, and goes on to the tree from there. What is left between two calls
-is the state, the conv tail and the tokens of the tree, so all layers share what a call computes.
+Replay keeps inputs of a tree's nodes, and advances the states along the accepted path when the next
+call begins. Here the path's tokens are fed again before the next tree, in the same products: every
+layer reads the path as a chain from the state before it, advances the state along the nodes that
+count, and reads the tree from there. Only the states, the conv states and the tokens of the tree
+are left between two calls, so all layers share the buffers of a call.
 
 Shapes: B sequences, P nodes of the longest path, N of the tree, K slots of a path.
 """
@@ -26,7 +26,7 @@ BACKTRACKING = ("replay", "joint")
 
 
 def require_backtracking(name: str) -> str:
-    """Raises `UsageError` for what is no way to backtrack."""
+    """Return `name`. Raises `UsageError` unless it names a way to backtrack."""
     if name not in BACKTRACKING:
         raise UsageError(f"backtracking is {name!r}, wanted one of {', '.join(BACKTRACKING)}")
     return name
@@ -34,8 +34,15 @@ def require_backtracking(name: str) -> str:
 
 @dataclass(frozen=True)
 class LastTree:
-    """What a cache remembers of the last tree to feed its path again: tokens (B, K); and what never
-    changes: a chain (B, K) of places, its topology, no nodes (B,), and the two parities (1,)."""
+    """Tokens of the last tree, whose accepted path is fed again, and constants.
+
+    Attributes:
+        tokens: (B, K) int64.
+        chain: (B, K), the nodes 0 to K − 1 of a chain.
+        topology: Of the chain.
+        none: (B,) zeros, the length of no path.
+        parities: The two halves, (1,) each.
+    """
 
     tokens: Tensor
     chain: Tensor
@@ -45,7 +52,11 @@ class LastTree:
 
     @classmethod
     def empty(cls, batch: int, topology: Topology, parity: Tensor) -> LastTree:
-        """topology, of a chain of K nodes; parity, the cache's, which joint calls leave alone."""
+        """Return the record of `batch` sequences before any tree.
+
+        topology is that of a chain of K nodes; parity (1,) is the cache's, which joint calls do
+        not change.
+        """
         slots = topology.depths.shape[1]
         tokens = torch.zeros(batch, slots, dtype=torch.long, device=parity.device)
         chain = torch.arange(slots, device=parity.device).repeat(batch, 1)
@@ -58,11 +69,11 @@ class LastTree:
         return replace(self, tokens=tokens, chain=chain, none=none)
 
     def on(self, path: Tensor) -> Tensor:
-        """The tokens at the nodes of path (B, P)."""
+        """Return the tokens (B, P) at the nodes of path (B, P)."""
         return self.tokens.gather(1, path)
 
     def cache_states(self, after: CacheState) -> tuple[CacheState, CacheState]:
-        """Of the path's nodes, which nothing is accepted before, and of the tree's after them."""
+        """Return the cache states of the path, with nothing to replay, and of the tree after it."""
         first, second = self.parities
         return (
             CacheState(after.length, self.chain, self.none, self.none, first).of_a_call("memory"),
@@ -72,9 +83,15 @@ class LastTree:
 
 @dataclass(kw_only=True)
 class JointPass(TreePass):
-    """A call over [path, tree]; `cache_state` and `topology` are the tree's."""
+    """Pass over [accepted path, tree]; `cache_state` and `topology` are the tree's.
 
-    READY: ClassVar[str] = "none"  # the launch ahead was over the path
+    Attributes:
+        chain: Topology of the path.
+        before: Cache state of the path.
+        path_nodes: Nodes of the longest path.
+    """
+
+    READY: ClassVar[str] = "none"  # the previous launch was over the path
 
     chain: Topology
     before: CacheState
@@ -84,7 +101,10 @@ class JointPass(TreePass):
     def of(
         cls, tokens: Tensor, topology: Topology, cache: Any, bound: int, **model: Any
     ) -> JointPass:
-        """Of the tree's tokens (B, N), which take the last ones' place, after the path of those."""
+        """Return the pass over the last tree's accepted path and the new tree's tokens (B, N).
+
+        The new tokens replace those of the last tree.
+        """
         last, longest = cache.last_tree, cache.longest_path
         if longest is None:
             longest = max(1, int(cache.path_length.max()))
@@ -115,7 +135,7 @@ class JointPass(TreePass):
         return self
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
-        """The features are the tree's nodes'."""
+        """Take features of the tree's nodes, not of the path's."""
         super().enter(layer, rows_of(x)[:, self.path_nodes :])
 
     def end(self, hidden: Tensor) -> Tensor:

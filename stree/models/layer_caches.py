@@ -1,5 +1,8 @@
-"""What a layer remembers between calls: keys and values, or a recurrent state, and the last tree's
-inputs. Every buffer is static: calls can be captured.
+"""Caches of one layer: keys and values, or a recurrent state, and inputs of the last tree.
+
+Every buffer is static, so that calls can be captured. Shapes: B sequences, N nodes of the largest
+tree, W the conv's width, C its channels. The conv state is the last W − 1 committed inputs of a
+causal convolution.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
 
 
 def fill(tensor: Tensor, row: Which, dim: int = 0, value: float = 0) -> None:
-    """Fill what `row` says of a dimension, in graphs, too."""
+    """Fill the entries `row` of a dimension with a value; works inside CUDA graphs."""
     if isinstance(row, Tensor):  # an assignment would bring the value from the host
         tensor.index_fill_(dim, row, value)
     else:
@@ -30,40 +33,46 @@ def fill(tensor: Tensor, row: Which, dim: int = 0, value: float = 0) -> None:
 
 @dataclass
 class AttentionCache:
-    """Keys and values, each (B, Hkv, slots, D); the tree's nodes sit behind the committed ones."""
+    """Keys and values of an attention layer.
+
+    Attributes:
+        keys: (B, Hkv, slots, D); the nodes of a tree follow the committed tokens.
+        values: (B, Hkv, slots, D).
+        rotary: Cosines and sines (2, slots, D / 2), shared by all layers.
+    """
 
     keys: Tensor
     values: Tensor
-    rotary: Tensor  # (2, slots, D / 2), shared by all layers
+    rotary: Tensor
 
     def narrow(self, first: int, count: int) -> AttentionCache:
         keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
         return AttentionCache(keys, values, self.rotary)
 
     def reset(self, row: Which = EACH) -> None:
-        """Nothing to forget: what is behind the length is never read."""
+        """Do nothing: slots from the committed length on are never read."""
 
     def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
-        """Copies of what the committed tokens of a sequence have left."""
+        """Return copies of the keys and values of a sequence's first `length` tokens."""
         return self.keys[row, :, :length].clone(), self.values[row, :, :length].clone()
 
     def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
-        """Take over what `save` gave."""
+        """Write the copies that `save` returned into a row."""
         for cache, each in zip((self.keys, self.values), saved, strict=True):
             cache[row, :, : each.shape[1]] = each
 
-    def for_piece(self, num_nodes: int) -> AttentionCache:
-        """With angles for what pads a piece behind the last slot, which nobody sees."""
+    def for_chunk(self, num_nodes: int) -> AttentionCache:
+        """Return this cache with angles for the padding of a chunk after the last slot."""
         return replace(self, rotary=F.pad(self.rotary, (0, 0, 0, num_nodes)))
 
     def taken(self, row: Tensor, scratch: AttentionCache) -> AttentionCache:
-        """Keys stay where they are: `CacheState.rows` says whose they are."""
+        """Return the cache for one row's prefill; `CacheState.rows` names the row's keys."""
         return replace(self, rotary=scratch.rotary)
 
     def put_back(self, row: Tensor, taken: AttentionCache) -> None: ...
 
     def sharing(self, other: AttentionCache) -> AttentionCache:
-        """Keys and values are each layer's own."""
+        """Return this cache: keys and values are never shared among layers."""
         return self
 
     def begin_joint(self) -> None: ...
@@ -71,12 +80,12 @@ class AttentionCache:
     def end_joint(self) -> None: ...
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        """What sequences take, each with its part of `HybridCache.sequence_bytes`."""
+        """Yield each buffer with its part of `HybridCache.sequence_bytes`."""
         yield KEYS, self.keys
         yield KEYS, self.values
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
-        """Make the accepted path's keys and values contiguous."""
+        """Move the keys and values of the accepted path to the slots after the committed ones."""
         for cache in (self.keys, self.values):
             naive.move_accepted(
                 cache, cache_state.length, cache_state.path, cache_state.path_length
@@ -85,117 +94,129 @@ class AttentionCache:
 
 @dataclass
 class ConvCache:
-    """What the conv of a layer reads: of [committed tail, last tree] its raw inputs, twice.
+    """Raw inputs of a layer's conv, in two halves of [conv state, nodes of the last tree].
 
     A call writes the new tree into the half that does not hold the last one (`CacheState.parity`).
-    With joint attainment the rows serve all layers alike, and each has its tail beside.
+    With joint attainment all layers share `rows`, and each has a conv state of its own.
+
+    Attributes:
+        rows: (2, B, W − 1 + N, C or more).
+        parity: (1,) the half of the last tree, shared by all layers.
+        own_conv_state: (B, W − 1, C) with joint attainment, else None.
     """
 
-    rows: Tensor  # (2, B, W − 1 + N, C or more)
-    parity: Tensor  # (1,), shared by all layers
-    own_tail: Tensor | None = field(default=None, kw_only=True)  # (B, W − 1, C)
+    rows: Tensor
+    parity: Tensor
+    own_conv_state: Tensor | None = field(default=None, kw_only=True)
 
-    def tail_shape(self) -> tuple[int, int]:
-        """W − 1 and C."""
+    def conv_state_shape(self) -> tuple[int, int]:
+        """Return W − 1 and C."""
         raise NotImplementedError
 
     @property
-    def tail(self) -> Tensor:
-        """The last committed conv inputs, (B, W − 1, C)."""
-        if self.own_tail is None:
-            return self._lent_tails.index_select(0, self.parity)[0]
-        return self.own_tail
+    def conv_state(self) -> Tensor:
+        """Last committed conv inputs (B, W − 1, C)."""
+        if self.own_conv_state is None:
+            return self._lent_conv_states.index_select(0, self.parity)[0]
+        return self.own_conv_state
 
-    @tail.setter
-    def tail(self, tail: Tensor) -> None:
-        if self.own_tail is None:
-            self._lent_tails[self.parity] = tail[None]
+    @conv_state.setter
+    def conv_state(self, conv_state: Tensor) -> None:
+        if self.own_conv_state is None:
+            self._lent_conv_states[self.parity] = conv_state[None]
         else:
-            self.own_tail.copy_(tail)
+            self.own_conv_state.copy_(conv_state)
 
     def narrow(self, first: int, count: int) -> Self:
-        tail = self.own_tail
+        conv_state = self.own_conv_state
         return replace(
             self, rows=self.rows.narrow(1, first, count),
-            own_tail=None if tail is None else tail.narrow(0, first, count),
+            own_conv_state=None if conv_state is None else conv_state.narrow(0, first, count),
         )  # fmt: skip
 
-    def for_piece(self, num_nodes: int) -> Self:
-        """A cache of one sequence, whose tail and state are to come, for a tree of so many nodes
-        that is committed in the same call."""
-        length, _ = self.tail_shape()
+    def for_chunk(self, num_nodes: int) -> Self:
+        """Return scratch buffers for one sequence that reads a chunk of `num_nodes` tokens.
+
+        `taken` fills in the conv state and the state.
+        """
+        length, _ = self.conv_state_shape()
         rows = self.rows.new_zeros(2, 1, length + num_nodes, self.rows.shape[3])
-        return replace(self, rows=rows, parity=torch.zeros_like(self.parity), own_tail=None)
+        return replace(self, rows=rows, parity=torch.zeros_like(self.parity), own_conv_state=None)
 
     def taken(self, row: Tensor, scratch: Self) -> Self:
-        """What the committed tokens of a sequence, row (1,), have left, with room for nodes as
-        `scratch` has; to be put back."""
-        if self.own_tail is not None:
-            return replace(scratch, own_tail=self.own_tail.index_select(0, row))
-        return replace(scratch, own_tail=self._lent_tails[self.parity, row])
+        """Copy a sequence's states, row (1,), into scratch buffers; `put_back` writes them back."""
+        if self.own_conv_state is not None:
+            return replace(scratch, own_conv_state=self.own_conv_state.index_select(0, row))
+        return replace(scratch, own_conv_state=self._lent_conv_states[self.parity, row])
 
     def put_back(self, row: Tensor, taken: Self) -> None:
-        """Take over what `taken` has become."""
-        assert taken.own_tail is not None
-        if self.own_tail is not None:
-            self.own_tail.index_copy_(0, row, taken.own_tail)
+        """Write the states that a call has left in `taken` back to the row."""
+        assert taken.own_conv_state is not None
+        if self.own_conv_state is not None:
+            self.own_conv_state.index_copy_(0, row, taken.own_conv_state)
         else:
-            self._lent_tails[self.parity, row] = taken.own_tail
+            self._lent_conv_states[self.parity, row] = taken.own_conv_state
 
     def reset(self, row: Which = EACH) -> None:
-        fill(self.rows[:, :, : self.tail_shape()[0]], row, 1)
-        if self.own_tail is not None:
-            fill(self.own_tail, row)
+        fill(self.rows[:, :, : self.conv_state_shape()[0]], row, 1)
+        if self.own_conv_state is not None:
+            fill(self.own_conv_state, row)
 
     def sharing(self, other: Self) -> Self:
-        """The same with the rows of another layer, and a tail beside."""
-        tail = torch.zeros_like(self.tail, memory_format=torch.contiguous_format)
-        return replace(self, rows=other.rows, own_tail=tail)
+        """Return this cache with the rows of another layer, and a conv state of its own."""
+        conv_state = torch.zeros_like(self.conv_state, memory_format=torch.contiguous_format)
+        return replace(self, rows=other.rows, own_conv_state=conv_state)
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
         yield NODES, self.rows
-        yield STATES, self.own_tail
+        yield STATES, self.own_conv_state
 
     def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
-        """Copies of what the committed tokens of a sequence have left."""
-        if self.own_tail is not None:
-            return (self.own_tail[row].clone(),)
-        return (self._lent_tails[:, row].index_select(0, self.parity)[0],)
+        """Return copies of a sequence's states after its committed tokens."""
+        if self.own_conv_state is not None:
+            return (self.own_conv_state[row].clone(),)
+        return (self._lent_conv_states[:, row].index_select(0, self.parity)[0],)
 
     def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
-        """Take over what `save` gave."""
-        (tail,) = saved
-        if self.own_tail is not None:
-            self.own_tail[row] = tail
+        """Write the copies that `save` returned into a row."""
+        (conv_state,) = saved
+        if self.own_conv_state is not None:
+            self.own_conv_state[row] = conv_state
         else:
-            self._lent_tails[:, row].index_copy_(0, self.parity, tail[None])
+            self._lent_conv_states[:, row].index_copy_(0, self.parity, conv_state[None])
 
     @property
-    def _lent_tails(self) -> Tensor:
-        """Those among the rows, of both halves, (2, B, W − 1, C)."""
-        length, channels = self.tail_shape()
+    def _lent_conv_states(self) -> Tensor:
+        """Conv states inside `rows`, of both halves (2, B, W − 1, C)."""
+        length, channels = self.conv_state_shape()
         return self.rows[:, :, :length, :channels]
 
     def begin_joint(self) -> None:
-        """Lay the tail where the ops read it."""
-        assert self.own_tail is not None
-        self._lent_tails[0] = self.own_tail
+        """Copy the layer's own conv state into the shared rows, where the ops read it."""
+        assert self.own_conv_state is not None
+        self._lent_conv_states[0] = self.own_conv_state
 
     def end_joint(self) -> None:
-        """Take the tail that they have left."""
-        assert self.own_tail is not None
-        self.own_tail.copy_(self._lent_tails[0])
+        """Copy the conv state that the ops have left back to the layer's own."""
+        assert self.own_conv_state is not None
+        self.own_conv_state.copy_(self._lent_conv_states[0])
 
 
 @dataclass
 class RecurrentCache(ConvCache):
-    """What a recurrent layer keeps: a state, and beside the conv's inputs what steers its gates."""
+    """Cache of a recurrent layer: its state, and in `rows` also the inputs of its gates.
 
-    state: Tensor  # (B, …)
-    derived: Derived | None  # as `ops.new_derived`
+    Attributes:
+        state: (B, …), fp32 or fp64.
+        derived: Values of nodes that a kernel keeps for the replay (`ops.new_derived`), or None.
+        shape: Dimensions of the mixer.
+    """
+
+    state: Tensor
+    derived: Derived | None
     shape: Any
 
-    def tail_shape(self) -> tuple[int, int]:
+    def conv_state_shape(self) -> tuple[int, int]:
         return self.shape.tail, self.shape.num_channels
 
     def narrow(self, first: int, count: int) -> Self:
@@ -204,8 +225,8 @@ class RecurrentCache(ConvCache):
             derived=self.derived and self.derived.narrow(first, count),
         )  # fmt: skip
 
-    def for_piece(self, num_nodes: int) -> Self:
-        scratch = super().for_piece(num_nodes)
+    def for_chunk(self, num_nodes: int) -> Self:
+        scratch = super().for_chunk(num_nodes)
         return replace(scratch, derived=ops.new_derived(self.shape, scratch.rows))
 
     def taken(self, row: Tensor, scratch: Self) -> Self:
@@ -236,41 +257,40 @@ class RecurrentCache(ConvCache):
         return self.state[row].clone(), *super().save(length, row)
 
     def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
-        state, *tail = saved
+        state, *conv_state = saved
         self.state[row] = state
-        super().load(tuple(tail), row)
+        super().load(tuple(conv_state), row)
 
 
 @dataclass
 class MambaCache(RecurrentCache):
-    """Mamba-2's: a state (B, H, P, S), conv inputs and dt."""
+    """Cache of a Mamba-2 layer: a state (B, H, P, S), conv inputs and dt."""
 
     shape: MixerShape
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
-        """Advance state and tail along the accepted path."""
-        tail = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, cache_state)
-        self.tail = tail[..., : self.shape.num_channels]
+        """Advance state and conv state along the accepted path."""
+        kept = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, cache_state)
+        self.conv_state = kept[..., : self.shape.num_channels]
 
 
 @dataclass
 class ShortConvCache(ConvCache):
-    """A short convolution's inputs of [committed tail, last tree], and no state."""
+    """Cache of a short convolution: its inputs of [conv state, last tree], and no other state."""
 
     width: int  # of the convolution
 
-    def tail_shape(self) -> tuple[int, int]:
+    def conv_state_shape(self) -> tuple[int, int]:
         return self.width - 1, self.rows.shape[-1]
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
-        """Advance the tail along the accepted path."""
-        self.tail = naive.short_conv_replay(self.rows, self.width - 1, cache_state)
+        """Advance the conv state along the accepted path."""
+        self.conv_state = naive.short_conv_replay(self.rows, self.width - 1, cache_state)
 
 
 @dataclass
 class GatedDeltaCache(RecurrentCache):
-    """The gated delta rule's: a state (B, H, K, V), conv inputs and a, and the last tree's
-    updates."""
+    """Cache of a gated delta layer: state (B, H, K, V), conv inputs, a, and the tree's updates."""
 
     shape: GatedDeltaShape
     updates: Tensor  # (B, N, H, V)
@@ -286,7 +306,7 @@ class GatedDeltaCache(RecurrentCache):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> GatedDeltaCache:
-        """For sequences that have not begun. State and updates are fp32, or fp64 with fp64."""
+        """Return a cache of sequences without tokens; states are fp32, or fp64 in an fp64 model."""
         wide = naive.accumulation_dtype(dtype)
 
         def zeros(*dims: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -301,9 +321,9 @@ class GatedDeltaCache(RecurrentCache):
     def narrow(self, first: int, count: int) -> Self:
         return replace(super().narrow(first, count), updates=self.updates.narrow(0, first, count))
 
-    def for_piece(self, num_nodes: int) -> Self:
+    def for_chunk(self, num_nodes: int) -> Self:
         updates = self.updates.new_zeros(1, num_nodes, *self.updates.shape[2:])
-        return replace(super().for_piece(num_nodes), updates=updates)
+        return replace(super().for_chunk(num_nodes), updates=updates)
 
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), updates=other.updates)
@@ -313,11 +333,11 @@ class GatedDeltaCache(RecurrentCache):
         yield NODES, self.updates
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
-        """Advance state and tail along the accepted path."""
-        tail = naive.gated_delta_replay(
+        """Advance state and conv state along the accepted path."""
+        kept = naive.gated_delta_replay(
             self.rows, self.updates, self.state, mixer.weights, self.shape, cache_state
         )
-        self.tail = tail[..., : self.shape.num_channels]
+        self.conv_state = kept[..., : self.shape.num_channels]
 
 
 LayerCache = AttentionCache | MambaCache | ShortConvCache | GatedDeltaCache

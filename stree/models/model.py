@@ -1,8 +1,7 @@
-"""A decoder of the layers that its config describes: training, prefill, step, token tree, commit.
+"""A model of the layers that its config describes: training, prefill, tree verification, commit.
 
-Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width; K tokens that the head is
-over, R numbers that it multiplies (V and D, unless the config says otherwise). Parameters carry
-MambaInLlama's names.
+Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width, K tokens of the head, R its
+rank (K = V and R = D unless the config says otherwise). Parameters have MambaInLlama's names.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from stree_kernels.index_plan import whole_heads
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-READ_AT_ONCE = 2048  # tokens of a prompt, unless told
+READ_AT_ONCE = 2048  # tokens of a prompt in one chunk, by default
 
 
 def read_row(
@@ -57,7 +56,10 @@ def read_row(
     features: HiddenStateTap | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
-    """`HybridModel.prefill` of tokens (T,) by one sequence of a cache, with inputs (T, D)."""
+    """Prefill one sequence of a cache with tokens (T,); return the logits (1, V) after the last.
+
+    features takes hidden states for a drafter; inputs (T, D) are added to the embeddings.
+    """
     options: dict[str, Any] = {} if features is None else {"features": features}
     if inputs is not None:
         options["inputs"] = inputs[None]
@@ -65,12 +67,12 @@ def read_row(
 
 
 def last_of(values: Tensor, count: Tensor) -> Tensor:
-    """(1, D) of the last of the first `count` (1,) of values (1, T, D); of the first for none."""
+    """Return value `count` − 1 of values (1, T, D) as (1, D), or the first for count (1,) = 0."""
     return values.index_select(1, (count - 1).clamp(min=0))[:, 0]
 
 
 def on_own_gpu(method: Method) -> Method:
-    """A model's method, with the model's GPU as the current one."""
+    """Make a model's method run with the model's GPU as the current one."""
 
     @functools.wraps(method)
     def run(self: HybridModel, *arguments: Any, **options: Any) -> Any:
@@ -87,7 +89,16 @@ def _product() -> Callable[[Tensor, Tensor], Tensor]:
 class HybridModel(nn.Module):
     """A causal language model of the layers that a `HybridConfig` describes.
 
-    head_ids (K,) int64 ascending, the tokens of a head over some of the vocabulary; None with all.
+    Attributes:
+        head_ids: (K,) int64 ascending, the tokens of a head over a part of the vocabulary; None
+            for a head over all tokens.
+
+    Example:
+        >>> import stree, torch
+        >>> sizes = dict(attn_layers=(0,), num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> model = stree.HybridModel(stree.HybridConfig(64, d_model=16, num_layers=1, **sizes))
+        >>> model(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 64])
     """
 
     head_ids: Tensor | None
@@ -104,17 +115,17 @@ class HybridModel(nn.Module):
             self.lm_head = nn.Linear(width, config.head_size, bias=False)
         ids = torch.arange(config.head_vocab_size) if config.head_vocab_size else None
         self.register_buffer("head_ids", ids)
-        self.head_in_8_bits: Scaled | None = None  # what decoding multiplies by instead, if any
-        self._read: list[nn.Linear] = []  # what is packed, and where it lay when it was
-        self._packed_at: list[int] | None = None
-        self._module_dicts: list[dict[str, Any]] = []  # all that have any, and all with weights
+        self.head_in_8_bits: Scaled | None = None  # copy of the head that decoding reads, if any
+        self._read: list[nn.Linear] = []  # projections that are packed
+        self._packed_at: list[int] | None = None  # their addresses at the last `pack`
+        self._module_dicts: list[dict[str, Any]] = []  # children and weights of all modules
         self._weight_dicts: list[dict[str, Any]] = []
         if self.device.type != "meta":
             initialise(self, config.num_layers)
 
     @property
     def head_weight(self) -> Tensor:
-        """(K, R), the embedding itself when tied."""
+        """Weight (K, R) of the head, which is the embedding when the two are tied."""
         tied = self.config.tie_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
@@ -132,9 +143,9 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     @on_own_gpu
     def first_non_finite(self, tokens: Sequence[int]) -> str | None:
-        """Says where a NaN or an infinity first appears: in a weight, or after a layer.
+        """Return where a NaN or an infinity first appears, in a weight or after a layer.
 
-        tokens, a sequence to run through the model. None when everything is finite.
+        tokens are a sequence to run through the model. Returns None when everything is finite.
         """
         for name, parameter in self.named_parameters():
             if not bool(parameter.isfinite().all()):
@@ -152,7 +163,10 @@ class HybridModel(nn.Module):
     # Training
 
     def forward(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of whole sequences, tokens (B, T); see `hidden_states`."""
+        """Return logits (B, T, V) of whole sequences, tokens (B, T).
+
+        segment_ids as in `hidden_states`.
+        """
         return self.logits(self.hidden_states(tokens, segment_ids))
 
     @on_own_gpu
@@ -165,12 +179,17 @@ class HybridModel(nn.Module):
         read: Tensor | None = None,
         known: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, D) after the final norm.
+        """Return hidden states (B, T, D) after the final norm.
 
-        segment_ids (B, T), non-decreasing along T: samples packed into one row see nothing of
-        each other (attention, conv and state start anew) and positions restart. features takes
-        what a drafter reads; read (B, T, F), what a drafter has of its target at the same tokens,
-        of which each token sees that of the one before, where known (B, T) says so (None: all).
+        Args:
+            tokens: (B, T) int64.
+            segment_ids: (B, T), non-decreasing along T, the numbers of samples packed into one
+                row: attention, conv, state and positions start anew with each. None is one sample
+                a row.
+            features: Takes hidden states for a drafter.
+            read: (B, T, F), the target's features of the same tokens, for a drafter: each token
+                reads those of the token before it.
+            known: (B, T) bool, which of `read` are known; None is all.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = bounds = None
@@ -209,8 +228,11 @@ class HybridModel(nn.Module):
         known: Tensor | None,
         ahead: int,
     ) -> list[Tensor]:
-        """What `hidden_states` gives, and of each token as the first, second, … to the `ahead`-th
-        of a draft that begins so many tokens before (`stree.models.multi_step`): (B, T, D) each."""
+        """Return hidden states (B, T, D) of 1 + `ahead` passes of multi-step training.
+
+        The first are those of `hidden_states`; those of pass k are of each token as the k-th of a
+        draft (`stree.models.multi_step`).
+        """
         reader = self.model.features
         hidden: list[Tensor] = []
         embedded = self.model.embed_tokens(tokens)
@@ -228,20 +250,22 @@ class HybridModel(nn.Module):
 
     @on_own_gpu
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
-        """(…, V) in fp32 or wider; else as multiplied, which is enough to choose by. −∞ for tokens
-        that the head is not over."""
+        """Return logits (…, V) of hidden states (…, D); −∞ for tokens outside the head.
+
+        With `wide` they are fp32 or wider, else in the product's dtype, which is enough to choose.
+        """
         logits = self.over_vocabulary(self.head_logits(hidden))
         return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """(…, K), as multiplied."""
+        """Return the head's logits (…, K) of hidden states (…, D), in the product's dtype."""
         inputs = self.head_inputs(hidden)
         if self.head_in_8_bits is not None:
             return ops.linear(inputs, self.head_in_8_bits)
         return _product()(inputs, self.head_weight.to(hidden.dtype))
 
     def head_inputs(self, hidden: Tensor) -> Tensor:
-        """(…, R), what `head_weight` multiplies, of hidden states (…, D)."""
+        """Return the inputs (…, R) of `head_weight` for hidden states (…, D)."""
         if not self.config.head_rank:
             return hidden
         return _product()(hidden, self.head_down.weight.to(hidden.dtype))
@@ -257,8 +281,10 @@ class HybridModel(nn.Module):
         nodes: Tensor | None,
         values: Tensor | None,
     ) -> Tensor:
-        """`ops.draw_children` by the model's head: logits (B, n, K) after hidden states (B, n, D),
-        or of a stream ahead of the final norm."""
+        """Draw children by the model's head, as `ops.draw_children`.
+
+        stream is hidden states (B, n, D), or a stream before the final norm.
+        """
         if self.config.head_rank:
             stream = ops.linear(stream, self.head_down.weight)
         head = self.head_weight if self.head_in_8_bits is None else self.head_in_8_bits
@@ -268,9 +294,14 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     def take_head(self, whole: Tensor | None, ids: Tensor | None) -> None:
-        """Let the head be over the tokens ids (K,), ascending (None: as it is), with what it can
-        hold of a whole head (V, D): those rows, or of a low rank their best approximation, on the
-        principal directions. Without one, the weights stay."""
+        """Set the tokens and the weights of a head over a part of the vocabulary, or of low rank.
+
+        Args:
+            whole: Weight (V, D) of a head over all tokens: the rows of the head's tokens are taken,
+                at low rank their best approximation (on the principal directions). None leaves the
+                weights as they are.
+            ids: Tokens (K,), ascending; None leaves the tokens as they are.
+        """
         if ids is not None:
             assert self.head_ids is not None
             self.head_ids.copy_(ids)
@@ -286,11 +317,12 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     def put_head_in_8_bits(self) -> None:
-        """From now on let logits come of a copy of the head in fp8 e4m3, with a scale a token: half
-        the bytes of one in bf16 to read. It is made again by each `pack`. Of a low-rank head it is
-        the product up; embeddings stay as they are, also those that the head is tied to.
+        """Compute logits from now on by a copy of the head in fp8 e4m3, with one scale a token.
 
-        Raises `UsageError` for a GPU without such numbers.
+        The copy has half the bytes of one in bf16, and is made again by each `pack`. For a low-rank
+        head it is the second product. Embeddings stay as they are, also those tied to the head.
+
+        Raises `UsageError` for a GPU without float8.
         """
         if not has_products_in_8_bits(self.device):
             raise UsageError(
@@ -301,12 +333,12 @@ class HybridModel(nn.Module):
         made, held = naive.in_8_bits(self.head_weight), self.head_in_8_bits
         if held is None or held.values.device != self.device:
             self.head_in_8_bits = made
-        else:  # graphs know where it lies
+        else:  # graphs hold its address
             held.values.copy_(made.values)
             held.scale.copy_(made.scale)
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """Those of the head (…, K) as (…, V), −∞ for all other tokens."""
+        """Spread the head's logits (…, K) over the vocabulary (…, V), −∞ for other tokens."""
         if self.head_ids is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -math.inf)
@@ -314,7 +346,7 @@ class HybridModel(nn.Module):
 
     # Decoding
 
-    @torch.inference_mode(False)  # what a step in it laid out could not be trained any more
+    @torch.inference_mode(False)  # weights laid out inside it could not be trained any more
     @torch.no_grad()
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them, in place; done by `new_cache`.
@@ -338,12 +370,12 @@ class HybridModel(nn.Module):
         self._weight_dicts = [each._parameters for each in modules if each._parameters]
 
     def pack_what_moved(self) -> None:
-        """`pack`, where weights were moved since."""
+        """Call `pack` if weights were moved since the last call."""
         if self._packed_addresses() != self._packed_at:
             self.pack()
 
     def addresses(self) -> list[int]:
-        """Where all weights lie, and all modules, of those that there were at the last `pack`."""
+        """Return the addresses of all modules and weights that existed at the last `pack`."""
         modules, weights = (
             chain.from_iterable(map(dict.values, each))
             for each in (self._module_dicts, self._weight_dicts)
@@ -352,17 +384,16 @@ class HybridModel(nn.Module):
         return [*map(id, modules), *map(Tensor.data_ptr, there)]
 
     def versions(self) -> list[int]:
-        """Return how often each weight was written in place, of those of `addresses`.
+        """Return how often each weight of `addresses` was written in place.
 
-        A tensor of `torch.inference_mode` counts no writes, and neither does what writes through
-        `.data`: such changes are not seen.
+        Writes to tensors of `torch.inference_mode`, and writes through `.data`, are not counted.
         """
         weights = chain.from_iterable(map(dict.values, self._weight_dicts))
         there = [each for each in weights if each is not None]
         return [0 if each.is_inference() else each._version for each in there]
 
     def _packed_addresses(self) -> list[int]:
-        """Where the weights lie that are packed."""
+        """Return the addresses of the weights that are packed."""
         return [
             each.data_ptr()
             for projection in self._read for each in projection._parameters.values()
@@ -372,7 +403,10 @@ class HybridModel(nn.Module):
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"
     ) -> HybridCache:
-        """Static buffers for `batch` sequences of max_length tokens and trees of max_nodes."""
+        """Return static buffers for `batch` sequences of max_length tokens and max_nodes nodes.
+
+        backtracking is "replay" or "joint" (`HybridCache`).
+        """
         self.pack()
         return HybridCache(
             self.config, max_length, max_nodes,
@@ -390,19 +424,26 @@ class HybridModel(nn.Module):
         features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Commit whole sequences, tokens (B, T), to the cache, in chunks of `chunk` tokens.
+        """Commit tokens (B, T) to the cache, in chunks; return the logits (B, V) after the last.
 
-        features takes what a drafter reads of them; inputs (B, T, D), what is added to the
-        embeddings. Returns the logits (B, V) after the last token.
+        Args:
+            tokens: (B, T) int64, T ≥ 1.
+            cache: Of B sequences.
+            chunk: Tokens of a chunk.
+            features: Takes hidden states for a drafter.
+            inputs: (B, T, D), added to the embeddings; None adds nothing.
+
+        Raises:
+            UsageError: For an empty prompt, or one that does not fit the cache.
         """
         if tokens.shape[1] == 0:
             raise UsageError("the prompt is empty; give at least one token")
         cache.reserve(tokens.shape[1])
         self.apply_path(cache)
         for start in range(0, tokens.shape[1], chunk):
-            piece = slice(start, start + chunk)
-            added = None if inputs is None else inputs[:, piece]
-            hidden = self._extend(tokens[:, piece], cache, features, added)
+            part = slice(start, start + chunk)
+            added = None if inputs is None else inputs[:, part]
+            hidden = self._extend(tokens[:, part], cache, features, added)
         return self.logits(self.model.norm(hidden[:, -1]))
 
     def _extend(
@@ -448,12 +489,21 @@ class HybridModel(nn.Module):
         features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """`prefill` of the first of tokens (1, T), for graphs: only the device knows how many they
-        are, count (1,), and which of a cache's sequences reads them, row (1,).
+        """Commit the first `count` tokens of a padded chunk, without waiting for the device.
 
-        Nothing of its last tree may be pending. room, for pieces of T tokens; bound, slots to look
-        at, at least as many as it has with all T. Returns the last token's hidden state (1, D);
-        features has padding, too.
+        Unlike `prefill`, it can be captured: only the device knows row and count.
+
+        Args:
+            tokens: (1, T), padding included.
+            count: (1,) tokens that count.
+            row: (1,) the sequence that reads them; no accepted path of it may be pending.
+            cache: Of all sequences.
+            scratch: Buffers for chunks of T tokens.
+            bound: Cache slots to attend to, at least those used after all T tokens.
+            features: Takes hidden states for a drafter, padding included.
+            inputs: (1, T, D), added to the embeddings; None adds nothing.
+
+        Returns the hidden state (1, D) of the last token that counts.
         """
         self.pack_what_moved()
         call = ChunkPass.of(
@@ -473,11 +523,16 @@ class HybridModel(nn.Module):
         *,
         wide: bool = True,
     ) -> Tensor:
-        """Logits of every node of a tree, in one call, after replaying the last accepted path.
+        """Return logits (B, N, V) of every node of a tree, in one call.
 
-        Args: tokens (B, N), the root first; bound, cache slots to read, at least the committed
-        ones and N (default: just these); wide, as in `logits`. Returns (B, N, V).
-        A single node is an ordinary step.
+        The call first replays the last accepted path. A tree of one node is an ordinary step.
+
+        Args:
+            tokens: (B, N), the root first.
+            tree: Shape of the tree of all sequences.
+            cache: Of B sequences.
+            bound: Cache slots to attend to, at least the committed ones and N; None is just these.
+            wide: As in `logits`.
         """
         if tokens.shape[1] != tree.num_nodes:
             raise UsageError(f"{tokens.shape[1]} tokens for the {tree.num_nodes} nodes of {tree}")
@@ -495,8 +550,15 @@ class HybridModel(nn.Module):
         bound: int,
         features: HiddenStateTap | None = None,
     ) -> Tensor:
-        """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N), as multiplied.
-        features takes what a drafter reads of the nodes."""
+        """Return logits (B, N, V) of the nodes of one tree per sequence, in the product's dtype.
+
+        Args:
+            tokens: (B, N), the roots first.
+            tree_batch: The tree of each sequence.
+            cache: Of B sequences.
+            bound: Cache slots to attend to, as in `tree_forward`.
+            features: Takes hidden states of the nodes for a drafter.
+        """
         topology = tree_batch.topology(self.config.d_conv)
         call = self.tree_call(tokens, topology, cache, bound=bound, features=features)
         return self.logits(self.tree_hidden(call), wide=False)
@@ -515,13 +577,20 @@ class HybridModel(nn.Module):
         inputs: Tensor | None = None,
         features: HiddenStateTap | None = None,
     ) -> TreePass:
-        """A call over nodes first … first + Q − 1 of trees, for `tree_hidden` or `tree_stream`.
+        """Return a pass over nodes first … first + Q − 1 of trees.
 
-        With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
-        the calls before grow. tokens (B, Q), or (B, N) of which the new nodes have those at
-        nodes (B, Q), −1 for none; each sequence has the tree of `topology` that `cache.variant`
-        names; bound as in `tree_forward`; inputs (B, Q, D) are added to the embeddings, and
-        features takes what a drafter reads of the nodes.
+        `tree_hidden` or `tree_stream` runs it.
+
+        Args:
+            tokens: (B, Q), or (B, N) of which the new nodes are those at `nodes`.
+            topology: Trees, of which `cache.variant` names that of each sequence.
+            cache: Of B sequences.
+            first: 0 begins new trees after the accepted paths of the last ones; more continues the
+                trees of the calls before.
+            bound: As in `tree_forward`.
+            nodes: (B, Q) indices into tokens (B, N), −1 for none; None for tokens (B, Q).
+            inputs: (B, Q, D), added to the embeddings; None adds nothing.
+            features: Takes hidden states of the nodes for a drafter.
         """
         self.pack_what_moved()
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
@@ -539,7 +608,7 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     @on_own_gpu
     def tree_hidden(self, call: TreePass) -> Tensor:
-        """Hidden states (B, Q, D) after the final norm of a call's nodes."""
+        """Run a pass; return the hidden states (B, Q, D) of its nodes after the final norm."""
         stream = self._run_tree(call)
         hidden = ops.norm(stream)
         call.enter(self.config.num_layers, stream)
@@ -548,8 +617,10 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     @on_own_gpu
     def tree_stream(self, call: TreePass, *, ends: bool = True) -> Stream:
-        """The same, with replay, as a stream ahead of the final norm, for `draw_children`; or for
-        `ops.take_roots`, which ends the call itself."""
+        """Run a pass; return the stream of its nodes before the final norm.
+
+        `draw_children` reads it. `ops.take_roots` reads it with `ends` = False, and ends the pass.
+        """
         stream = self._run_tree(call)
         if ends:
             call.end(stream.source)
@@ -564,7 +635,7 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     @on_own_gpu
     def apply_path(self, cache: HybridCache) -> None:
-        """Bring the accepted path that is pending, if any, into states, tails and keys."""
+        """Advance states, conv states and keys along the pending accepted path, if any."""
         if cache.last_tree is not None:
             return self._read_path(cache)
         mixers = dict(self.model.mixers())
@@ -574,8 +645,10 @@ class HybridModel(nn.Module):
         cache.path_length.zero_()
 
     def _read_path(self, cache: HybridCache) -> None:
-        """`apply_path` where nothing of the last tree is kept but its tokens; of several sequences,
-        the paths must be equally long."""
+        """Feed the pending accepted path again (`stree.models.joint`).
+
+        The paths of several sequences must be equally long.
+        """
         assert cache.last_tree is not None
         count = int(cache.path_length.max())
         if count:
@@ -585,7 +658,7 @@ class HybridModel(nn.Module):
             self._extend(cache.last_tree.on(cache.path[:, :count]), cache)
 
     def _rotary(self, positions: Tensor) -> Tensor | None:
-        """(2, B, T, 1, D) for positions (B, T), see `whole_heads`; None without attention."""
+        """Return angles (2, B, T, 1, D) of positions (B, T) for `whole_heads`; None if unused."""
         if not self.config.attn_layers:
             return None
         dtype = naive.accumulation_dtype(self.dtype)

@@ -1,18 +1,17 @@
-"""Training a drafter on what it drafts from: after every token of a sequence at once, a draft of
-the sequence's own next tokens, read as drafted ones are (`stree.models.hidden_states`).
+"""Multi-step training: train a drafter on its own drafts, after every token of a sequence at once.
 
 Pass 0 reads each token with its target's feature. Pass k reads each token t as the k-th of a draft
-that begins after token t − k: with the drafter's own hidden state of pass k − 1 after token t − 1,
-on from the state that pass 0 has after token t − k, as a decoder does. A Mamba-2 layer needs no
-state a token for that. Its state after token t of pass k is
+that begins after token t − k: with the drafter's own hidden state of pass k − 1 after token t − 1
+(`stree.models.hidden_states`), from the state that pass 0 has after token t − k, as a decoder does.
+A Mamba-2 layer needs no state a token for that. Its state after token t of pass k is
 
     h^k_t = (Π_{i<k} a^{k−i}_{t−i}) h^0_{t−k}
             + Σ_{i<k} (Π_{j<i} a^{k−j}_{t−j}) (dt·x ⊗ B)^{k−i}_{t−i}
 
-with a = exp(dt·A), so y^k_t = h^k_t·C^k_t is the scan of pass 0, k tokens later and asked with the
-C of pass k, and k further products. Token t − j in the conv is that of pass max(k − j, 0).
+with a = exp(dt·A), so y^k_t = h^k_t·C^k_t is the scan of pass 0, k tokens later and with the C of
+pass k, and k further products. Token t − j in the conv is that of pass max(k − j, 0).
 
-Where a sequence has not k tokens before t, the pass says nothing of use, and reaches no other.
+Outputs of pass k at the first k tokens of a sequence have no meaning, and affect no others.
 
 Shapes: B rows of a batch, T tokens, H heads, P head dim, S state, C channels.
 """
@@ -35,8 +34,14 @@ from stree_kernels.mamba.chunk_scan import chunk_scan
 
 @dataclass(frozen=True)
 class Scanned:
-    """What a layer's conv and scan have read in one pass: inputs (B, T, C), x (B, T, Gx, P), dt
-    (B, T, H), B (B, T, Gb, S)."""
+    """Inputs of a layer's conv and scan in one pass.
+
+    Attributes:
+        inputs: (B, T, C) of the conv.
+        x: (B, T, Gx, P).
+        dt: (B, T, H).
+        B: (B, T, Gb, S).
+    """
 
     inputs: Tensor
     x: Tensor
@@ -46,8 +51,10 @@ class Scanned:
 
 @dataclass
 class MultiStepPass(TrainingPass):
-    """One pass over whole sequences; `scanned` has what each layer, by the place of its cache, has
-    read in the passes so far."""
+    """One pass over whole sequences.
+
+    `scanned` holds each layer's inputs in the passes so far, by the slot of its cache.
+    """
 
     scanned: dict[int, list[Scanned]] = field(default_factory=dict)
 
@@ -58,8 +65,10 @@ class MultiStepPass(TrainingPass):
 def convolved(
     weight: Tensor, bias: Tensor | None, passes: Sequence[Tensor], segment_ids: Tensor | None
 ) -> Tensor:
-    """`naive.segment_conv` of the last of the passes' inputs (B, T, C): before it stand as many
-    tokens of those before, and then the first's."""
+    """Convolve the inputs (B, T, C) of the last pass, as `naive.segment_conv` does.
+
+    Token t − j in the window of token t comes from the pass j before the last, or from the first.
+    """
     width, depth = weight.shape[1], len(passes) - 1
     weight = weight.to(passes[0].dtype)
     y = passes[-1] * weight[:, -1]
@@ -79,7 +88,10 @@ def scanned_ahead(
     chunk_size: int,
     segment_ids: Tensor | None,
 ) -> Tensor:
-    """y (B, T, H, P) of the last pass, C (B, T, Gc, S) its own, given what all have scanned."""
+    """Return y (B, T, H, P) of the last pass, given the scan's inputs in all passes.
+
+    C (B, T, Gc, S) is the last pass's own.
+    """
     first, last, depth = passes[0], passes[-1], len(passes) - 1
     x, dt, B = (_later(each, depth) for each in (first.x, first.dt, first.B))
     segments = None
@@ -103,20 +115,20 @@ def scanned_ahead(
 
 
 def _later(values: Tensor, count: int) -> Tensor:
-    """What stands at t − count, at t; zero at first."""
+    """Shift values (B, T, …) by `count` tokens to later places; the first ones are zero."""
     if not count:
         return values
     return torch.cat([torch.zeros_like(values[:, :count]), values[:, :-count]], dim=1)
 
 
 def _per_head(values: Tensor, num_heads: int) -> Tensor:
-    """(B, T, H, ·) of (B, T, G, ·)."""
+    """Repeat the groups of (B, T, G, ·) to one for each head, (B, T, H, ·)."""
     groups = values.shape[2]
     return values if groups == num_heads else values.repeat_interleave(num_heads // groups, 2)
 
 
 def require_ahead(config: HybridConfig) -> None:
-    """Raises `UsageError` for a drafter whose layers cannot be trained ahead."""
+    """Raise `UsageError` for a drafter whose layers cannot be trained on several steps."""
     others = [part for part in ("attention", "short_conv", "gated_delta") if config.has(part)]
     if others:
         raise UsageError(

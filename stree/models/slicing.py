@@ -21,11 +21,11 @@ Layers = Sequence[int] | Literal["first"] | None  # of a target, see `drafter_co
 
 
 def layers_to_copy(target_config: HybridConfig, layers: Layers) -> list[int]:
-    """By number, what `drafter_config_from` is asked for.
+    """Return the numbers of the layers that `drafter_config_from` copies.
 
-    The first recurrent layer knows what embeddings look like, the last what the head reads. Those
-    that have attention beside it count where there are no others.
-    Raises UsageError when the target has fewer recurrent layers than are asked for.
+    The first recurrent layer reads embeddings, the last one's output reaches the head. Layers with
+    both a recurrent mixer and attention are taken only if there are too few others.
+    Raises `UsageError` when the target has fewer recurrent layers than are asked for.
     """
     if layers is not None and layers != "first":
         return list(layers)
@@ -47,14 +47,15 @@ def layers_to_copy(target_config: HybridConfig, layers: Layers) -> list[int]:
 
 
 def drafter_config_from(target_config: HybridConfig, layers: Layers = None) -> HybridConfig:
-    """The config of a drafter made of `layers` of the target, in the order given.
+    """Return the config of a drafter made of layers of the target, in the order given.
 
     Args:
-        layers: indices into the target's layers, of any kind; "first", its first recurrent layer;
-            None, the first and the last of these, whose memory does not grow.
+        target_config: Of the target.
+        layers: Numbers of the target's layers, of any kind; "first" is its first recurrent layer;
+            None is its first and its last recurrent layer, whose memory does not grow.
 
     Raises:
-        UsageError: no layers, an index that the target does not have, or one named twice.
+        UsageError: No layers, a number that the target does not have, or one named twice.
     """
     chosen = layers_to_copy(target_config, layers)
     if not chosen:
@@ -76,10 +77,10 @@ def slice_drafter(
     feature_layers: tuple[int, ...] = (),
     own_features: bool = False,
 ) -> HybridModel:
-    """A drafter whose every weight is a copy of the target's (fp32, on the target's device); one
-    that reads features begins as if it read none.
+    """Return a drafter whose weights are copies of the target's, in fp32 on the target's device.
 
-    Args and errors as `drafter_config_from`.
+    A drafter that reads features of the target begins as if it read none. Further arguments and
+    errors are those of `drafter_config_from`.
     """
     config = drafter_config_from(target.config, layers)
     if feature_layers:
@@ -106,8 +107,11 @@ def slice_drafter(
 
 
 def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> HybridConfig:
-    """The config with a head over so many tokens and of that rank, untied; None for all, and for
-    one product. Raises UsageError when it has a head of its own already, or there are fewer."""
+    """Return the config with an untied head over `vocab_size` tokens and of rank `rank`.
+
+    vocab_size None is all tokens, rank None a head of one product; both None changes nothing.
+    Raises `UsageError` when the config has a head of its own already, or has fewer tokens.
+    """
     if vocab_size is None and rank is None:
         return config
     if config.head_vocab_size or config.head_rank:
@@ -121,7 +125,7 @@ def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> Hy
 
 
 def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:
-    """A copy with a random head of that kind. Errors as `headed`."""
+    """Return a copy of a model with a random head as `headed` describes it, with its errors."""
     copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
     copy.tokenizer_fingerprint = model.tokenizer_fingerprint
     state = model.state_dict()
@@ -132,7 +136,10 @@ def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | Non
 
 
 def _target_name(drafter_name: str, places: Mapping[str, Sequence[int]]) -> str:
-    """places, of each list of modules, which of the target's the drafter's are."""
+    """Return the target's name of a drafter's parameter.
+
+    places maps a list of modules to the target's index of each of the drafter's.
+    """
     _, kind, *rest = drafter_name.split(".")
     if kind not in places:
         return drafter_name

@@ -25,7 +25,7 @@ def assert_same(got: HybridCache, wanted: HybridCache, tolerance: float) -> None
     used = got.num_committed
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
         if isinstance(ours, MambaCache):
-            pairs = [(ours.state, theirs.state), (ours.tail, theirs.tail)]
+            pairs = [(ours.state, theirs.state), (ours.conv_state, theirs.conv_state)]
         else:
             pairs = [(ours.keys[:, :, :used], theirs.keys[:, :, :used]),
                      (ours.values[:, :, :used], theirs.values[:, :, :used])]  # fmt: skip

@@ -15,8 +15,8 @@ def poison(cache: HybridCache) -> None:
             layer.keys[:, :, cache.num_committed :] = torch.nan
             layer.values[:, :, cache.num_committed :] = torch.nan
         else:
-            tail = layer.tail
+            tail = layer.conv_state
             layer.rows.fill_(torch.nan)
-            layer.tail = tail
+            layer.conv_state = tail
             if isinstance(layer, GatedDeltaCache):
                 layer.updates.fill_(torch.nan)

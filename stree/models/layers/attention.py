@@ -30,7 +30,7 @@ Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
 class Attention(Part):
     """Attention of `num_heads` heads to `num_kv_heads` keys and values, as in Llama.
 
-    d_input, what it reads (d_model unless given); it gives d_model.
+    d_input is the width of its input, d_model unless given; its output is d_model wide.
     """
 
     def __init__(self, config: HybridConfig, d_input: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Attention(Part):
     def _project(
         self, x: Tensor, context: TrainingPass, adapters: Adapters
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, P), k and v (B, Hkv, T, P), rotated."""
+        """Return q (B, T, H, P), k and v (B, Hkv, T, P), with q and k rotated."""
         projected = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         if adapters is not None:
             projected = [y + own(x) for y, own in zip(projected, adapters, strict=True)]
@@ -137,7 +137,7 @@ class Attention(Part):
 
 
 def takes_packed(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `packed_attention` has a kernel for heads of this width, in this dtype."""
+    """Return whether `packed_attention` has a kernel for heads of this width, in this dtype."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     return (
@@ -146,8 +146,10 @@ def takes_packed(head_dim: int, dtype: torch.dtype, device: torch.device) -> boo
 
 
 def sample_bounds(starts: Tensor) -> Tensor:
-    """(samples + 1,) int32: where each sample begins, of starts (B, T) bool, in the rows laid end
-    to end, and their length. Waits for the device."""
+    """Return the bounds (samples + 1,) int32 of samples in the rows laid end to end.
+
+    starts (B, T) bool marks first tokens. The last bound is B · T. Waits for the device.
+    """
     begins = starts.flatten().nonzero()[:, 0]
     bounds = torch.cat([begins, begins.new_tensor([starts.numel()])]).int()
     # A compiled layer is not compiled again for another number of samples.
@@ -158,12 +160,17 @@ def sample_bounds(starts: Tensor) -> Tensor:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None
 ) -> Tensor:
-    """Causal attention (B, T, H · P) within each of the samples that rows are packed of, where
-    `takes_packed`: PyTorch's flash attention, which neither reads a mask nor computes what one
-    would drop.
+    """Compute causal attention (B, T, H · P) within each of the samples that rows are packed of.
 
-    q (B, T, H, P); k and v (B, T, Hkv, P); bounds (samples + 1,) int32, where each sample begins in
-    the rows laid end to end, and B · T.
+    PyTorch's flash attention reads no mask, and computes nothing that a mask would drop. Call it
+    only if `takes_packed` returns True.
+
+    Args:
+        q: (B, T, H, P).
+        k: (B, T, Hkv, P).
+        v: (B, T, Hkv, P).
+        bounds: (samples + 1,) int32, from `sample_bounds`.
+        scale: Factor of the scores; None is P^−½.
     """
     longest = q.shape[1]
     parts = [each.to(v.dtype).flatten(0, 1) for each in (q, k, v)]

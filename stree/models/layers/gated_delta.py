@@ -31,7 +31,7 @@ from stree_kernels.gated_delta.scan import gated_delta_scan
 
 
 class GatedDeltaNet(Part):
-    """q, k, v → conv, SiLU → gated delta rule → norm of each head, then silu(z) → out."""
+    """Gated delta mixer: q, k, v → conv, SiLU → delta rule → norm of heads, silu(z) → out."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GatedDeltaNet(Part):
 
     @property
     def weights(self) -> GatedDeltaWeights:
-        """What conv and rule read."""
+        """Weights that conv and delta rule read."""
         return GatedDeltaWeights(
             self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log
         )
@@ -75,14 +75,14 @@ class GatedDeltaNet(Part):
         return self._finish(y, x)
 
     def extend(self, x: Tensor, cache: GatedDeltaCache, context: PrefillPass) -> Tensor:
-        seen = torch.cat([cache.tail, self.in_proj_qkv(x)], dim=1)
+        seen = torch.cat([cache.conv_state, self.in_proj_qkv(x)], dim=1)
         q, k, v = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
         y, state = gated_delta_scan(
             q, k, v, *self._decay_and_strength(x),
             chunk_size=self.chunk_size, initial_state=cache.state,
         )  # fmt: skip
         cache.state.copy_(state)
-        cache.tail = seen[:, seen.shape[1] - self.shape.tail :]
+        cache.conv_state = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)
 
     def tree(self, x: Stream, cache: GatedDeltaCache, call: TreePass) -> Tensor:
@@ -103,13 +103,13 @@ class GatedDeltaNet(Part):
     def _convolve(
         self, inputs: Tensor, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k (B, T, G, K) and v (B, T, H, V) of raw conv inputs (B, T, C)."""
+        """Return q and k (B, T, G, K) and v (B, T, H, V) of raw conv inputs (B, T, C)."""
         weights = self.weights
         y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
         return naive.split_heads(F.silu(y), self.shape)
 
     def _decay_and_strength(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """g and β, (B, T, H)."""
+        """Return the log decay g and the strength β, (B, T, H) each."""
         log_decay = naive.log_decays(self.in_proj_a(x), self.weights)
         return log_decay, self.in_proj_b(x).to(log_decay.dtype).sigmoid()
 

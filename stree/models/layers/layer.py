@@ -1,4 +1,4 @@
-"""A layer: blocks of parts behind norms, and how they hang on the residual stream."""
+"""A layer: blocks of parts after norms, which read the residual stream and add to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PART_NAMES = {
 
 
 def make_part(kind: str, config: HybridConfig) -> nn.Module:
-    """A part of a layer, with random weights."""
+    """Return a part of a layer, with random weights."""
     if kind == "mlp":
         return MLP(config, config.intermediate_size)
     if kind == "shared_mlp":
@@ -37,7 +37,7 @@ def make_part(kind: str, config: HybridConfig) -> nn.Module:
 
 
 class Adapter(nn.Module):
-    """A low-rank term beside a projection."""
+    """A low-rank term that is added to a projection."""
 
     def __init__(self, width: int, rank: int, outputs: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SharedTransformer(nn.Module):
         self.mlp = MLP(config, config.intermediate_size)
 
     def pack(self) -> None:
-        """See `Part.pack`."""
+        """Pack the weights of both parts (`Part.pack`)."""
         self.self_attn.pack()
         self.mlp.pack()
 
@@ -82,8 +82,10 @@ class SharedUse(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def run(self, block: Any, normed: Any, slot: int, call: Any) -> Tensor:
-        """What the shared block makes of the stream beside the embeddings, which its norm has
-        normed, to be added to the stream."""
+        """Return the shared block's output, to be added to the mixer's input.
+
+        normed is the norm of [stream, embeddings].
+        """
         adapters = None
         if self.adapts_attention:
             adapters = (self.q_adapter, self.k_adapter, self.v_adapter)
@@ -96,7 +98,7 @@ class SharedUse(nn.Module):
 class Layer(nn.Module):
     """One or two blocks, each a norm and parts side by side, as `HybridConfig.blocks` says.
 
-    first_slot, the place in a cache of its first mixer.
+    first_slot is the index of its first mixer's cache.
     """
 
     def __init__(self, config: HybridConfig, index: int, first_slot: int) -> None:
@@ -119,8 +121,10 @@ class Layer(nn.Module):
         return getattr(self, PART_NAMES.get(kind, kind))
 
     def parts(self, block: Block) -> list[tuple[Any, int | None]]:
-        """What runs in a block, with the places of their caches; several mixers count as one part,
-        which knows those itself."""
+        """Return the parts of a block with the slots of their caches.
+
+        Several mixers count as one part (`SideBySide`), which knows their slots.
+        """
         return self._parts[block]
 
     def _parts_of(self, block: Block) -> list[tuple[Any, int | None]]:
@@ -131,24 +135,27 @@ class Layer(nn.Module):
         return [(SideBySide(mixers), None)]
 
     def pack(self) -> None:
-        """See `Part.pack`."""
+        """Pack the weights of all parts (`Part.pack`)."""
         for block in self.blocks:
             for part, _ in self.parts(block):
                 part.pack()
 
     @property
     def mixer(self) -> Any:
-        """The layer's first part with a memory."""
+        """The layer's first mixer."""
         return self._module_of(next(kind for kind in self.slots if kind != "shared"))
 
     def mixers(self) -> list[tuple[int, Any]]:
-        """Its own parts with a memory, each with the place of its cache."""
+        """Return the layer's own mixers, each with the slot of its cache."""
         return [
             (slot, self._module_of(kind)) for kind, slot in self.slots.items() if kind != "shared"
         ]
 
     def run(self, x: Tensor | Stream | None, y: Any, call: Any) -> tuple[Any, Any]:
-        """The residual stream x, to which y is still to be added, before and after the layer."""
+        """Run the layer on the residual stream x, to which y is still to be added.
+
+        Returns such a pair after the layer.
+        """
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
             norm = getattr(self, norm_name)
             if block.shared is None:

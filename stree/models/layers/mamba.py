@@ -60,18 +60,18 @@ class Mamba2(Part):
 
     @property
     def A(self) -> Tensor:
-        """(H,), negative, in fp32 or wider."""
+        """Decay rates A (H,), negative, in fp32 or wider."""
         return -self.A_log.to(naive.accumulation_dtype(self.A_log.dtype)).exp()
 
     @property
     def weights(self) -> MixerWeights:
-        """What conv and scan read."""
+        """Weights that conv and scan read."""
         return MixerWeights(
             self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log, self.D
         )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """z (…, H·P), raw conv inputs (…, C) and dt (…, H) after softplus."""
+        """Return z (…, H·P), raw conv inputs (…, C) and dt (…, H) after softplus."""
         shape = self.shape
         z, inputs, dt = self.in_proj(x).split(
             [shape.d_inner, shape.num_channels, shape.num_heads], dim=-1
@@ -81,7 +81,7 @@ class Mamba2(Part):
     def _convolve(
         self, inputs: Tensor, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of raw conv inputs (…, C)."""
+        """Return x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of raw conv inputs (…, C)."""
         weights = self.weights
         inputs = naive.conv_channels(inputs, self.shape)
         y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
@@ -109,7 +109,7 @@ class Mamba2(Part):
         return self._finish(y, z)
 
     def ahead(self, x: Tensor, slot: int, context: MultiStepPass) -> Tensor:
-        """One of the passes of `stree.models.multi_step`."""
+        """Run one of the passes of `stree.models.multi_step`."""
         z, inputs, dt = self._project(x)
         inputs, passes = naive.conv_channels(inputs, self.shape), context.scanned.get(slot, [])
         weights = self.weights
@@ -125,14 +125,14 @@ class Mamba2(Part):
 
     def extend(self, x: Tensor, cache: MambaCache, context: PrefillPass) -> Tensor:
         z, inputs, dt = self._project(x)
-        seen = torch.cat([cache.tail, inputs], dim=1)
+        seen = torch.cat([cache.conv_state, inputs], dim=1)
         values, B, C = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
         y, state = chunk_scan(
             values, dt, self.A, B, C, self.D,
             chunk_size=self.chunk_size, initial_state=cache.state,
         )  # fmt: skip
         cache.state.copy_(state)
-        cache.tail = seen[:, -self.shape.tail :]
+        cache.conv_state = seen[:, -self.shape.tail :]
         return self._finish(y, z)
 
     def tree(self, x: Stream, cache: MambaCache, call: TreePass) -> Tensor:

@@ -18,9 +18,9 @@ from stree_kernels.contracts import Router, Stream
 
 
 class MLP(Part):
-    """down(silu(gate)·up), or what else `HybridConfig.mlp_kind` says.
+    """MLP down(silu(gate)·up), or of another `HybridConfig.mlp_kind`.
 
-    gated, multiplied by a sigmoid of the input, one a token.
+    With `gated`, the output is multiplied by a sigmoid of the input, one number a token.
     """
 
     def __init__(self, config: HybridConfig, width: int, *, gated: bool = False) -> None:
@@ -63,12 +63,12 @@ class MLP(Part):
         return self._finish(y, ops.norm(x)) if self.gated else y
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """y (…, D), or parts of it (S, …, D), as the gate of x (…, D) lets it through."""
+        """Multiply y (…, D), or parts of it (S, …, D), by the gate of x (…, D), if there is one."""
         return y * self.gate(x).sigmoid().to(y.dtype) if self.gated else y
 
 
 class Experts(Part):
-    """MLPs of which a router (`Router`) chooses a few a token, and weighs what they give.
+    """Mixture of MLPs: a router (`Router`) chooses a few for each token, and weighs their outputs.
 
     No step waits for the device, so that calls can be captured.
     """
@@ -107,7 +107,7 @@ class Experts(Part):
         return self._parts(ops.norm(x), ops)
 
     def _parts(self, x: Tensor, module: Any) -> Tensor:
-        """Parts of a sum (S, …, D), by the ops of a module."""
+        """Return the output as parts of a sum (S, …, D), computed by the ops of a module."""
         rows = x.flatten(0, -2)
         logits = module.linear_wide(rows, self.router.weight)
         correction = None if self.routing.softmax else self.correction_bias

@@ -1,7 +1,7 @@
-"""Mixers side by side on one input: their first projections as one product, their last as another.
+"""Mixers side by side on one input: their first projections are one product, their last another.
 
-What they give is summed, so that the last projections' weights, next to each other, make one of
-what the mixers have mixed, next to each other.
+Their outputs are summed, so the last projections' weights, laid next to each other, are one weight
+of the mixers' outputs, laid next to each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from stree_kernels.contracts import Stream
 
 @dataclass
 class SideBySide:
-    """Several mixers as one part of a layer; mixers, each with the place of its cache, and packed,
-    their first and last products, since the last `pack`."""
+    """Several mixers as one part of a layer.
+
+    Attributes:
+        mixers: Each mixer with the slot of its cache.
+        packed: Weights of their first and last products, since the last `pack`.
+    """
 
     mixers: list[tuple[Any, int]]
     packed: tuple[Joined, Joined] | tuple[None, None] = (None, None)
@@ -48,7 +52,7 @@ class SideBySide:
         return parts
 
     def pack(self) -> None:
-        """See `Part.pack`."""
+        """Pack the weights of all mixers (`Part.pack`)."""
         read, last = self.packed
         keeps_rows = any(mixer.keeps_rows for mixer, _ in self.mixers)
         reading = joined(self._reading(), read, keeps_rows)
@@ -57,7 +61,7 @@ class SideBySide:
             mixer.pack_own()
 
     def product_sizes(self) -> list[tuple[int, int]]:
-        """See `Part.product_sizes`."""
+        """Return rows and columns of the weights of both products (`Part.product_sizes`)."""
         reading, closing = self._reading(), self._closing()
         return [
             (sum(each.out_features for each in reading), reading[0].in_features),
@@ -72,8 +76,11 @@ class SideBySide:
 
 
 def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None = None) -> Joined:
-    """Weights of projections whose results are summed, (E, D₁ + D₂ + …); as `before`, if they still
-    lie there. As those of `joined`, the projections' own become views."""
+    """Return the weights (E, D₁ + D₂ + …) of projections whose results are summed.
+
+    Returns `before` if they still lie there. The projections' weights become views, as those of
+    `joined` do.
+    """
     sizes = [each.in_features for each in projections]
     if before is not None and all(
         own.weight.data_ptr() == piece.data_ptr() and own.weight.stride() == piece.stride()

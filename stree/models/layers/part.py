@@ -1,10 +1,10 @@
-"""What all parts of a layer have in common: norms, packed projections, and the three ways to run.
+"""Base of all parts of a layer: packed projections, and the three passes over a model.
 
 Shapes: B batch, T tokens, N tree nodes, Q of them in one call, D model width.
 
-A layer says in one place how its blocks hang on the residual stream (`Layer.run`); how a stream is
-added to, normed and given to a part is up to the pass: over whole sequences (`TrainingPass`), over
-a piece that goes on from a cache (`PrefillPass`), or over nodes of token trees (`TreePass`).
+`Layer.run` says in one place how blocks read the residual stream and add to it. A pass says how the
+stream is added up, normed and given to a part: over whole sequences (`TrainingPass`), over a chunk
+that continues a cache (`PrefillPass`), or over nodes of token trees (`TreePass`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """In which products of x run: autocast's where it is on, else that of x."""
+    """Return the dtype of products of x: autocast's if it is on, else that of x."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def has_products_in_8_bits(device: torch.device) -> bool:
-    """All but GPUs from before compute capability 8.9."""
+    """Return False for GPUs below compute capability 8.9, which have no products in float8."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -43,50 +43,59 @@ def has_products_in_8_bits(device: torch.device) -> bool:
 
 @dataclass
 class TrainingPass:
-    """One pass over whole sequences: what its layers share. Streams are (B, T, D)."""
+    """Values that all layers share in one pass over whole sequences; streams are (B, T, D).
 
-    rotary: Tensor | None = None  # (2, B, T, 1, P), see `whole_heads`
-    segment_ids: Tensor | None = None  # (B, T)
-    mask: Tensor | None = None  # (B, 1, T, L) bool; None is causal
-    shared: Sequence[nn.Module] = ()  # transformer blocks of several layers
-    embedded: Tensor | None = None  # the embeddings, for shared blocks
-    bounds: Tensor | None = None  # in place of a mask of packed samples, see `packed_attention`
+    Attributes:
+        rotary: (2, B, T, 1, P), see `whole_heads`; None without attention.
+        segment_ids: (B, T), numbers of the samples packed into rows; None for one sample a row.
+        mask: (B, 1, T, L) bool; None is causal.
+        shared: Transformer blocks of several layers.
+        embedded: The embeddings, for shared blocks.
+        bounds: Bounds of packed samples, in place of a mask (`packed_attention`).
+    """
+
+    rotary: Tensor | None = None
+    segment_ids: Tensor | None = None
+    mask: Tensor | None = None
+    shared: Sequence[nn.Module] = ()
+    embedded: Tensor | None = None
+    bounds: Tensor | None = None
 
     def total(self, y: Tensor) -> Tensor:
-        """What a part gave, as one tensor."""
+        """Return a part's output as one tensor."""
         return y
 
     def add(self, x: Tensor | None, y: Tensor | None) -> Tensor:
-        """The stream x with what is still to be added to it."""
+        """Return the stream x + y, where y is the output still to be added."""
         assert x is not None
         return x if y is None else x + self.total(y)
 
     def add_norm(
         self, x: Tensor | None, y: Tensor | None, norm: RMSNorm, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm, or that of it and what is beside it, next to each other."""
+        """Return x + y and its norm, or with `beside` the norm of [x + y, beside]."""
         x = self.add(x, y)
         return x, norm(x if beside is None else torch.cat([x, beside], dim=-1))
 
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
-        """What a part gives for its normed input; slot, the place of its cache."""
+        """Return a part's output for its normed input; slot is the index of its cache."""
         return part(x, self, *adapters)
 
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
         return projection(x)
 
     def together(self, outputs: list[Tensor]) -> Tensor:
-        """What parts side by side give together."""
+        """Return the sum of the outputs of parts that run side by side."""
         first, *others = outputs
         return sum(others, start=first)
 
     def enter(self, layer: int, x: Tensor) -> None:
-        """Told of the stream ahead of each layer."""
+        """Note the stream before each layer, for a tap on hidden states."""
 
 
 @dataclass
 class PrefillPass(TrainingPass):
-    """The same over the next tokens of sequences that caches remember."""
+    """A pass over the next tokens of sequences whose earlier tokens are in caches."""
 
     caches: Sequence[Any] = ()
     start: int = 0  # committed tokens
@@ -104,21 +113,37 @@ class PrefillPass(TrainingPass):
 
 @dataclass
 class TreePass:
-    """One call over tree nodes: what its layers share. Streams are (B, Q, D); what is to be added
-    to one comes as `Added`, with parts of sums (S, B, Q, D)."""
+    """Values that all layers share in one call over tree nodes; streams are (B, Q, D).
+
+    Outputs that are still to be added to a stream come as `Added`, parts of sums (S, B, Q, D).
+
+    Attributes:
+        topology: The trees.
+        cache_state: Where caches stand, and which accepted paths are pending.
+        first: Number of the tree's nodes that earlier calls have read.
+        bound: Cache slots to attend to.
+        caches: One a mixer.
+        embedding: (V, D).
+        tokens: (B, Q), or (B, N) of which `nodes` are new.
+        nodes: (B, Q) indices of the new nodes, −1 for none; None for `first` and the next ones.
+        shared: Transformer blocks of several layers.
+        inputs: (B, Q, D), added to the embeddings; None adds nothing.
+        features: Takes hidden states for a drafter.
+        embedded: Embeddings of the nodes, for shared blocks.
+    """
 
     READY: ClassVar[str] = "memory"  # a mixer's first launch comes after a product
 
     topology: Topology
     cache_state: CacheState
-    first: int  # the tree's nodes that earlier calls have seen
-    bound: int  # cache slots to look at
+    first: int
+    bound: int
     caches: Sequence[Any]
-    embedding: Tensor  # (V, D)
-    tokens: Tensor  # (B, Q), or (B, N) of which `nodes` are new
-    nodes: Tensor | None  # (B, Q), −1 for none
+    embedding: Tensor
+    tokens: Tensor
+    nodes: Tensor | None
     shared: Sequence[nn.Module] = ()
-    inputs: Tensor | None = None  # (B, Q, D), what is added to the embeddings
+    inputs: Tensor | None = None
     features: HiddenStateTap | None = None
     embedded: Tensor | None = field(default=None, init=False)
 
@@ -133,7 +158,7 @@ class TreePass:
                 self.embedded = self.embedded + self.inputs
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
-        """Told of the stream ahead of each layer."""
+        """Note the stream before each layer, for a tap on hidden states."""
         if self.features is not None:
             self.features.take(layer - 1, rows_of(x))
 
@@ -143,8 +168,10 @@ class TreePass:
     def add_norm(
         self, x: Tensor | Stream | None, y: Added, norm: RMSNorm, beside: Tensor | None = None
     ) -> tuple[Stream, Stream]:
-        """Before the first block there is no stream yet: it begins with the embeddings. It is added
-        up and normed when a part reads it."""
+        """Return x + y and its norm as a `Stream`, which the part that reads it adds up and norms.
+
+        x is None before the first block: the stream begins with the embeddings.
+        """
         x, scale = self.embedded if x is None else rows_of(x), (norm.weight, norm.eps)
         if x is None:
             added = None if self.inputs is None else self.inputs[None]
@@ -160,19 +187,24 @@ class TreePass:
     def over_nodes(
         self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """What a mixer's op(x, out, topology, cache_state, first) gives for the nodes, (B, Q, …),
-        written to `out` if there is one."""
+        """Return the output (B, Q, …) of a mixer's op for the nodes.
+
+        op is called with (x, out, topology, cache_state, first), and writes to `out` if given.
+        """
         return op(x, out, self.topology, self.cache_state, self.first)
 
     def after_a_mixer(self) -> TreePass:
-        """The same for one that reads what the mixer before it has read: that product is no longer
-        the launch ahead."""
+        """Return a copy of the pass for the next of several mixers side by side.
+
+        The kernel launched just before it is a mixer, not the input projection, so all of its
+        inputs are ready.
+        """
         later = copy.copy(self)
         later.cache_state = replace(self.cache_state, ready="all")
         return later
 
     def end(self, hidden: Tensor) -> Tensor:
-        """After all layers: hidden states (B, Q, D) of the nodes that were asked for."""
+        """End the call after all layers; return the hidden states (B, Q, D) of its nodes."""
         if self.first == 0:
             ops.advance(self.cache_state, hidden)
         return hidden
@@ -188,7 +220,7 @@ Pass = TrainingPass | TreePass
 
 
 def rows_of(x: Tensor | Stream) -> Tensor:
-    """A stream (B, Q, D) that parts have read."""
+    """Return the rows (B, Q, D) of a stream that a part has read, and so added up."""
     if isinstance(x, Tensor):
         return x
     assert x.is_sum
@@ -199,40 +231,43 @@ def rows_of(x: Tensor | Stream) -> Tensor:
 
 
 class Part(nn.Module):
-    """A mixer or an MLP of a layer: `forward(x, context)` for whole sequences, `tree(x, cache,
-    call)` for tree nodes, and with a memory `extend(x, cache, context)`.
+    """A mixer or an MLP of a layer.
 
-    With a memory, `tree` is the product of `reading`, then `mix(projected, cache, call, out)`, then
-    that of `closing`; out (B, Q, C), where to write what is mixed, None for anywhere, or ahead of
-    its gate and norm (`Gated`).
-    packed, what `tree` reads: a `Joined` for each of `products`, since the last `pack`.
-    keeps_rows, that weights stay stored output by output, for whoever else has them.
+    `forward(x, context)` runs over whole sequences, `tree(x, cache, call)` over tree nodes. A mixer
+    also has `extend(x, cache, context)`, which continues a cache; its `tree` is the product of
+    `reading`, then `mix(projected, cache, call, out)`, then the product of `closing`. `mix` writes
+    to out (B, Q, C), or for None returns a new tensor, which may lack its gate and norm (`Gated`).
+
+    Attributes:
+        packed: Weights that `tree` reads, one `Joined` for each of `products`, since the last
+            `pack`.
+        keeps_rows: Whether weights stay stored output by output, because other code shares them.
     """
 
     packed: tuple[Joined, ...] = ()
     keeps_rows = False
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
-        """Its projections; those of one input stand together, and are one product in a call."""
+        """Return the projections; those of one input stand together as one product of a call."""
         return []
 
     def reading(self) -> tuple[nn.Linear, ...]:
-        """A mixer's projections of its input."""
+        """Return a mixer's projections of its input."""
         return self.products()[0]
 
     def closing(self) -> nn.Linear:
-        """A mixer's last projection."""
+        """Return a mixer's last projection."""
         return self.products()[-1][0]
 
     def product_sizes(self) -> list[tuple[int, int]]:
-        """Rows and columns of the weights of a call's products."""
+        """Return rows and columns of the weights of a call's products."""
         return [
             (sum(each.out_features for each in together), together[0].in_features)
             for together in self.products()
         ]
 
     def pack(self) -> None:
-        """Lay the weights out as calls over trees read them. Values and shapes stay."""
+        """Lay the weights out as calls over trees read them; values and shapes stay."""
         products = self.products()
         before = self.packed or (None,) * len(products)
         self.packed = tuple(
@@ -242,29 +277,31 @@ class Part(nn.Module):
         self.pack_own()
 
     def pack_own(self) -> None:
-        """Lay out what is no product's."""
+        """Lay out weights that belong to no product."""
 
 
 def put(y: Tensor, out: Tensor | None) -> Tensor:
-    """y, where it is wanted."""
+    """Return y, copied to `out` if it is given."""
     return y if out is None else out.copy_(y)
 
 
 def lay_channels_together(conv: nn.Conv1d) -> None:
-    """Store a conv's weight (C, 1, W) tap by tap: a tree conv reads many channels of one tap at a
-    time."""
+    """Store a conv's weight (C, 1, W) tap by tap: a tree conv reads many channels of one tap."""
     weight = conv.weight
     if weight.stride(0) != 1:
         weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def laid(weight: Tensor, keeps_rows: bool) -> Tensor:
-    """A weight (E, D) stored as products of a few rows read it; or, kept, output by output."""
+    """Return a weight (E, D) stored as products of few rows read it.
+
+    With keeps_rows it stays stored output by output.
+    """
     return weight.contiguous() if keeps_rows else ops.laid(weight)
 
 
 def lay_for_products(weight: Tensor, keeps_rows: bool = False) -> None:
-    """Store a projection's weight as `laid`."""
+    """Store a projection's weight as `laid` does, in place."""
     laid_weight = laid(weight.data, keeps_rows)
     if laid_weight.data_ptr() != weight.data_ptr():
         weight.data = laid_weight
@@ -272,21 +309,26 @@ def lay_for_products(weight: Tensor, keeps_rows: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """Projections' weights one above the other, as `lay_for_products` stores one, and their biases.
-    What calls read instead of the projections themselves, so that it takes them no look-ups."""
+    """Weights and biases of projections of one input, stacked along their outputs.
+
+    Calls over trees read these tensors instead of the projections, which saves look-ups.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
 
 def project(x: Tensor | Stream, to: Joined | nn.Linear) -> Tensor:
-    """(…, E) of x (…, D), or of the norm of a stream, of joined projections side by side."""
+    """Return the outputs (…, E) of joined projections of x (…, D), or of the norm of a stream."""
     y = ops.linear(x, to.weight)
     return y if to.bias is None else y + to.bias
 
 
 def project_parts(x: Tensor | Gated, to: Joined | nn.Linear) -> Tensor:
-    """`project` of x (…, D), or of the norm of what is gated, as parts of a sum (S, …, E)."""
+    """Return the outputs of projections as parts of a sum (S, …, E).
+
+    x is (…, D), or a gated value whose norm is projected.
+    """
     parts = ops.linear_parts(x, to.weight)
     if to.bias is not None:
         parts[0] += to.bias
@@ -296,10 +338,10 @@ def project_parts(x: Tensor | Gated, to: Joined | nn.Linear) -> Tensor:
 def joined(
     projections: Sequence[nn.Linear], before: Joined | None = None, keeps_rows: bool = False
 ) -> Joined:
-    """Weights and biases of projections, joined; as `before`, if they still lie there.
+    """Return the stacked weights and biases of projections; `before` if they still lie there.
 
-    Those of several become views: no memory is doubled, and whatever writes them in place writes
-    the joined ones.
+    The weights of several projections become views of the stacked ones, so that no memory is
+    doubled, and writing to a projection in place changes the stacked weights.
     """
     first = projections[0]
     if len(projections) == 1:
@@ -314,7 +356,7 @@ def joined(
 
 
 def _bias_of(projection: nn.Linear) -> Tensor:
-    if projection.bias is None:  # beside one that has a bias
+    if projection.bias is None:  # another projection has a bias
         return projection.weight.new_zeros(projection.out_features)
     return projection.bias
 
@@ -341,7 +383,7 @@ def _lie_one_above_the_other(tensors: list[Tensor]) -> bool:
 
 
 def _lie_in(joined: Joined, projections: Sequence[nn.Linear]) -> bool:
-    """Whether the projections' weights (and biases) are what `joined` consists of, in order."""
+    """Return whether `joined` consists of the projections' weights and biases, in order."""
     for whole, pieces in (
         (joined.weight, [projection.weight for projection in projections]),
         (joined.bias, [projection.bias for projection in projections]),

@@ -14,10 +14,10 @@ from stree.models.config import HybridConfig
 
 
 def rotary_angles(config: HybridConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines (2, …, D / 2) in `dtype` at positions (…).
+    """Return cosines and sines (2, …, D / 2) in `dtype` at positions (…).
 
-    Where only some channels of a head are rotated, they are the first of each half, and the
-    others' frequency is 0: nobody has to tell them apart (loading puts the channels in that order).
+    If only some channels of a head are rotated, they are the first of each half, and the others
+    have the frequency 0, so that kernels treat all alike (loading puts the channels in that order).
     """
     scaling = tuple(sorted((config.rope_scaling or {}).items()))
     rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
@@ -35,8 +35,10 @@ def _frequencies(
     scaling: tuple[tuple[str, object], ...],
     device: torch.device,
 ) -> Tensor:
-    """Inverse frequencies (pairs,) in fp64, with Llama 3.1's long-context scaling; 0 for what is
-    not rotated."""
+    """Return inverse frequencies (pairs,) in fp64; 0 for channels that are not rotated.
+
+    scaling is Llama 3.1's for long contexts.
+    """
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     frequencies = theta**-exponents
     values = dict(scaling)

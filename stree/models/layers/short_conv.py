@@ -23,7 +23,7 @@ from stree_kernels.contracts import Stream
 
 
 class ShortConv(Part):
-    """LFM2's mixer, as wide as the model."""
+    """Short convolution as a mixer (LFM2), as wide as the model."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class ShortConv(Part):
     def extend(self, x: Tensor, cache: ShortConvCache, context: PrefillPass) -> Tensor:
         B, C, values = self.in_proj(x).chunk(3, dim=-1)
         tail = cache.width - 1
-        seen = torch.cat([cache.tail, B * values], dim=1)
+        seen = torch.cat([cache.conv_state, B * values], dim=1)
         y = naive.segment_conv(seen, self.conv.weight[:, 0], self.conv.bias, None)[:, tail:]
-        cache.tail = seen[:, -tail:]
+        cache.conv_state = seen[:, -tail:]
         return self.out_proj(C * y)
 
     def tree(self, x: Stream, cache: ShortConvCache, call: TreePass) -> Tensor:

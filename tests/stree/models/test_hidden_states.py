@@ -43,7 +43,7 @@ def drafter(target):
 def either_way(request, monkeypatch):
     """How prompts are read; in chunks as on a GPU."""
     if request.param == "in chunks":
-        monkeypatch.setattr("stree.batching.runners.Whole", lambda: ChunkedPrefill(Called))
+        monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
         monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)
 
 

@@ -184,7 +184,7 @@ def test_states_after_commits(reference):
     for layer, state in zip(cache.layers, states, strict=True):
         if "ssm" in state:
             assert_close(layer.state[0], state["ssm"], 1e-9)
-            tail = naive.conv_channels(layer.tail[0], layer.shape)
+            tail = naive.conv_channels(layer.conv_state[0], layer.shape)
             assert_close(tail, np.stack(state["conv_inputs"]), 1e-9)
         else:
             for name in ("keys", "values"):

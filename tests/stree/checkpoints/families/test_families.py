@@ -201,7 +201,7 @@ def buffers(cache):
         if isinstance(layer, AttentionCache):
             yield from (layer.keys[:, :, :used], layer.values[:, :, :used])
         else:
-            yield layer.tail
+            yield layer.conv_state
             if hasattr(layer, "state"):
                 yield layer.state
 

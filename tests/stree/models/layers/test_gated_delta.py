@@ -168,7 +168,7 @@ def test_packed_samples_and_rows_of_a_cache():
     torch.testing.assert_close(got, mixer(x, TrainingPass()), rtol=0, atol=1e-12)
     assert cache.state[1].any() and not cache.state[0].any()
     cache.reset()
-    assert not cache.state.any() and not cache.tail.any()
+    assert not cache.state.any() and not cache.conv_state.any()
 
 
 def test_gradients_reach_every_weight():
