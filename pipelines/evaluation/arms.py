@@ -1,4 +1,4 @@
-"""Arms of a comparison: ways to draft and to verify, on one target, in turns prompt by prompt."""
+"""Compare arms, ways to draft and to verify, on one target, interleaved prompt by prompt."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
 
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
-TUNED = "chain-tuned"  # the tree of an arm whose chain is as long as is fastest
+TUNED = "chain-tuned"  # the tree of an arm with the fastest length of chain
 TRIED_CHAINS = tuple(f"chain-{length}" for length in range(1, 7))
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter (as `eval_spec.py --checkpoint` names it), a tree, a verifier and a way to
-    backtrack, by a name. The tree `chain-tuned` is the fastest of `TRIED_CHAINS`, found for each
-    benchmark and temperature; `A or B` is chosen step by step by measured cost, `bandit A or B` by
-    what each was worth so far."""
+    """Named combination of a drafter, a tree, a verifier and a way to backtrack.
+
+    The drafter has a name of `eval_spec.py --checkpoint`. The tree `chain-tuned` is the fastest of
+    `TRIED_CHAINS`, found for each benchmark and temperature; `A or B` is chosen step by step by
+    measured cost, `bandit A or B` by each tree's reward so far.
+    """
 
     name: str
     drafter: str
@@ -49,7 +51,7 @@ class Arm:
 
     @classmethod
     def of(cls, content: Any, number: int) -> Arm:
-        """Raises UsageError for what is no arm."""
+        """Read an arm from a file's content. Raises UsageError for content that is no arm."""
         wrong = [
             name for name, value in (content if isinstance(content, Mapping) else {}).items()
             if not isinstance(value, str) or not value
@@ -77,11 +79,14 @@ class Arm:
 
     @property
     def trees(self) -> tuple[str, ...]:
-        """All that it may decode with."""
+        """All trees that the arm may decode with."""
         return TRIED_CHAINS if self.tree == TUNED else (self.tree,)
 
     def settings(self, common: EvaluationSettings, tree: str) -> EvaluationSettings:
-        """With one of its trees. Raises UsageError for what no decoder would be made with."""
+        """Return the settings with one of the arm's trees.
+
+        Raises UsageError for settings that no decoder takes.
+        """
         try:
             settings = replace(
                 common, methods=(TREE,), tree=tree, verifier=self.verifier,
@@ -98,7 +103,7 @@ class Arm:
 def read_comparison(
     path: str | Path, more: Mapping[str, Any]
 ) -> tuple[EvaluationSettings, list[Arm]]:
-    """`comparison_of` a YAML file. Raises UsageError when it is none."""
+    """Read settings and arms from a YAML file, as `comparison_of`."""
     path = Path(input_path(str(path)))
     return comparison_of(read_yaml(path), path, more)
 
@@ -106,10 +111,11 @@ def read_comparison(
 def comparison_of(
     content: Any, path: Path, more: Mapping[str, Any]
 ) -> tuple[EvaluationSettings, list[Arm]]:
-    """Settings and arms of what stands at a path: `arms`, the `drafter` of those that name none,
-    and options of `eval_spec.py`; `more` goes first.
+    """Return settings and arms of a file's content.
 
-    Raises UsageError when it is none, names an option that no comparison has, or arms of one name.
+    It holds `arms`, the `drafter` of those that name none, and options of `eval_spec.py`, which
+    `more` overrides. Raises UsageError when it is no comparison, has an unknown option, or arms of
+    one name.
     """
     if not isinstance(content, dict) or not isinstance(content.get("arms"), list):
         raise UsageError(f"{path} must hold `arms: [{{name: …, drafter: …}}, …]`")
@@ -143,7 +149,7 @@ def comparison_of(
 
 @dataclass(frozen=True)
 class Tuning:
-    """How an arm's chain was chosen on a benchmark at a temperature: a row for each length."""
+    """Choice of an arm's chain on a benchmark at a temperature, with a row for each length."""
 
     arm: str
     benchmark: str
@@ -152,7 +158,7 @@ class Tuning:
 
     @property
     def tree(self) -> str:
-        """The name of the fastest."""
+        """Name of the fastest chain."""
         fastest = max(self.rows, key=lambda row: row.tokens_per_second or 0.0)
         assert fastest.tree is not None
         return fastest.tree.name
@@ -168,7 +174,7 @@ class Tuning:
 
 
 def without_trials(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Rows without those by which a comparison's chains were tuned."""
+    """Return the rows without those that tuned a comparison's chains."""
     methods = {row.method for row in rows}
     return [
         row for row in rows
@@ -177,7 +183,7 @@ def without_trials(rows: Sequence[ResultRow]) -> list[ResultRow]:
 
 
 def _trial(arm: str, tree: str) -> str:
-    """The method of the rows that say how fast an arm is with one of the chains that are tried."""
+    """Return the method of the rows that time an arm with one of the tried chains."""
     return f"{arm}: {tree}"
 
 
@@ -197,12 +203,14 @@ def _inputs(settings: EvaluationSettings, arms: list[Arm]) -> Iterator[inputs.Lo
 
 
 class Comparison(Evaluation):
-    """All arms on one target, and plain decoding, in turns: each answer is paired with plain
-    decoding's of the same prompt. Rows and samples are an evaluation's, whose method is the arm.
+    """Evaluation of all arms on one target, interleaved with plain decoding.
 
-    Chains that are tuned are tried first; what was tried has rows, too, whose methods are
-    ARM: chain-N, and is not repeated by a run that goes on. Their prompts are answered again in the
-    comparison itself, so that what is reported is not what was chosen by.
+    Each answer is paired with plain decoding's of the same prompt. Rows and samples are an
+    evaluation's, whose method is the arm.
+
+    Tuned chains are tried first; the trials have rows, too, whose methods are ARM: chain-N, and a
+    run that goes on does not repeat them. Their prompts are answered again in the comparison
+    itself, so that no reported answer was also used for the choice.
     """
 
     def __init__(self, settings: EvaluationSettings, arms: list[Arm], **parts: Any) -> None:
@@ -227,7 +235,7 @@ class Comparison(Evaluation):
         )
 
     def evaluate(self, checkpoint: str | Path | None = None) -> list[ResultRow]:
-        """The rows of all arms, plain decoding's first, by benchmark and temperature."""
+        """Return the rows of all arms, plain decoding's first, by benchmark and temperature."""
         if trials := self.trials():
             self.measure(trials)
         for tuning in self.tunings():
@@ -235,8 +243,10 @@ class Comparison(Evaluation):
         return self.measure(self.plan())
 
     def plan(self, checkpoint: str | Path | None = None) -> list[Job]:
-        """The rows of all arms, plain decoding's first. A chain whose trials are not there yet
-        stands as the longest."""
+        """List the jobs of all arms, plain decoding's first.
+
+        A chain whose trials are missing counts as the longest.
+        """
         tuned = {(each.arm, each.benchmark, each.temperature): each.tree for each in self.tunings()}
         jobs = []
         for benchmark in self.benchmarks:
@@ -249,11 +259,11 @@ class Comparison(Evaluation):
         return jobs
 
     def trials(self) -> list[Job]:
-        """The rows by which chains are tuned: of each length, on the first prompts."""
+        """List the jobs that tune chains: each length, on the first prompts."""
         return [job for jobs in self._trials.values() for job in jobs]
 
     def tunings(self) -> list[Tuning]:
-        """Of the chains whose trials are all there."""
+        """Return the tunings of the chains whose trials are all there."""
         rows = {row.key: row for row in self.store.results()}
         return [
             Tuning(*place, tuple(rows[job.result_key] for job in jobs))
@@ -263,7 +273,7 @@ class Comparison(Evaluation):
 
     @cached_property
     def _trials(self) -> dict[tuple[str, str, float], list[Job]]:
-        """By arm, benchmark and temperature; those of one benchmark and temperature in a row."""
+        """Trial jobs by arm, benchmark and temperature, grouped by benchmark and temperature."""
         return {
             (arm.name, benchmark.name, float(temperature)): [
                 self._arm_job(
@@ -280,7 +290,8 @@ class Comparison(Evaluation):
 
     @cached_property
     def _drafters(self) -> dict[str, DrafterIdentity]:
-        """By name. Looked up once: chains are tuned with the drafter that is then compared."""
+        """Drafters by name, looked up once: chains are tuned with the drafter that is then
+        compared."""
         drafters = {arm.drafter: DrafterIdentity.at(arm.drafter) for arm in self.arms}
         for drafter in drafters.values():
             drafter.require_fit(self.settings.target)

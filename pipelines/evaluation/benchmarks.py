@@ -1,4 +1,4 @@
-"""Prompts to evaluate on, by benchmark name or from a file of one's own."""
+"""Load the prompts of a benchmark, by its name or from a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stree_pipelines.evaluation.records import config_hash
 
 DEFAULT_DIRECTORY = Path("data/benchmarks")  # where fetch_benchmarks.py writes
 SHIPPED = Path(__file__).with_name("prompts")
-DEFAULT_BENCHMARKS = ("starter",)  # which ships
+DEFAULT_BENCHMARKS = ("starter",)  # ships with the package
 # pipelines/corpus.py's file, the prefix of its rows' ids, and the benchmark's name
 CORPUS_PROMPTS = "prompts.jsonl"
 CORPUS_PREFIX = "python-docs-"
@@ -22,17 +22,17 @@ CORPUS_BENCHMARK = "python_docs"
 PROMPT_FORMAT = (
     'a line is {"id": "q1", "turns": ["What the user says first", "then"]}; "category" may be given'
 )
-# Also: "history", what user and assistant said in turn before, and "reference_answer", what the
-# data has as the answer to the first of the turns. `ask_conversations.py --lengths` writes both.
+# Also: "history", the earlier texts of user and assistant in turn, and "reference_answer", the
+# data's answer to the first of the turns. `ask_conversations.py --lengths` writes both.
 
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
-    """One conversation to hold: what the user says, turn by turn.
+    """A conversation to hold: the user's texts, turn by turn.
 
     Attributes:
-        history: (role, text) of what both said before, an answer last.
-        reference_answer: the data's own answer to the first turn; "" where there is none.
+        history: (role, text) of both speakers before, ending with an answer.
+        reference_answer: the data's own answer to the first turn; "" without one.
     """
 
     id: str
@@ -43,7 +43,7 @@ class BenchmarkPrompt:
 
     @property
     def content(self) -> list[Any]:
-        """All that it says, as JSON has it."""
+        """Everything in the prompt, as JSON values."""
         more = [[list(turn) for turn in self.history], self.reference_answer]
         return [self.id, list(self.turns), *(more if any(more) else ())]
 
@@ -55,7 +55,7 @@ class Benchmark:
 
     @property
     def prompts_hash(self) -> str:
-        """Which prompts these are, texts included: rows are comparable when it is equal."""
+        """Hash of the prompts, texts included: rows are comparable when it is equal."""
         return config_hash({"prompts": [prompt.content for prompt in self.prompts]})
 
 
@@ -92,7 +92,7 @@ def _name(path: Path, prompts: list[BenchmarkPrompt]) -> str:
 
 
 def find_benchmark(name_or_path: str, directory: str | Path | None = None) -> Path:
-    """The file of `load_benchmark`'s name. Raises NotFound."""
+    """Find the file of `load_benchmark`'s name. Raises NotFound."""
     directory = Path(directory) if directory is not None else DEFAULT_DIRECTORY
     given = Path(name_or_path)
     if given.suffix or len(given.parts) > 1:
@@ -117,7 +117,7 @@ def find_benchmark(name_or_path: str, directory: str | Path | None = None) -> Pa
 
 
 def parse_prompts(content: bytes, where: object) -> list[BenchmarkPrompt]:
-    """The prompts of JSONL. Raises BadData, naming `where` and the line."""
+    """Parse the prompts of JSONL. Raises BadData with `where` and the line."""
     prompts: list[BenchmarkPrompt] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):

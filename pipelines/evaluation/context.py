@@ -1,4 +1,4 @@
-"""Where an evaluation runs: its processes, its device, and what identifies both."""
+"""Find an evaluation's processes and device, and describe its code and machine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that share the prompts; worker `rank` of `count` takes each count-th one."""
+    """Processes that share the prompts; worker `rank` of `count` takes each count-th one."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def start(cls, device: str = "auto") -> Workers:
-        """Join the processes of `accelerate launch`, `torchrun` or a training that is running;
-        alone when there are none."""
+        """Join the processes of `accelerate launch`, `torchrun` or a running training.
+
+        Without any, this process is alone.
+        """
         if not dist.is_initialized():
             from accelerate import PartialState
 
@@ -55,16 +57,20 @@ class Workers:
 
     @classmethod
     def unconnected(cls) -> Workers:
-        """This process' number and how many there are, as its launcher (accelerate, torchrun or
-        srun) says; for work in which nobody has to meet anybody."""
+        """Return this process's number and their count, as its launcher says, without connecting.
+
+        The launcher is accelerate, torchrun or srun; for work in which processes need not meet.
+        """
         for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
             if rank in os.environ and count in os.environ:
                 return cls(int(os.environ[rank]), int(os.environ[count]))
         return cls()
 
     def leave(self) -> None:
-        """At the end of a command: a worker that just exits while another still
-        holds a connection to it may bring that one down."""
+        """Disconnect at the end of a command, together with the others.
+
+        A worker that just exits may bring another down that still holds a connection to it.
+        """
         if self.count > 1:
             self.gather(None)
             dist.destroy_process_group()
@@ -74,11 +80,11 @@ class Workers:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This worker's items; over all workers each exactly once."""
+        """Return this worker's items; every item goes to exactly one worker."""
         return items[self.rank :: self.count]
 
     def gather(self, item: T) -> list[T]:
-        """Everybody's item, by rank, on every worker; returns when all have come."""
+        """Return all workers' items, by rank, on every worker; waits for all."""
         if self.count == 1:
             return [item]
         gathered: list[Any] = [None] * self.count
@@ -87,7 +93,7 @@ class Workers:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device by name; `auto` is this process' GPU, or the CPU where there is none."""
+    """Return the device of that name; `auto` is this process's GPU, or the CPU without one."""
     if _on_cpu(device):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -107,8 +113,7 @@ def pick_dtype(name: str) -> torch.dtype:
 
 
 def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:
-    """The distillation step of an export, from provenance.json or a name step-N; None if neither
-    says."""
+    """Return the distillation step of an export, from provenance.json or a name step-N, or None."""
     directory = Path(directory)
     provenance = directory / "provenance.json"
     if provenance.exists():
@@ -127,7 +132,7 @@ def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:
 def describe_environment(
     device: torch.device, dtypes: dict[str, str], num_processes: int
 ) -> Environment:
-    """What a reader needs to know to compare two rows."""
+    """Describe the machine and the code, to compare two rows by."""
     return Environment(
         git_sha=_git_sha(),
         device=device_name(device),
@@ -140,7 +145,7 @@ def describe_environment(
 
 
 def describe_code() -> dict[str, Any]:
-    """Commit and versions of what runs: {"git_sha", "versions"}."""
+    """Return commit and versions of the running code: {"git_sha", "versions"}."""
     environment = describe_environment(torch.device("cpu"), {}, 1)
     versions = {**environment.versions, "lightning": metadata.version("lightning")}
     return {"git_sha": environment.git_sha, "versions": versions}
@@ -165,10 +170,10 @@ def _on_cpu(device: str) -> bool:
 
 @functools.cache
 def _git_sha() -> str | None:
-    """The commit of the code that runs, `-dirty` when it was changed; None when unknown. It is
-    asked for once: what is changed while a command runs is no code of it.
+    """Return the commit of the running code, `-dirty` when it was changed; None when unknown.
 
-    Outside a clone (a copied tree, a container) the environment's STREE_GIT_SHA says it.
+    Looked up once: later changes are no part of the running code. Outside a clone (a copied tree, a
+    container) the environment's STREE_GIT_SHA gives it.
     """
     here = str(Path(__file__).resolve().parent)
     command = ["git", "-C", here, "describe", "--always", "--abbrev=40", "--dirty"]

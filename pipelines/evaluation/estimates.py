@@ -1,4 +1,4 @@
-"""--dry_run of the evaluating commands: what there is to measure, and what it takes."""
+"""Print the --dry_run of the evaluating commands: their measurements, memory and disk."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from stree_pipelines.resources.estimates import (
     num_parameters,
 )
 
-# Of a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the prompt and
-# of a turn, and text, id and acceptance of a token.
+# Bytes in a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the
+# prompt and of a turn, and text, id and acceptance of a token.
 SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1110, 100, 12
 RESULT_BYTES = 2710
-# Of an answer's token and entry of the vocabulary: both models' in fp32, and what is made of them
+# Bytes per token of an answer and entry of the vocabulary: both models' in fp32, and temporaries
 PROBABILITY_BYTES = 20
-# What each arm of a comparison says itself
+# Options that each arm of a comparison sets itself
 ARM_OPTIONS = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")
 
 
 class Work:
-    """Jobs of an evaluation, lot by lot in the order of its plan, and what is left to do of them.
+    """Jobs of an evaluation, group by group in the order of its plan, and the work that is left.
 
     Attributes:
         jobs: all, by the key of their row.
-        pending: those whose row is not there.
-        rounds: what is to be asked for them.
+        pending: jobs without a row.
+        rounds: prompts to answer for them.
     """
 
     def __init__(self, evaluation: Evaluation) -> None:
@@ -78,13 +78,13 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """At most."""
+        """Most tokens of all answers."""
         turns = sum(len(prompt.turns) for prompt, _ in self.answers)
         return turns * self.evaluation.settings.max_new_tokens
 
     @property
     def fewest_calls(self) -> int:
-        """Of the target for so many tokens, if every draft were accepted."""
+        """Calls of the target for the most tokens, if every draft were accepted."""
         most = self.evaluation.settings.max_new_tokens
         return sum(
             len(prompt.turns) * -(-most // (1 + (job.tree.max_depth if job.tree else 0)))
@@ -97,7 +97,7 @@ class Work:
         return sum(len(store.journalled(job.samples_name)) for job in self.pending)
 
     def how(self) -> Iterator[str]:
-        """Sampling, batches and warm-ups."""
+        """Yield lines about sampling, batches and warm-ups."""
         settings = self.evaluation.settings
         if sampling := told_sampling(settings):
             yield f"sampling: {sampling}, at every temperature and by every method"
@@ -118,11 +118,11 @@ class Work:
 def describe_evaluation(
     evaluation: Evaluation, checkpoints: Sequence[str | None], more: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """What an evaluation of these checkpoints would do, line by line; `more` is added to the
-    printed config.
+    """Yield lines about the evaluation of these checkpoints; `more` is added to the printed config.
 
-    Raises what it would raise before its first answer, CannotWrite when its rows do not fit on the
-    disk and, when all is said, OutOfMemory when the models do not fit into the memory.
+    Raises the errors that the evaluation would raise before its first answer, CannotWrite when its
+    rows do not fit on the disk and, after the last line, OutOfMemory when the models do not fit
+    into memory.
     """
     settings = evaluation.settings
     require_writable(settings.out)
@@ -153,7 +153,7 @@ def describe_evaluation(
 
 
 def describe_comparison(comparison: Comparison) -> Iterator[str]:
-    """What a comparison would do, line by line. Raises as `describe_evaluation`."""
+    """Yield lines about a comparison. Raises as `describe_evaluation`."""
     settings = comparison.settings
     require_writable(settings.out)
     trials, plan = comparison.trials(), comparison.plan()
@@ -198,19 +198,21 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
     )
     yield from work.how()
     yield f"each process: {memory}"
-    yield require_disk(settings.out, _disk(work.pending, settings, _most_in_turns(work.pending)))
+    yield require_disk(settings.out, _disk(work.pending, settings, _most_interleaved(work.pending)))
     memory.require(what_to_lower(settings))
 
 
 def drafter_paths(jobs: Iterable[Job]) -> list[str]:
-    """Of the models that draft."""
+    """Return the folders of the models that draft."""
     names = (job.drafter.name for job in jobs if job.drafter)
     return list(dict.fromkeys(str(name.folder) for name in names if name.folder is not None))
 
 
 def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = False) -> MemoryNeeds:
-    """What a process holds at most: the target, the largest drafter (all of them, where they draft
-    `together`), and every method's caches."""
+    """Estimate a process's most memory: the target, the largest drafter and every method's caches.
+
+    together: all drafters are in memory at once.
+    """
     settings, decoders = evaluation.settings, evaluation.decoders
     drafters = [load_config(path) for path in drafter_paths(jobs)]
     largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
@@ -245,7 +247,7 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
 
 
 def _heads_in_8_bits(jobs: Sequence[Job]) -> list[int]:
-    """Bytes of those that drafters have beside their own."""
+    """Count the bytes of the drafters' extra heads in 8 bits."""
     names = dict.fromkeys(job.drafter.name for job in jobs if job.drafter)
     configs = [load_config(name.folder) for name in names if name.float8 and name.folder]
     return [head_in_8_bits_bytes(each) for each in configs]
@@ -260,13 +262,13 @@ def _described(tree: TokenTree | None) -> str:
     return f"{tree.name} ({tree.num_nodes} nodes, {tree.max_depth} deep)"
 
 
-def _most_in_turns(pending: Sequence[Job]) -> int:
-    """Of the methods that are asked in turns, and journalled together."""
+def _most_interleaved(pending: Sequence[Job]) -> int:
+    """Return the most methods that are interleaved, and journalled together."""
     return max(map(len, groups_of(pending)), default=0)
 
 
 def _disk(pending: Sequence[Job], settings: EvaluationSettings, num_methods: int) -> dict[str, int]:
-    """At most, as if every answer were as long as it may be."""
+    """Estimate the bytes by part, as if every answer had its most tokens."""
     samples = [
         sum(
             SAMPLE_BYTES + sum(TURN_BYTES + len(turn.encode()) for turn in prompt.turns)

@@ -1,9 +1,9 @@
-"""Evaluating drafter checkpoints through the real engine: the command's and the callback's core.
+"""Evaluate drafter checkpoints through the real engine, for the command and the callback.
 
-Every speculative prompt carries the timing of an autoregressive run of the same prompt, which is
-made anew beside each checkpoint, at the same batch size and right before the methods' own: a
-speedup is always a pair, even in rows that a resumed run finished. At T = 0 its tokens are compared
-with that run's, and each difference gets the target's own top-2 margin.
+Every speculative prompt carries the timing of an autoregressive run of the same prompt, made anew
+for each checkpoint, at the same batch size and right before the methods' own: a speedup is always a
+pair, even in rows that a resumed run finished. At T = 0 its tokens are compared with that run's,
+and each difference gets the target's own top-2 margin.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
 from stree_pipelines.evaluation.answering.drafter_readings import read_answer
-from stree_pipelines.evaluation.answering.interleave import answers_in_turns
+from stree_pipelines.evaluation.answering.interleave import interleaved_answers
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import (
     Workers,
@@ -59,17 +59,17 @@ from stree_pipelines.evaluation.records import (
 )
 from stree_pipelines.evaluation.sampling import sampling_of, told_sampling
 
-# Logits by which a target's first choice may lead where two exact decodings part, by dtype.
+# Most logits by which a target's first choice may lead where two exact decodings differ, by dtype.
 LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
 
 
 class Evaluation:
-    """Evaluates any number of checkpoints of one target, which stays in memory.
+    """Evaluation of any number of checkpoints of one target, which stays in memory.
 
     All workers make the same calls.
 
     Args:
-        settings: what to measure.
+        settings: the evaluation's settings.
         target_model, tokenizer: loaded from `settings.target` unless given (as in a training).
         workers: the processes to share prompts with; those of `accelerate launch` unless given.
             `Workers()` is this process alone.
@@ -106,10 +106,10 @@ class Evaluation:
         self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
         self.store = ResultStore(settings.out)
         self._published: set[ResultKey] = set()
-        self._told_bytes = 0  # of a sequence, when last said how many fit
+        self._told_bytes = 0  # per sequence, when the number that fits was last printed
 
     def announce(self, num_checkpoints: int) -> None:
-        """Say what is about to happen and where."""
+        """Print the number of answers, and the device."""
         settings = self.settings
         num_prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
         counts = {
@@ -129,16 +129,17 @@ class Evaluation:
         )
 
     def say_room(self) -> None:
-        """How many prompts at once there is memory for, and why: once, and again where methods take
-        more."""
+        """Print how many prompts fit in memory at once, and again when methods take more."""
         room = self.decoders.room
         if room is not None and room.sequence_bytes > self._told_bytes:
             self._told_bytes = room.sequence_bytes
             self.progress.say(str(room))
 
     def plan(self, checkpoint: str | Path | None) -> list[Job]:
-        """The rows that a checkpoint is to have. Raises CheckpointRefused when it is none, or does
-        not fit the target."""
+        """List the jobs of a checkpoint.
+
+        Raises CheckpointRefused when it is no checkpoint, or does not fit the target.
+        """
         drafter = None
         if checkpoint is not None:
             drafter = DrafterIdentity.at(checkpoint)
@@ -154,15 +155,15 @@ class Evaluation:
         ]
 
     def evaluate(self, checkpoint: str | Path | None) -> list[ResultRow]:
-        """Measure one drafter checkpoint (None: autoregressive only) and return its rows, the
-        baseline's included. Rows that exist are returned as they are, unless `overwrite`.
+        """Measure one drafter checkpoint (None: autoregressive only) and return its rows.
 
+        The baseline's rows are included. Existing rows are returned unchanged, unless `overwrite`.
         Raises as `measure`.
         """
         return self.measure(self.plan(checkpoint))
 
     def measure(self, jobs: Sequence[Job]) -> list[ResultRow]:
-        """The rows of jobs, in the order of a plan.
+        """Measure jobs and return their rows, in the order of the jobs.
 
         Raises the first worker's StreeError on every worker; finished prompts stay journalled.
         Raises InvariantBroken, with all rows saved, as `require_lossless` does.
@@ -174,7 +175,7 @@ class Evaluation:
                 existing = {row.key for row in self.store.results()}
                 groups = groups_of([job for job in jobs if job.result_key not in existing])
                 rounds = [self._share(group) for group in groups]
-                self.workers.gather(None)  # everybody has read before anybody appends or publishes
+                self.workers.gather(None)  # all have read before any worker appends or publishes
                 self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
                 self.say_room()
                 for group, mine in zip(groups, rounds, strict=True):
@@ -189,7 +190,8 @@ class Evaluation:
         return rows
 
     def rounds(self, group: Sequence[Job]) -> list[Round]:
-        """What no journal holds of the rows of one benchmark and temperature, prompt by prompt."""
+        """List the answers that no journal has for one benchmark and temperature, prompt by
+        prompt."""
         done = {key for job in group for key in self.store.journalled(job.samples_name)}
         benchmark, temperature = group[0].benchmark, group[0].temperature
         baseline = next((job for job in group if job.method == AUTOREGRESSIVE), None)
@@ -212,12 +214,12 @@ class Evaluation:
         )  # fmt: skip
 
     def _share(self, group: Sequence[Job]) -> list[Round]:
-        """This worker's rounds."""
+        """Return this worker's rounds."""
         mine = set(self.workers.share(group[0].benchmark.prompts))
         return [each for each in self.rounds(group) if each.prompt in mine]
 
     def _warm_up(self, rounds: Sequence[Round]) -> None:
-        """Let every decoder and sampling rule that is going to be timed have its first calls."""
+        """Let every decoder and sampling rule make its first calls before anything is timed."""
         cold: dict[Any, tuple[Job, BenchmarkPrompt]] = {}
         for each in rounds:
             for job in each.jobs:
@@ -236,7 +238,7 @@ class Evaluation:
             self._published.add(job.result_key)
 
     def _read_answers(self, jobs: Sequence[Job]) -> None:
-        """Let target and drafters read the data's own answers, where prompts have them."""
+        """Let target and drafters read the data's own answers, for prompts that have them."""
         drafters: list[DrafterIdentity | None] = [
             *dict.fromkeys(job.drafter for job in jobs if job.drafter)
         ]
@@ -287,7 +289,7 @@ class Evaluation:
     def _prepare_folder(self, jobs: Sequence[Job]) -> None:
         self.store.tidy()
         if self.settings.overwrite:
-            # What this process measured, the baseline of an earlier checkpoint, stays.
+            # Rows that this process measured, such as an earlier checkpoint's baseline, stay.
             stale = [job for job in jobs if job.result_key not in self._published]
             self.store.forget({job.result_key: job.samples_name for job in stale})
 
@@ -295,12 +297,14 @@ class Evaluation:
         self.progress.say(f"waiting for another evaluation in {self.store.directory} to finish")
 
     def _on_main(self, action: Callable[[], object]) -> None:
-        """Do something once; everybody waits for it, and fails with it."""
+        """Run an action on the main worker; all wait for it, and fail with it."""
         self._together("rows", action if self.workers.is_main else lambda: None)
 
     def _together(self, what: str, action: Callable[[], object]) -> None:
-        """Do something on every worker; all wait for the last, and fail with the first that fails.
-        What does not fit in memory is told to be of `what`."""
+        """Run an action on every worker; all wait for the last, and fail with the first that fails.
+
+        what: named in the error when memory does not suffice.
+        """
         problem: StreeError | None = None
         try:
             with naming_what_does_not_fit(what_to_lower(self.settings)):
@@ -310,7 +314,7 @@ class Evaluation:
             at_once = f", batch_size {size}" if size > 1 else ""
             problem = OutOfMemory(f"{what}{at_once}: {error}")
         except StreeError as error:
-            # Frames hold decoders, and with them memory for as long as somebody keeps the error.
+            # Frames hold decoders, and with them memory for as long as the error is kept.
             error.__cause__ = error.__context__ = None
             problem = error.with_traceback(None)
         problems = [each for each in self.workers.gather(problem) if each is not None]
@@ -328,7 +332,7 @@ class Evaluation:
         by_answer = self.settings.batch_size > 1
         with (
             self.progress.task(label, sum(num_left.values()) if by_answer else len(rounds)) as task,
-            closing(answers_in_turns(self.answerer, rounds)) as answers,
+            closing(interleaved_answers(self.answerer, rounds)) as answers,
         ):
             for each, job, sample in answers:
                 if job in each.missing:
@@ -377,13 +381,13 @@ class Evaluation:
 
 
 def groups_of(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs, in the order of a plan, by benchmark and temperature: what is measured in turns."""
+    """Group jobs, in the order of a plan, by benchmark and temperature; a group is interleaved."""
     groups = groupby(jobs, lambda job: (job.benchmark.name, job.temperature))
     return [list(group) for _, group in groups]
 
 
 def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
-    """Over the prompts that were compared; None when none was (T > 0, or no baseline)."""
+    """Summarise the compared prompts; None without any (T > 0, or no baseline)."""
     checked = [sample for sample in samples if sample.lossless is not None]
     if not checked:
         return None
@@ -397,15 +401,15 @@ def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
 
 
 def require_lossless(rows: Sequence[ResultRow]) -> None:
-    """Raise InvariantBroken when an answer differs where rounding cannot be the reason.
+    """Raise InvariantBroken when an answer differs by more than rounding can explain.
 
     Two orders of summation give logits that differ by a few hundred roundings of the largest: a
-    unit roundoff of 6e-8 in fp32 and logits of some tens make about 1e-4, in fp64 1e-13. Behind
-    `LARGEST_TIE`, ten and more times that, the target's first choice is its first choice in any
-    order, so another token is a fault. An answer that ends earlier or later than the other one
-    holds no other token to tie with and is a fault at any gap. In bf16 and fp16 neighbouring
-    numbers are 0.1 apart at that size, no bound separates the two, and divergences are reported
-    only.
+    unit roundoff of 6e-8 in fp32 and logits of some tens make about 1e-4, in fp64 1e-13. When the
+    target's first choice leads by more than `LARGEST_TIE`, at least ten times that, it leads in any
+    order, so another token is a fault. An answer that ends earlier or later than the other one has
+    no other token to tie with and is a fault at any gap. In bf16 and fp16 neighbouring numbers are
+    0.1 apart at that size, no bound separates rounding from faults, and divergences are only
+    reported.
     """
     for row in rows:
         bound = LARGEST_TIE.get(row.environment.dtypes.get("weights", ""))
@@ -424,20 +428,20 @@ def require_lossless(rows: Sequence[ResultRow]) -> None:
 
 
 def what_to_lower(settings: EvaluationSettings) -> str:
-    """What to do where an evaluation needs more memory than there is."""
+    """Return advice for an evaluation that needs too much memory."""
     lower = "batch_size or max_new_tokens" if settings.batch_size > 1 else "max_new_tokens"
     return f"lower {lower}, or use dtype bfloat16 or a larger GPU"
 
 
 def _label(rounds: Sequence[Round]) -> str:
-    """Which checkpoint these are of, where it has a number."""
+    """Return the step of the rounds' checkpoint as a label; "" without a step."""
     drafters = (job.drafter for each in rounds for job in each.missing if job.drafter)
     drafter = next(drafters, None)
     return "" if drafter is None or drafter.step is None else f"step {drafter.step}  "
 
 
 def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
-    """Each method's figures, the tree's first; the three of a comparison fit 80 columns."""
+    """Format each method's figures, the tree's first; three methods fit 80 columns."""
     parts: list[str] = []
     for method in reversed(list(finished)):
         samples = finished[method]

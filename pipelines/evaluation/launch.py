@@ -1,4 +1,4 @@
-"""Starting the evaluation of an export beside the training: as a process, or as a Slurm job."""
+"""Start the evaluation of an export during the training: as a process, or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 # In the repository's folder, from which jobs are submitted (slurm/README.md).
 JOB_SCRIPT = "slurm/eval_spec.sh"
-# Only to submit; a controller that is down must not hold the training up for longer.
+# For submitting only; a controller that is down must not hold the training up for longer.
 SUBMIT_TIMEOUT_S = 60
-# What a launcher tells a process of the training about its place, which is no other process'.
+# A launcher's variables about the place of a training's process, which no other process has.
 _PLACE = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
     "MASTER_ADDR", "MASTER_PORT",
@@ -24,7 +24,7 @@ _PLACE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_")
 _SLURM_SETUP = "SLURM_CONF"  # where the cluster is, not where in it we are
 
 
-_LIBC = ctypes.CDLL(None)  # before a fork, behind which nothing may be imported
+_LIBC = ctypes.CDLL(None)  # loaded before a fork, after which nothing may be imported
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,7 +53,7 @@ def start_process(
 
 
 def submit_job(arguments: Sequence[str], options: Sequence[str], name: str) -> tuple[str, bool]:
-    """Submit the evaluation to Slurm and return what to tell, and whether it was submitted.
+    """Submit the evaluation to Slurm; returns a message, and True when it was submitted.
 
     Jobs of one name run one after the other: evaluations of one folder would wait for each other
     anyway, each with its GPUs. Never raises: the evaluation can be submitted by hand as well.

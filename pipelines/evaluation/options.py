@@ -1,4 +1,4 @@
-"""Options that the commands which evaluate share: eval_spec.py, the gate and compare.py."""
+"""Add the options that eval_spec.py, the gate and compare.py share."""
 
 from __future__ import annotations
 

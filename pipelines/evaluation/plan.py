@@ -1,4 +1,4 @@
-"""What an evaluation is to measure: its settings, and the rows that follow from them."""
+"""Plan an evaluation: its settings, and the jobs that follow from them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 from stree_pipelines.evaluation.sampling import sampling_of, switched_on
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
-NUM_FIRST_PROMPTS = 4  # or as many as are answered at once
+NUM_FIRST_PROMPTS = 4  # at least; a batch's size when that is larger
 
 
 @dataclass(frozen=True)
 class ChosenTree(TokenTree):
-    """Several trees, of which each step has the one that pays most by measured cost, or none
-    (`stree.AdaptiveTrees`), by a name such as "chain-2 or beam-4-5-16"; or the one that a bandit
-    takes (`stree.BanditTrees`): "bandit chain-2 or beam-4-5-16".
+    """Several trees; each step has one of them, or none.
 
-    `parents` is a shape that holds all of theirs: what is recorded of the steps are depths.
+    The choice is by measured cost (`stree.AdaptiveTrees`), with a name such as "chain-2 or
+    beam-4-5-16", or by a bandit (`stree.BanditTrees`): "bandit chain-2 or beam-4-5-16". `parents`
+    is a shape that holds all of the trees; records of steps hold depths.
     """
 
     choices: tuple[TokenTree, ...] = ()
@@ -64,7 +64,8 @@ class ChosenTree(TokenTree):
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """The fields are the options of `eval_spec.py`, which says what each means."""
+    """Settings of an evaluation; the fields are the options of `eval_spec.py`, whose help
+    explains them."""
 
     target: str
     out: str
@@ -105,7 +106,7 @@ class EvaluationSettings:
         if set(self.methods) - set(METHODS):
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
         for temperature in self.temperatures:
-            # refuses what no answer could use
+            # refuses settings that no decoding takes
             GenerationConfig(temperature=temperature, **sampling_of(self))
         for name in ("top_p", "min_p", "repetition_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -117,14 +118,18 @@ class EvaluationSettings:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
 
     def first_prompts(self, benchmark: Benchmark) -> tuple[BenchmarkPrompt, ...]:
-        """Those on which a chain's length is tuned, and a choice among trees learns what is
-        accepted, before answers are timed, theirs included: a server goes on for hours, and an
-        evaluation lasts for seconds. They fill a batch."""
+        """Return the prompts that tune a chain's length or teach a choice among trees.
+
+        They are answered before any answer is timed, and again when timed: a server runs for hours
+        and has learnt, an evaluation lasts for seconds. They fill a batch.
+        """
         return benchmark.prompts[: max(NUM_FIRST_PROMPTS, self.batch_size)]
 
     def method_tree(self, method: str) -> TokenTree | None:
-        """The tree that a method verifies; None when it drafts nothing. Raises `UsageError` for one
-        that the verifier does not judge."""
+        """Return the tree that a method verifies; None when it drafts nothing.
+
+        Raises UsageError for a tree that the verifier cannot judge.
+        """
         if method == AUTOREGRESSIVE:
             return None
         tree = TokenTree.chain(self.num_chain_drafts)
@@ -136,27 +141,27 @@ class EvaluationSettings:
 
 
 def tree_named(name: str) -> TokenTree:
-    """A tree, or a choice, by the name that all doors take. Raises `UsageError`."""
+    """Return a tree, or a choice of trees, by its name or file. Raises UsageError."""
     return tree_of(as_tree_policy(name, input_path))
 
 
 def tree_of(tree_policy: TokenTree | AdaptiveTrees) -> TokenTree:
-    """As which records have it."""
+    """Return a tree policy as the tree that records hold."""
     return ChosenTree.of(tree_policy) if isinstance(tree_policy, AdaptiveTrees) else tree_policy
 
 
 def policy_of(tree: TokenTree) -> TokenTree | AdaptiveTrees:
-    """What a decoder is made with, anew for each: a choice learns."""
+    """Return the tree policy of a decoder, made anew for each decoder: a choice learns."""
     return tree.policy(tree.choices) if isinstance(tree, ChosenTree) else tree
 
 
 def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
-    """What a step may have of it."""
+    """Return the trees that a step may have."""
     return tree.choices if isinstance(tree, ChosenTree) else (tree,)
 
 
 def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
-    """Raises UsageError for a tree that grows with what fills trees of one shape."""
+    """Raise UsageError for a dynamic tree with a drafter that fills only trees of one shape."""
     if any(isinstance(each, BeamTree) for each in choices_of(tree)) and not drafter.grows:
         raise UsageError(
             f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and so do "
@@ -166,8 +171,8 @@ def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
 
 
 def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -> str:
-    """What identifies a drafter that is not just its folder: by the files of its model, if any, the
-    corpus' text, and how they draft."""
+    """Hash a drafter that is not just its folder: its model's files, its corpus, and how it
+    drafts."""
     siblings = name.siblings.name
     if name.siblings is SiblingSampling.DETERMINISTIC:
         siblings = "POINT"  # the name that committed rows are hashed with
@@ -182,7 +187,7 @@ def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -
 
 @dataclass(frozen=True)
 class DrafterIdentity:
-    """What drafts in an evaluation: a checkpoint at a path, or n-grams of a name."""
+    """A drafter in an evaluation: a checkpoint at a path, or n-grams of a name."""
 
     path: str
     sha256: str
@@ -190,10 +195,11 @@ class DrafterIdentity:
 
     @classmethod
     def at(cls, path: str | Path) -> DrafterIdentity:
-        """By a link, such as `latest`: what it names now. A training may move it meanwhile.
+        """Identify a drafter by its path or name; a link, such as `latest`, counts as its current
+        target.
 
-        Raises CheckpointRefused when its files are not what its manifest says: rows that exist
-        are of what it was.
+        A training may move the link meanwhile. Raises CheckpointRefused when files differ from the
+        manifest: existing rows are of the files that it describes.
         """
         name = DrafterName.parse(str(path))
         if not name.is_plain:
@@ -214,8 +220,8 @@ class DrafterIdentity:
         return DrafterName.parse(self.path)
 
     def require_fit(self, target: str) -> None:
-        """Raises what a decoder with this target's folder would raise, as far as tokenizers and
-        configs tell, so that nothing is measured before."""
+        """Raise now the errors of a decoder with this target's folder, by tokenizers and
+        configs."""
         name = self.name
         if name.folder is None:
             return
@@ -236,8 +242,10 @@ class DrafterIdentity:
 
 @dataclass(frozen=True)
 class Job:
-    """One row to be: a method on a benchmark at a temperature; verifier and backtracking, of its
-    tree if any."""
+    """A row to measure: a method on a benchmark at a temperature.
+
+    verifier and backtracking are of its tree, if it has one.
+    """
 
     method: str
     tree: TokenTree | None
@@ -251,8 +259,11 @@ class Job:
 
     @property
     def decoder_key(self) -> tuple[DrafterIdentity | None, str]:
-        """What has a decoder of its own: the methods are under way at the same time, and the tree
-        of one may be another elsewhere."""
+        """Key of the job's decoder.
+
+        Methods run at the same time, and a method's tree may differ by benchmark, so each has its
+        own.
+        """
         return self.drafter, self.method if self.tree is None else f"{self.method}: {self.tree}"
 
     def sample_key(self, prompt: BenchmarkPrompt) -> SampleKey:
@@ -264,7 +275,7 @@ class Job:
 
     @property
     def samples_name(self) -> str:
-        """The file of its samples: readable, and unique by the hash of its key."""
+        """File of its samples: readable, and unique by the hash of its key."""
         step = self.drafter.step if self.drafter else None
         prefix = "" if step is None else f"step-{step:08d}_"
         label = f"{prefix}{self.method}_{self.benchmark.name}_T{self.temperature:g}"
@@ -278,12 +289,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Round:
-    """What is still to be asked of one prompt at one temperature.
+    """Answers still to be made for one prompt at one temperature.
 
     Attributes:
-        baseline: plain decoding, which goes first whenever it is among the methods, also where its
-            own row exists: what a speedup is relative to is measured beside it.
-        missing: the jobs whose answers are to be saved, by turns.
+        baseline: plain decoding, which goes first whenever it is among the methods, also when its
+            own row exists: each speedup is relative to a run next to it.
+        missing: the jobs whose answers are to be saved, interleaved.
     """
 
     prompt: BenchmarkPrompt
@@ -292,7 +303,7 @@ class Round:
 
     @property
     def jobs(self) -> list[Job]:
-        """All that run, in their order."""
+        """All jobs that run, in their order."""
         drafting = [job for job in self.missing if job.method != AUTOREGRESSIVE]
         return drafting if self.baseline is None else [self.baseline, *drafting]
 
@@ -307,9 +318,11 @@ def make_job(
     chat_template: str,
     device_type: str,
 ) -> Job:
-    """The job, with the hash of everything that decides its tokens and its speed but for the
-    drafter, the prompts and the seed, which are in its key by name. `chat_template` is its text: a
-    file's name says nothing about what is in it."""
+    """Make a job, with a hash of everything that decides its tokens and its speed.
+
+    Drafter, prompts and seed are left out: its key has them by name. `chat_template` is the
+    template's text, since a file's name does not identify its content.
+    """
     tree = settings.method_tree(method)
     decoding = {
         "target": target_sha256,
@@ -322,8 +335,7 @@ def make_job(
         "dtype": settings.dtype,
         "device": device_type,
     }
-    # What is off, a prompt alone, the first verifier, and replay keep the hash that rows of them
-    # always had
+    # Settings at their defaults add nothing, so that rows keep the hash that they always had
     decoding |= switched_on(settings)
     if settings.batch_size > 1:
         decoding["batch_size"] = settings.batch_size
@@ -332,7 +344,7 @@ def make_job(
     if tree and settings.backtracking != EvaluationSettings.backtracking:
         decoding["backtracking"] = settings.backtracking
     if any(len(prompt.turns) > 1 for prompt in benchmark.prompts):
-        decoding["earlier_turns"] = "kept"  # of old rows they were read again: another prefill_s
+        decoding["earlier_turns"] = "kept"  # old rows read them again: another prefill_s
     return Job(
         method,
         tree,
@@ -349,10 +361,10 @@ def make_job(
 def resolve(
     options: Mapping[str, Any],
 ) -> tuple[EvaluationSettings, list[str | None]]:
-    """Settings and checkpoints from the command's options; what `run` implies is filled in: its
-    exports by step, its target, its eval folder. [None] means autoregressive decoding alone.
+    """Return settings and checkpoints from the command's options; [None] is plain decoding alone.
 
-    Raises UsageError when something is missing.
+    A `run` gives its exports by step, its target and its eval folder. Raises UsageError when
+    something is missing.
     """
     options = {n: value for n, value in options.items() if n not in ("config", "dry_run")}
     run, checkpoints = options.pop("run"), list(options.pop("checkpoint") or ())
@@ -385,13 +397,14 @@ def _exports_of(run: str) -> list[str]:
 
 
 def settings_of(options: Mapping[str, Any]) -> EvaluationSettings:
-    """The settings among the command's options, whichever checkpoints they are for."""
+    """Return the settings among the command's options, for any checkpoints."""
     names = {field.name for field in fields(EvaluationSettings)}
     return EvaluationSettings(**{name: options[name] for name in names})
 
 
 def prompt_seed(seed: int, benchmark: str, prompt_id: str, turn: int) -> int:
-    """The sampling seed of one answer: a function of what is asked, not of who asks or when."""
+    """Return the sampling seed of one answer: a function of the question, not of process or
+    time."""
     text = "\0".join((str(seed), benchmark, prompt_id, str(turn)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 

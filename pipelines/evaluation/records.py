@@ -1,4 +1,4 @@
-"""The saved form of an evaluation: `results.jsonl`, `samples/*.jsonl.gz`, and workers' journals.
+"""Save an evaluation: `results.jsonl`, `samples/*.jsonl.gz`, and workers' journals.
 
 A folder that is kept for good can hold all of its samples in one `samples.parquet`
 (`pipelines/report.py --records` writes it).
@@ -39,7 +39,7 @@ SAMPLES_NAME = "samples"
 ARCHIVE_NAME = "samples.parquet"
 JOURNALS_NAME = "journals"
 LOCK_NAME = ".lock"
-# Rows pack to a fifth or a tenth of their size; what packs better than this is no file of rows.
+# Rows pack to a fifth or a tenth of their size; a file that packs better than this holds no rows.
 MOST_EXPANSION, SMALL_BYTES = 100, 1 << 26
 
 Row = TypeVar("Row", bound=BaseModel)
@@ -48,7 +48,7 @@ SampleKey = tuple[str | None, str, str | None, str, str, str, int]
 # (checkpoint sha256, method, tree, benchmark, prompts hash, decoding hash, seed)
 ResultKey = tuple[str | None, str, str | None, str, str, str, int]
 
-# What a figure can be at all: the report draws axes up to them.
+# Ranges of figures: the report draws axes up to them.
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Node = Annotated[int, Field(ge=0, lt=MAX_NODES)]  # of a tree, or a depth in one
 NonNegative = Annotated[float, Field(ge=0)]
@@ -57,7 +57,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Divergence(Record):
-    """Where tokens leave the autoregressive ones, and how close the target's own call was.
+    """First token that differs from the autoregressive one, with the target's own margin there.
 
     `position` counts the turn's new tokens from 0; `logit_gap` is the target's top-1 minus top-2
     logit after the common prefix, when sampling with the noise that decides.
@@ -72,7 +72,7 @@ class Divergence(Record):
 
 
 class Lossless(Record):
-    """Tokens against autoregressive decoding's: share of prompts equal, and each other."""
+    """Comparison with autoregressive tokens: the share of equal prompts, and each difference."""
 
     share: Share
     num_prompts: Count
@@ -91,7 +91,7 @@ class Environment(Record):
 
 
 class ResultRow(Record):
-    """One (checkpoint, method, benchmark, temperature); the names are metrics.md's."""
+    """Row of one (checkpoint, method, benchmark, temperature); metrics.md explains the names."""
 
     version: int = SCHEMA_VERSION
     step: Count | None
@@ -101,8 +101,8 @@ class ResultRow(Record):
     target_sha256: str
     method: str
     tree: Tree | None
-    verifier: str | None  # rows from before there were several say what no verifier is called
-    backtracking: str | None = None  # rows from before there were two: replay
+    verifier: str | None  # rows from before there were several have a name that no verifier has
+    backtracking: str | None = None  # None in rows from before there were two: replay
     benchmark: str
     prompts_hash: str
     temperature: NonNegative
@@ -155,8 +155,10 @@ class ResultRow(Record):
 
 
 class Turn(Record):
-    """What the user said and the answer, in the text's own words and in `tokens`: the new ones, the
-    prefill's first and a closing EOS included."""
+    """A user's text and the answer, as text and as `tokens`.
+
+    tokens: the new ones, with prefill's first token and a closing EOS.
+    """
 
     user: str
     num_prompt_tokens: int
@@ -166,8 +168,10 @@ class Turn(Record):
 
 
 class BaselineTiming(Record):
-    """The autoregressive run of the same prompt, right before in the same process. Rows from before
-    `time_ms` was recorded may share one run among checkpoints."""
+    """Timing of the autoregressive run of the same prompt, right before in the same process.
+
+    Rows from before `time_ms` was recorded may share one run among checkpoints.
+    """
 
     num_new_tokens: Count
     prefill_s: NonNegative
@@ -176,14 +180,16 @@ class BaselineTiming(Record):
 
     @property
     def num_calls(self) -> int:
-        """Plain decoding makes a token a call."""
+        """Calls of plain decoding, one per token."""
         return self.num_new_tokens
 
 
 class SampleRow(Record):
-    """One prompt, all its turns, under one (checkpoint, method, tree, decoding). Seconds and
-    call_share are the prompt's share of its batch, as `stree.metrics` says; time_ms is empty there:
-    a batch's calls are not timed by part."""
+    """Row of one prompt, all its turns, under one (checkpoint, method, tree, decoding).
+
+    In a batch, seconds and call_share are the prompt's share of it, as `stree.metrics` says, and
+    time_ms is empty: a batch's calls are not timed by part.
+    """
 
     version: int = SCHEMA_VERSION
     checkpoint_sha256: str | None
@@ -234,7 +240,7 @@ class SampleRow(Record):
 
 
 class ReadingKey(NamedTuple):
-    """What decides a reading; rows name all of it but the prompt alike."""
+    """Everything that decides a reading; rows share these names, except the prompt's."""
 
     checkpoint_sha256: str | None
     target_sha256: str
@@ -246,9 +252,11 @@ class ReadingKey(NamedTuple):
 
 
 class Reading(Record):
-    """The data's own answer to a prompt, as target and drafter read it; numbers of the drafter are
-    None where no model drafts. Losses are in nats; they and overlaps are summed over the answer's
-    tokens."""
+    """Target's and drafter's predictions of the data's own answer to a prompt.
+
+    The drafter's numbers are None when no model drafts. Losses are in nats; losses and overlaps are
+    sums over the answer's tokens.
+    """
 
     version: int = SCHEMA_VERSION
     checkpoint_sha256: str | None
@@ -272,17 +280,17 @@ class Reading(Record):
 
 
 def config_hash(content: dict[str, Any]) -> str:
-    """sha256 of a JSON-able description, independent of its key order."""
+    """Hash a JSON-able description (sha256), independent of its key order."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def packed_samples(label: str) -> str:
-    """The file of a label's samples, from the folder of `results.jsonl`."""
+    """Return the file of a label's samples, from the folder of `results.jsonl`."""
     return f"{SAMPLES_NAME}/{label}.jsonl.gz"
 
 
 def samples_label(name: str) -> str:
-    """What `packed_samples` was given, also where an earlier evaluation named the file."""
+    """Return the label given to `packed_samples`, also for files that earlier evaluations named."""
     return name.removeprefix(SAMPLES_NAME)[1:].removesuffix(".gz").removesuffix(".jsonl")
 
 
@@ -299,7 +307,7 @@ def append_row(path: Path, row: BaseModel) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             _end_last_line(descriptor)
-            if os.write(descriptor, line) < len(line):  # what a disk that fills up does first
+            if os.write(descriptor, line) < len(line):  # a full disk cuts a write first
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
         finally:
@@ -332,8 +340,10 @@ def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[BaseModel]) -> None:
-    """Replace a file by these rows, whole or not at all; packed where its name ends in `.gz`, the
-    same rows to the same bytes."""
+    """Replace a file by these rows, whole or not at all.
+
+    A name that ends in `.gz` is packed; the same rows give the same bytes.
+    """
     content = "".join(row.model_dump_json() + "\n" for row in rows).encode()
     write_atomically(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
@@ -381,8 +391,10 @@ class ResultStore:
 
     @contextmanager
     def locked(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Keep other evaluations out of the folder: two at once would disturb each other's timing
-        and journals. Waits for its turn, after `on_wait()`; a killed holder's lock is gone."""
+        """Keep other evaluations out of the folder, whose timing and journals they would disturb.
+
+        Waits until it is free, after calling `on_wait()`; a killed holder's lock is gone.
+        """
         path = self.directory / LOCK_NAME
         with reporting_refusals(path, codes=None):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -419,12 +431,12 @@ class ResultStore:
         return read_rows(self.directory / READINGS_NAME, Reading)
 
     def save_readings(self, readings: Sequence[Reading]) -> None:
-        """Beside those that are there; one of the same key takes its place."""
+        """Add readings to the saved ones; one of the same key is replaced."""
         saved = {each.key: each for each in (*self.readings(), *readings)}
         write_rows(self.directory / READINGS_NAME, saved.values())
 
     def journalled(self, samples_name: str) -> dict[SampleKey, SampleRow]:
-        """Finished prompts of a row that is not published yet, each once."""
+        """Return the finished prompts of a row that is not published yet, each once."""
         found: dict[SampleKey, SampleRow] = {}
         for path in self._journals(samples_name):
             for row in read_rows(path, SampleRow):
@@ -437,8 +449,11 @@ class ResultStore:
         append_row(self.directory / JOURNALS_NAME / name, row)
 
     def publish(self, row: ResultRow, samples: Sequence[SampleRow]) -> None:
-        """Save a finished row. Its samples come first, so that a row never points at nothing, and
-        the journals go last, so that a kill in between loses nothing."""
+        """Save a finished row.
+
+        Its samples come first, so that a row never points at nothing, and the journals go last, so
+        that a kill in between loses nothing.
+        """
         write_rows(self.directory / row.samples, samples)
         others = [other for other in self.results() if other.key != row.key]
         write_rows(self.directory / RESULTS_NAME, [*others, row])
@@ -470,12 +485,12 @@ class ResultStore:
 
 
 def _journal_stem(samples_name: str) -> str:
-    # The same whichever version writes it: an evaluation that an earlier one began goes on.
+    # The same in all versions, so that an evaluation of an earlier version goes on.
     return f"samples_{samples_label(samples_name)}"
 
 
 def _unpacked(path: Path) -> bytes:
-    """A packed file's content, of no more than rows can have."""
+    """Return a packed file's content; refuses more bytes than rows can have."""
     most = max(MOST_EXPANSION * path.stat().st_size, SMALL_BYTES)
     try:
         with gzip.open(path) as file:

@@ -1,4 +1,4 @@
-"""How tokens are chosen beside the temperature, as settings and rows of an evaluation say it."""
+"""Name the sampling settings other than the temperature, of settings and rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from stree.generation import GenerationConfig
 
-# With the values that are off, which rows from before these settings were recorded have
+# The values that are off; rows from before these settings were recorded have them
 OFF: dict[str, Any] = {
     name: getattr(GenerationConfig, name)
     for name in ("top_k", "top_p", "min_p", "repetition_penalty")
@@ -14,16 +14,16 @@ OFF: dict[str, Any] = {
 
 
 def sampling_of(holder: Any) -> dict[str, Any]:
-    """{name: value} of settings, a row or a sample."""
+    """Return {name: value} of settings, a row or a sample."""
     return {name: getattr(holder, name) for name in OFF}
 
 
 def switched_on(holder: Any) -> dict[str, Any]:
-    """Those that are not off."""
+    """Return the sampling settings that are not off."""
     return {name: value for name, value in sampling_of(holder).items() if value != OFF[name]}
 
 
 def told_sampling(holder: Any, before: str = "") -> str:
-    """ "top_p 0.9, repetition_penalty 1.1" behind `before`; nothing where all is off."""
+    """Format the settings that are on, such as "top_p 0.9", after `before`; "" when all are off."""
     told = ", ".join(f"{name} {value:g}" for name, value in switched_on(holder).items())
     return before + told if told else ""

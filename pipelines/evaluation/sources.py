@@ -1,8 +1,8 @@
-"""Public benchmarks: where each lives, under which licence, and how its file becomes prompts.
+"""List public benchmarks: their addresses and licences, and how their files become prompts.
 
-Files are named at a commit. What can be wrong with one all the same is found by hashes: that of its
-prompts, where this project has measured on them before, and that of its bytes, which the first
-download records (`Pin`) for all later ones.
+Files are named at a commit. Damage is still found, by hashes: of the prompts, where this project
+has measured on them before, and of the bytes, which the first download records (`Pin`) for all
+later ones.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MOST_BYTES = 1 << 26  # packed or unpacked; the largest has about one megabyte
 
 @dataclass(frozen=True)
 class Source:
-    """A benchmark's public file.
+    """Public file of a benchmark.
 
     Attributes:
-        path: repository, commit and file, behind `HOST`.
-        prompts_hash: `Benchmark.prompts_hash` of all its prompts as docs/results/h200-sharegpt was
-            measured on them; None where this project never was.
-        prompt_of: a prompt from a row and its number.
+        path: repository, commit and file, after `HOST`.
+        prompts_hash: `Benchmark.prompts_hash` of all its prompts in docs/results/h200-sharegpt;
+            None when this project never measured on it.
+        prompt_of: makes a prompt from a row and its number.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Source:
     prompt_of: Callable[[Any, int], dict[str, Any]]
 
     def prompts(self, content: bytes) -> str:
-        """The file as this project's JSONL. Raises BadData when it holds something else."""
+        """Convert the file to this project's JSONL. Raises BadData when it holds something else."""
         lines = []
         try:
             for number, line in enumerate(_unpacked(content).splitlines()):
@@ -60,7 +60,7 @@ class Source:
 
 
 class Pin(Record):
-    """What a downloaded file was; `url` is where it came from."""
+    """Record of a downloaded file; `url` is its source."""
 
     url: str
     licence: str
@@ -71,7 +71,7 @@ class Pin(Record):
 
 
 def _question(name: str) -> Callable[[Any, int], dict[str, Any]]:
-    """A row of FastChat's layout."""
+    """Return the reader of a row in FastChat's layout."""
 
     def prompt(row: Any, number: int) -> dict[str, Any]:
         identity = f"{name}-{row['question_id']}"
@@ -124,7 +124,7 @@ SOURCES = {
 
 
 def read_pins(directory: Path) -> dict[str, Pin]:
-    """What was downloaded into a folder. Raises BadData when its record is damaged."""
+    """Read the record of a folder's downloads. Raises BadData when it is damaged."""
     path = directory / PINS_NAME
     if not path.exists():
         return {}
@@ -135,7 +135,7 @@ def read_pins(directory: Path) -> dict[str, Pin]:
 
 
 def is_there(source: Source, directory: Path) -> bool:
-    """Whether a folder has the benchmark as it was downloaded."""
+    """Return True when a folder has the benchmark as it was downloaded."""
     pin, path = read_pins(directory).get(source.name), directory / f"{source.name}.jsonl"
     try:
         return pin is not None and load_benchmark(str(path)).prompts_hash == pin.prompts_hash
@@ -144,10 +144,10 @@ def is_there(source: Source, directory: Path) -> bool:
 
 
 def add(source: Source, content: bytes, url: str, directory: Path, accept_changed: bool) -> Pin:
-    """Check a downloaded file, write NAME.jsonl into the folder, and record what it was.
+    """Check a downloaded file, write NAME.jsonl into the folder, and record it.
 
-    Raises BadData when it is not the file that was recorded there, or its prompts are not those
-    that this project knows, unless `accept_changed`.
+    Raises BadData when the file differs from the recorded one, or its prompts from those that this
+    project knows, unless `accept_changed`.
     """
     pins = read_pins(directory)
     pin, sha256 = pins.get(source.name), hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Answering benchmark prompts with a decoder, and comparing the answers with plain decoding's."""
+"""Answer benchmark prompts with a decoder, and compare the answers with plain decoding's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from stree_pipelines.evaluation.sampling import sampling_of
 
 @dataclass
 class Conversation:
-    """A prompt under way: its finished turns, and what they took."""
+    """A prompt in progress: its finished turns, and their statistics."""
 
     prompt: BenchmarkPrompt
     turns: list[Turn] = field(default_factory=list)
@@ -48,14 +48,15 @@ class Conversation:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another turn follows the one under way, which begins with what this one reads
-        and generates."""
+        """True when another turn follows the current one, and begins with its tokens."""
         return len(self.turns) + 1 < len(self.prompt.turns)
 
 
 class Answerer:
-    """Holds the conversations of an evaluation by its methods, with `Decoders` of its own, whose
-    arguments are the last four; without a tokenizer the target's is loaded."""
+    """Holder of an evaluation's conversations, by all its methods, with `Decoders` of its own.
+
+    The last four arguments are those of `Decoders`; without a tokenizer the target's is loaded.
+    """
 
     def __init__(
         self,
@@ -75,14 +76,13 @@ class Answerer:
         )  # fmt: skip
 
     def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
-        """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,
-        buffers) outside of every measurement."""
+        """Make the first calls of a decoder or a sampling rule (kernels, graphs, buffers)
+        untimed."""
         with _naming(job, Conversation(prompt)):
             self.decoders.warm(job, self.prompt_ids(prompt))
 
     def require_positions(self) -> None:
-        """Refuse now, not after an hour, a conversation whose answers may be longer than what the
-        target was made for."""
+        """Refuse now, not after an hour, a conversation that may outgrow the target's positions."""
         positions = self.decoders.target_config.num_positions
         if positions is None:
             return
@@ -99,8 +99,10 @@ class Answerer:
                     )
 
     def require_end(self) -> None:
-        """Raise UsageError when answers shall end at EOS and no token is known to be one: rows
-        would say that they had."""
+        """Raise UsageError when answers shall end at EOS and no token is known to be one.
+
+        Rows would say that they had ended.
+        """
         known = eos_token_ids(self.decoders.target_config, self.tokenizer)
         if not self.settings.ignore_eos and not known:
             raise UsageError(
@@ -111,13 +113,14 @@ class Answerer:
     def answers(
         self, job: Job, prompts: Sequence[BenchmarkPrompt]
     ) -> Generator[SampleRow, None, None]:
-        """Hold the prompts' conversations by the job's method, `batch_size` at a time, and yield
-        each when it is over. What is yielded first was, but for a batch, asked first. What chooses
-        the job's trees begins anew, with what `EvaluationSettings.first_prompts` show, not with
-        what was answered before, elsewhere or by a run that was stopped.
+        """Hold the prompts' conversations by the job's method, and yield each when it is over.
 
-        Raises what decoding a prompt raises; those that are under way beside it are finished and
-        yielded before, unless it is one of those first prompts.
+        `batch_size` run at a time; except within a batch they are yielded in the order of the
+        prompts. A choice of trees starts anew and learns from `EvaluationSettings.first_prompts`,
+        not from earlier answers, of another benchmark or of a stopped run.
+
+        Raises the errors of decoding a prompt; other conversations of its batch are finished and
+        yielded first, unless the prompt is one of those first prompts.
         """
         self.decoders.begin(job)
         if isinstance(job.tree, ChosenTree):
@@ -141,8 +144,8 @@ class Answerer:
     def _answers_in_batches(
         self, job: Job, prompts: Sequence[BenchmarkPrompt]
     ) -> Iterator[SampleRow]:
-        """A row is given away as soon as it is free: to the next turn of what it held, or to the
-        next prompt."""
+        """Yield conversations of a batch; a free row takes the next turn of its conversation or
+        a prompt."""
         waiting = deque(map(Conversation, prompts))
         under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
         failure: StreeError | None = None
@@ -153,8 +156,8 @@ class Answerer:
                     prompt_ids = self._next_prompt_ids(waiting[0])
                     if not self.decoders.has_room(job, len(prompt_ids)):
                         if under_way:
-                            break  # which the decoder is still needed for
-                        del batch  # two at once may not fit
+                            break  # they still need the decoder
+                        del batch  # two decoders may not fit
                         batch = Batch(self.decoders.warm(job, prompt_ids))
                     conversation = waiting.popleft()
                     request = Request(
@@ -184,12 +187,15 @@ class Answerer:
             for row in under_way:
                 batch.release(row)
 
-    def beside(
+    def with_baseline(
         self, job: Job, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow
     ) -> SampleRow:
-        """The sample with what the autoregressive run of its prompt in this process adds: its
-        timing and how their tokens compare. They are the same at T = 0, and above with the verifier
-        coupled, whose samples are plain decoding's of the same seed."""
+        """Add the autoregressive run of the same prompt to a sample: its timing, and the
+        comparison.
+
+        Tokens must be equal at T = 0, and above with the verifier coupled, whose samples are plain
+        decoding's of the same seed.
+        """
         timing = {"baseline": timing_of(baseline)}
         if sample.temperature > 0 and job.verifier != "coupled":
             return sample.model_copy(update=timing)
@@ -250,7 +256,7 @@ class Answerer:
     def _divergence(
         self, job: Job, prompt: BenchmarkPrompt, turns: Sequence[Turn], reference: Sequence[Turn]
     ) -> Divergence | None:
-        """The first difference; turns after it answer another conversation and say nothing."""
+        """Return the first difference; later turns answer another conversation and say nothing."""
         for index, (mine, theirs) in enumerate(zip(turns, reference, strict=True)):
             position = metrics.first_difference(mine.tokens, theirs.tokens)
             if position is None:
@@ -271,9 +277,11 @@ class Answerer:
     def _logit_gap(
         self, tokens: list[int], generation: GenerationConfig, answered: Sequence[int | None]
     ) -> float:
-        """The target's top-1 minus top-2 logit after `tokens`, from one plain forward pass; when
-        sampling, of what a token is chosen by, at the size of logits. With top-k, top-p or min-p
-        `_least_change`, which asks what was `answered` there."""
+        """Return the target's top-1 minus top-2 logit after `tokens`, from one plain forward pass.
+
+        When sampling, the scores that choose a token are compared, at the scale of logits. With
+        top-k, top-p or min-p it is `_least_change`, for the tokens that were `answered` there.
+        """
         tokens_BT = torch.tensor([tokens], device=self.decoders.device)
         last_BD = self.decoders.target.hidden_states(tokens_BT)[:, -1:]
         logits_BTV = self.decoders.target.logits(last_BD)
@@ -295,7 +303,8 @@ class Answerer:
     def prompt_ids(
         self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
     ) -> list[int]:
-        """The conversation up to user turn `index`, with the model's own answers before it."""
+        """Return the ids of the conversation up to user turn `index`, with the model's earlier
+        answers."""
         conversation = [*prompt.history, ("user", prompt.turns[0])]
         for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
             conversation += [("assistant", answer.text), ("user", question)]
@@ -309,7 +318,7 @@ class Answerer:
         return self._generation(job, conversation.prompt, len(conversation.turns))
 
     def _generation(self, job: Job, prompt: BenchmarkPrompt, index: int) -> GenerationConfig:
-        """Of a turn of a prompt."""
+        """Return the settings of a turn of a prompt."""
         return GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=job.temperature,
@@ -320,9 +329,11 @@ class Answerer:
 
     @property
     def num_prefixes(self) -> int:
-        """That a decoder holds, of earlier turns: two a conversation, with its answer and without,
-        as what comes back through the tokenizer may differ; and one prompt at a time is asked
-        twice, a warm-up first."""
+        """Number of prefixes that a decoder keeps, of earlier turns.
+
+        There are two per conversation, with its answer and without, as the answer's ids may differ
+        after the tokenizer; without batches a prompt runs twice, in a warm-up first.
+        """
         turns = max(
             (len(p.turns) for benchmark in self.benchmarks for p in benchmark.prompts), default=1
         )
@@ -332,8 +343,8 @@ class Answerer:
 
     @cached_property
     def max_length(self) -> int:
-        """Room for about every conversation, with answers that come back as twice as many tokens
-        as were generated."""
+        """Tokens of the longest conversation, if answers come back as twice their generated
+        tokens."""
         new = self.settings.max_new_tokens
         longest = max(
             self._num_given(prompt) + (2 * len(prompt.turns) - 1) * new
@@ -343,15 +354,18 @@ class Answerer:
         return longest + SLACK
 
     def _num_given(self, prompt: BenchmarkPrompt) -> int:
-        """Tokens of a conversation to whose turns nothing was answered."""
+        """Count the tokens of a conversation with empty answers."""
         silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
         last = len(prompt.turns) - 1
         return len(self.prompt_ids(prompt, [silence] * last, last))
 
 
 def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Iterable[int]) -> float:
-    """By how much one logit of (1, 1, V) must change before another token is the choice: the
-    choice's own down, or one of the others' up. What is left out by a hair is a tie, too."""
+    """Return the least change of one logit of (1, 1, V) that makes another token the choice.
+
+    The choice's own logit goes down, or one of the others' up. A token that a filter leaves out by
+    a hair is a tie, too.
+    """
     logits = logits.double()
     chosen = choice(logits)
 
@@ -374,7 +388,7 @@ def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Itera
 
 
 def timing_of(sample: SampleRow) -> BaselineTiming:
-    """What of a run the speed of another is measured by."""
+    """Return the timing of a run, to measure speedups by."""
     return BaselineTiming(
         num_new_tokens=sample.num_new_tokens,
         prefill_s=sample.prefill_s,
@@ -385,7 +399,7 @@ def timing_of(sample: SampleRow) -> BaselineTiming:
 
 @contextmanager
 def _naming(job: Job, conversation: Conversation) -> Iterator[None]:
-    """Where an invariant broke, before what broke."""
+    """Add the place to an InvariantBroken: benchmark, prompt, turn and method."""
     try:
         yield
     except InvariantBroken as error:

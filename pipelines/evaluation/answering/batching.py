@@ -1,4 +1,4 @@
-"""Requests in the rows of a batched decoder, and what each took of the time that they shared."""
+"""Time requests in the rows of a batched decoder, each by its share of the batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stree.generation import GenerationOutput
 
 @dataclass
 class Share:
-    """What a request took of its batch.
+    """A request's share of its batch's time and calls.
 
     A step's wall time in which n rows were decoded counts 1/n for each, so that the seconds of all
     requests add up to the wall time of the steps, and tokens by seconds are the batch's throughput.
-    With one row they are what one sequence alone takes.
+    With one row the share is all of it.
 
     Attributes:
-        prefill_s: of admission, of the time that steps spent on prompts, and of keeping what the
-            next turn begins with.
+        prefill_s: of admission, of the time that steps spent on prompts, and of keeping the prefix
+            of the next turn.
         decode_s: of the time that steps spent on decoding.
-        num_calls: of the target's calls; beside the number of calls that decoded the request this
-            is how full the batch was.
+        num_calls: of the target's calls; the number of calls that decoded the request, divided by
+            it, is the mean number of rows in the batch.
     """
 
     prefill_s: float = 0.0
@@ -38,8 +38,8 @@ class Batch:
         self.decoder = decoder
         self._shares: dict[int, Share] = {}
         self._reading: set[int] = set()  # rows without a token yet
-        self._read_s = 0.0  # spent on prompts, and counted for nobody yet
-        self._waited_s = 0.0  # for a step on its way, between steps
+        self._read_s = 0.0  # spent on prompts, and not yet added to a share
+        self._waited_s = 0.0  # for a step in flight, between steps
 
     @property
     def is_full(self) -> bool:
@@ -50,10 +50,10 @@ class Batch:
         row = self.decoder.admit(request)
         admitted = time.perf_counter()
         self._shares[row] = Share(prefill_s=admitted - started)
-        # Waits for what the last turn has left: for the step on its way, which is others' time
+        # Waits for the step in flight, for the last turn's prefix; that time is the other rows'
         self.decoder.num_reusable(list(request.prompt_ids))
         self._waited_s += time.perf_counter() - admitted
-        self.decoder.prepare_prefill(row)  # no request's time, as other graphs are not
+        self.decoder.prepare_prefill(row)  # counts for no request, like all captures of graphs
         self._reading.add(row)
         return row
 

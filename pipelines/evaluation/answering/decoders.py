@@ -1,4 +1,4 @@
-"""The models and decoders of an evaluation, warmed up: a first call is nobody's to pay for."""
+"""Hold the models and decoders of an evaluation, warmed up before any timed call."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from stree_pipelines.evaluation.plan import (
 from stree_pipelines.evaluation.sampling import sampling_of
 
 WARMUP_TOKENS = 16
-BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
-SLACK = 256  # tokens behind an answer: a tree's path, and what comes back cut into more
+BATCH_WARMUP_TOKENS = 4  # per row: several rows share the cost of first calls
+SLACK = 256  # tokens after an answer: a tree's path, and answers that come back as more tokens
 
 
 class Decoders:
-    """Holds the target, the drafters and the decoders; each is made when first needed.
+    """Holder of the target, the drafters and the decoders; each is made when first needed.
 
     Args:
         max_length: tokens that a decoder has room for, unless a conversation outgrows it.
-        num_prefixes: how many a decoder holds, of earlier turns.
+        num_prefixes: prefixes of earlier turns that a decoder keeps.
         make_decoder: `stree.decoder.Decoder`, with a batch size `BatchDecoder` of that many
-            rows, or what stands in for it in a test.
+            rows, or a stand-in in a test.
         target_model: loaded from `settings.target` unless given.
-        say: what tells users what takes long.
+        say: prints a message before slow work.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Decoders:
         # By drafter and method, with the length that each has room for.
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
         self._drafters: dict[DrafterIdentity, Any] = {}
-        # By drafter, method and temperature, of those that choose a tree: what they choose by
+        # Step times to choose trees by, by drafter, method and temperature
         self._costs: dict[tuple[DrafterIdentity | None, str, float], StepTimes] = {}
-        # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
+        # Work that each has done once: ("temperature", 1.0), ("prompt tokens", 57).
         self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
         if target_model is not None:
             self.device = target_model.device
@@ -107,28 +107,28 @@ class Decoders:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Of weights and state, as records have them."""
+        """Dtypes of weights and state, as records hold them."""
         state = dtype_name(accumulation_dtype(self.dtype))
         return {"weights": self.settings.dtype, "state": state}
 
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
-        """The model that drafts, alone and by the target's tokens; None where none does."""
+        """Return the model that drafts alone with the target's tokens; None without one."""
         made = self._drafter(drafter) if drafter is not None else None
         return made.model if isinstance(made, ModelDrafterSpec) else None
 
     @property
     def room(self) -> MemoryReport | None:
-        """Of the decoders that are held, in which each prompt that is answered has a row; None
-        where prompts are answered one at a time."""
+        """Memory of the decoders with a row per prompt; None when prompts are answered one at a
+        time."""
         batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
         return MemoryReport.of(batches) if batches else None
 
     def costs(self, job: Job) -> StepTimes | None:
-        """By which the job's trees are chosen; None where none are."""
+        """Return the step times by which the job's trees are chosen; None without a choice."""
         return self._costs.get((*job.decoder_key, job.temperature))
 
     def is_warm(self, job: Job) -> bool:
-        """Whether the job's tree and drafter have decoded by its sampling rule before."""
+        """Return True when the job's tree and drafter have decoded by its sampling rule before."""
         return (*job.decoder_key, ("temperature", job.temperature)) in self._warm
 
     def has_room(self, job: Job, num_prompt_tokens: int) -> bool:
@@ -136,12 +136,13 @@ class Decoders:
         return self._needed(job, num_prompt_tokens) <= room
 
     def warm(self, job: Job, prompt_ids: list[int]) -> Any:
-        """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
+        """Return the job's decoder, after it has decoded by the job's rule and read as long a
+        prompt.
 
         Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
-        prompt length, and whichever method met it first would pay for all; of a long prompt, what
-        `_as_long` gives has done the same. A batch reads prompts in pieces while it decodes, and is
-        warmed up with the first one only.
+        prompt length, and the first method to meet it would pay for all; for a long prompt, the
+        shorter one of `_as_long` does the same. A batch reads prompts in pieces while it decodes,
+        and is warmed up with the first one only.
         """
         decoder = self._decoder(job, len(prompt_ids))
         if isinstance(job.tree, ChosenTree):
@@ -171,7 +172,7 @@ class Decoders:
         return decoder
 
     def begin(self, job: Job) -> None:
-        """Let what chooses the job's trees begin anew."""
+        """Let the job's choice of trees start anew."""
         if job.decoder_key in self._decoders:
             _, decoder = self._decoders[job.decoder_key]
             _batch_of(decoder).forget()
@@ -187,8 +188,10 @@ class Decoders:
         return max(needed, length_to_time(job.tree)) if isinstance(job.tree, ChosenTree) else needed
 
     def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
-        """The job's decoder, made anew where a conversation outgrows it: an answer that comes back
-        through the tokenizer may be cut into more tokens than were generated."""
+        """Return the job's decoder, made anew when a conversation outgrows it.
+
+        An answer may come back through the tokenizer as more tokens than were generated.
+        """
         key = job.decoder_key
         _, decoder = self._decoders.get(key, (0, None))
         if not self.has_room(job, num_prompt_tokens):
@@ -209,7 +212,7 @@ class Decoders:
         return decoder
 
     def _choose_by_costs(self, job: Job, tree: ChosenTree, decoder: Any) -> None:
-        """By those of steps at the job's temperature, which are measured when first asked for."""
+        """Give a decoder the step times at the job's temperature, measured on first use."""
         key = (*job.decoder_key, job.temperature)
         if key not in self._costs:
             generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
@@ -226,10 +229,13 @@ class Decoders:
         return self._drafters[drafter]
 
     def _as_long(self, job: Job, prompt_ids: list[int]) -> list[int]:
-        """The end of a long prompt, whose reading asks for what the whole's does: a first piece of
-        READ_AT_ONCE tokens, one behind others, and a last one of the same size. The whole prompt
-        where the decoder has read none as long, since buffers grow with it, or where the drafter
-        has a tokenizer of its own. Not the beginning: prefixes that are kept are not read again."""
+        """Return the end of a long prompt, whose prefill needs the same graphs and kernels.
+
+        Those are a first piece of READ_AT_ONCE tokens, one after others, and a last one of the same
+        size. Returns the whole prompt when the decoder has read none as long, since buffers grow
+        with it, or when the drafter has a tokenizer of its own. The end and not the beginning: kept
+        prefixes are not read again.
+        """
         length = len(prompt_ids)
         alike = 2 * READ_AT_ONCE + (length - 1) % READ_AT_ONCE + 1
         read = {n for *key, (what, n) in self._warm
@@ -249,11 +255,11 @@ class Decoders:
 
 
 def _batch_of(decoder: Any) -> Any:
-    """A `Decoder`'s, or the `BatchDecoder` itself."""
+    """Return a `Decoder`'s batch decoder, or the `BatchDecoder` itself."""
     return getattr(decoder, "batch", decoder)
 
 
 def num_warmup_tokens(settings: EvaluationSettings) -> int:
-    """Of each prompt that a decoder is warmed up with."""
+    """Return the tokens of each prompt that warms a decoder up."""
     most = WARMUP_TOKENS if settings.batch_size == 1 else BATCH_WARMUP_TOKENS
     return min(most, settings.max_new_tokens)

@@ -1,5 +1,7 @@
-"""What target and drafter say of the data's own answer to a prompt, token by token as it stands
-there: tells a target that fails at a length from a drafter that does (docs/long-context.md)."""
+"""Let target and drafter predict the data's own answer to a prompt, token by token.
+
+It tells a target that fails at a length from a drafter that does (docs/long-context.md).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MOST_TOKENS = 512  # of an answer: the logits of all of them are in memory at on
 
 
 class Agreement(NamedTuple):
-    """Of a drafter with its target on an answer's tokens, each a sum over them.
+    """Agreement of a drafter with its target on an answer's tokens, each field a sum over them.
 
     Attributes:
         loss: the drafter's own on the data, in nats.
@@ -37,7 +39,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(cls, target: Tensor, drafter: Tensor, answer: Tensor) -> Agreement:
-        """Given log-probabilities (A, V) of both ahead of the answer's tokens (A,)."""
+        """Compare log-probabilities (A, V) of both models for the answer's tokens (A,)."""
         overlap = torch.minimum(target.exp(), drafter.exp()).sum(-1)
         same = target.argmax(-1) == drafter.argmax(-1)
         return cls(loss_of(drafter, answer), float(overlap.double().sum()), int(same.sum()))
@@ -47,14 +49,16 @@ class Agreement(NamedTuple):
 def read_answer(
     decoders: Decoders, drafter: DrafterIdentity | None, prompt: BenchmarkPrompt, key: ReadingKey
 ) -> Reading:
-    """The reading of a prompt's `reference_answer`, by an evaluation's models; by the target alone
-    where no model of its vocabulary drafts."""
+    """Read a prompt's `reference_answer` with an evaluation's models.
+
+    Without a drafting model of the target's vocabulary only the target reads.
+    """
     target, model = decoders.target, decoders.drafter_model(drafter)
     encoder = chat_encoder(decoders.tokenizer, decoders.settings.chat_template)
-    asked = [*prompt.history, ("user", prompt.turns[0])]
-    whole = encoder.encode([[*asked, ("assistant", prompt.reference_answer)]])[0].tokens.tolist()
-    start = len(encoder.encode_prompt(asked))
-    question = start - len(encoder.encode_prompt(asked[-1:]))
+    turns = [*prompt.history, ("user", prompt.turns[0])]
+    whole = encoder.encode([[*turns, ("assistant", prompt.reference_answer)]])[0].tokens.tolist()
+    start = len(encoder.encode_prompt(turns))
+    question = start - len(encoder.encode_prompt(turns[-1:]))
     tokens = torch.tensor(whole[: start + MOST_TOKENS], device=decoders.device)
     answer = tokens[start:]
     after, begun = None, None
@@ -81,16 +85,18 @@ def read_answer(
 
 
 def loss_of(log_probs: Tensor, answer: Tensor) -> float:
-    """In nats, summed: log_probs (A, V) ahead of the answer's tokens (A,)."""
+    """Sum the loss in nats of the answer's tokens (A,) under log_probs (A, V)."""
     return -float(log_probs.gather(-1, answer[:, None]).double().sum())
 
 
 def _target_read(
     target: HybridModel, drafter: HybridModel | None, tokens: Tensor, start: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The target's hidden states (A, D) from which the tokens (T,) from `start` on are predicted,
-    and what the drafter adds to its embeddings of all tokens, (1, T, D'); None where it reads
-    tokens alone. In pieces: what is in memory of all tokens is of the drafter's width."""
+    """Return the target's hidden states (A, D) that predict the tokens (T,) from `start` on.
+
+    The second tensor, (1, T, D'), is added to the drafter's embeddings of all tokens; None when it
+    reads tokens alone. Read in pieces: what stays in memory for all tokens has the drafter's width.
+    """
     layers = drafter.config.feature_layers if drafter is not None else ()
     cache = target.new_cache(len(tokens), 1)
     following: list[Tensor] = []
@@ -109,8 +115,10 @@ def _target_read(
 def _drafter_log_probs(
     drafter: HybridModel, tokens: Tensor, inputs: Tensor | None, begin: int, start: int
 ) -> Tensor:
-    """The drafter's log-probabilities (A, V) of the tokens (T,) from `start` on, when it reads from
-    `begin` on only."""
+    """Return the drafter's log-probabilities (A, V) of the tokens (T,) from `start` on.
+
+    The drafter reads from `begin` on only.
+    """
     if inputs is not None:
         inputs = inputs[:, begin:].clone()
         inputs[:, 0] = drafter.model.features.unknown
@@ -122,6 +130,6 @@ def _drafter_log_probs(
 
 
 def _pieces(length: int, last: int) -> list[tuple[int, int]]:
-    """Of so many tokens, none too long, one of which begins at `last` and is the last."""
+    """Cut `length` tokens into short pieces; the last one begins at `last`."""
     begins = [*range(0, last, FEATURES_CHUNK), last]
     return list(zip(begins, [*begins[1:], length], strict=True))

@@ -1,4 +1,4 @@
-"""Python's garbage collection, kept out of what is timed."""
+"""Keep Python's garbage collection out of timed code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """What there is at the beginning is looked at by no collection before the end. A full one looks
-    at all that torch, transformers and datasets have made: a quarter of a second, in the middle of
-    somebody's answer."""
-    if gc.get_freeze_count():  # somebody around this has asked for it
+    """Freeze existing objects (gc.freeze) so that no collection scans them inside the block.
+
+    A full collection scans all objects of torch, transformers and datasets: a quarter of a second,
+    in the middle of an answer.
+    """
+    if gc.get_freeze_count():  # an outer block has frozen them
         yield
         return
     gc.freeze()
@@ -23,7 +25,7 @@ def left_alone() -> Iterator[None]:
 
 
 def collect() -> None:
-    """Free whatever nothing refers to but itself, what is left alone included."""
+    """Collect garbage, frozen objects included."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()

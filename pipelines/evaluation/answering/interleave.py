@@ -1,4 +1,4 @@
-"""The methods of an evaluation in turn, batch by batch of prompts."""
+"""Interleave the methods of an evaluation, batch by batch of prompts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from stree_pipelines.evaluation.records import SampleRow
 Answer = tuple[Round, Job, SampleRow]
 
 
-def answers_in_turns(answerer: Answerer, rounds: Sequence[Round]) -> Generator[Answer, None, None]:
-    """Answer the rounds of one benchmark and temperature, and yield each answer as soon as it and
-    the baseline's of its prompt are there.
+def interleaved_answers(
+    answerer: Answerer, rounds: Sequence[Round]
+) -> Generator[Answer, None, None]:
+    """Answer the rounds of one benchmark and temperature, interleaving their methods.
 
-    A method's turn lasts until a batch of prompts is answered: whatever slows the machine for a
-    while then slows all methods alike. Rows that come free meanwhile go to the prompts behind the
-    batch, which stay under way until the method's next turn.
+    Yields each answer as soon as it and the baseline's answer to its prompt are there.
+
+    A method's turn lasts until a batch of prompts is answered: anything that slows the machine for
+    a while then slows all methods alike. Rows that come free meanwhile go to the prompts after the
+    batch, which stay in progress until the method's next turn.
     """
     rounds_by_id = {each.prompt.id: each for each in rounds}
     found = {job.method: job for each in rounds for job in each.jobs}
@@ -29,7 +32,7 @@ def answers_in_turns(answerer: Answerer, rounds: Sequence[Round]) -> Generator[A
     def with_baseline(job: Job, sample: SampleRow) -> Answer:
         each = rounds_by_id[sample.prompt_id]
         if each.baseline is not None:
-            sample = answerer.beside(job, each.prompt, sample, baselines[sample.prompt_id])
+            sample = answerer.with_baseline(job, each.prompt, sample, baselines[sample.prompt_id])
         return each, job, sample
 
     with ExitStack() as stack:
