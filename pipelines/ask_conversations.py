@@ -23,7 +23,7 @@ from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import NotFound, UsageError, exit_with_reason
 from stree.common.files import make_directory, sha256_of_file, write_atomically
 from stree_pipelines.console.command_line import PlainParser, input_path, typed_command
-from stree_pipelines.data.held_out_prompts import prompts_asked, prompts_asked_after
+from stree_pipelines.data.held_out_prompts import held_out_prompts, held_out_prompts_by_length
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import describe_code
 
@@ -51,18 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file, out = Path(input_path(options.conversations)), Path(options.out)
     if not file.is_file():
         raise NotFound(f"no file {file}: name a ShareGPT file, JSONL or JSONL.gz")
-    asked = file, options.source, options.limit, options.turns
+    chosen = file, options.source, options.limit, options.turns
     written = {out: ""}
     if lengths:
         tokenizer = load_tokenizer(input_path(options.tokenizer))
         encoder = chat_encoder(tokenizer)
-        prompts = prompts_asked_after(*asked, lengths, encoder)
+        prompts = held_out_prompts_by_length(*chosen, lengths, encoder)
         written = {
             out.with_name(f"{out.stem}-{length}{out.suffix}"): text
             for length, text in prompts.items()
         }
     else:
-        written[out] = prompts_asked(*asked)
+        written[out] = held_out_prompts(*chosen)
     if not all(written.values()):
         raise UsageError(f"{file} has no conversation whose source begins with {options.source!r}")
     make_directory(out.parent)

@@ -1,4 +1,4 @@
-"""A target answers prompts, many at once and several times each, and its answers become shards."""
+"""Let a target answer prompts, many at once and several times each, and write shards of answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMPARED_TOKENS = 64  # of each answer, when speeds are compared
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target is to go on from; `number` is its place among all prompts of the source."""
+    """A prompt's tokens; `number` is its place among all prompts of the source."""
 
     id: str
     number: int
@@ -49,10 +49,10 @@ class Prompt:
 def read_prompts(
     source: str, tokenizer: Any, turn: str, limit: int | None = None, template: str | None = None
 ) -> list[Prompt]:
-    """Prompts from conversations (as distill.py reads them), each asked as it stands before its
-    `turn` ("first" or "last") answer, or from a file of benchmark prompts (their first turn).
+    """Read prompts from conversations (as distill.py reads them), or from benchmark prompts.
 
-    Raises NotFound, BadData, as the readers of both do.
+    A conversation's prompt is everything before its `turn` ("first" or "last") answer; a
+    benchmark's is its first turn. Raises NotFound and BadData, as the readers of both do.
     """
     encoder = chat_encoder(tokenizer, template)
     return [
@@ -74,14 +74,14 @@ def _turns_of(source: str, turn: str, limit: int | None) -> Iterator[tuple[str, 
 
 
 def _holds_benchmark_prompts(path: Path) -> bool:
-    """Whether the first row has `turns`, which no conversation has."""
+    """Return True when the first row has `turns`, as no conversation does."""
     if not path.is_file() or not path.name.endswith(LINE_SUFFIXES) or path.suffix == ".gz":
         return False
     try:
         with path.open("rb") as file:
             row = parse_json(next((line for line in file if line.strip()), b"{}"))
     except (OSError, ValueError):
-        return False  # whoever reads it says what is wrong
+        return False  # the reader reports the error
     return isinstance(row, dict) and "turns" in row
 
 
@@ -95,8 +95,10 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
 def that_fit(
     prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, deepest: int
 ) -> list[Prompt]:
-    """Those whose answer has room in `max_length` tokens, with trees so deep. Raises BadData when
-    there is none."""
+    """Keep the prompts whose answer fits in `max_length` tokens, with a tree of depth `deepest`.
+
+    Raises BadData when there is none.
+    """
     longest = max_length - max_new_tokens - deepest - 1
     kept = [prompt for prompt in prompts if len(prompt.tokens) <= longest]
     if not kept:
@@ -108,7 +110,7 @@ def that_fit(
 
 
 def seed_of(seed: int, prompt: int, sample: int) -> int:
-    """A seed in [0, 2⁶³) that is a function of these three."""
+    """Return a seed in [0, 2⁶³) that is a function of seed, prompt and sample."""
     digest = hashlib.sha256(f"{seed} {prompt} {sample}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -116,7 +118,7 @@ def seed_of(seed: int, prompt: int, sample: int) -> int:
 def serve(
     decoder: BatchDecoder, requests: Iterable[tuple[int, Request]]
 ) -> Iterator[tuple[int, GenerationOutput]]:
-    """The outputs by the requests' keys, each as it ends; as many at once as there are rows.
+    """Yield the outputs by the requests' keys, each as it ends; one request per row at once.
 
     Raises the error of a request that ends with one.
     """
@@ -135,8 +137,10 @@ def serve(
 
 @dataclass
 class Tally:
-    """Tokens, target calls and seconds of many answers. The first token of each comes with its
-    prompt and of no call."""
+    """Tokens, target calls and seconds of many answers.
+
+    The first token of each answer comes with its prompt, not from a call.
+    """
 
     num_tokens: int = 0
     num_called_tokens: int = 0
@@ -158,7 +162,7 @@ class Tally:
 
 
 class Generation:
-    """A folder of generated data in the making: what is to be in it, and what of it is there.
+    """A folder of generated data in the making: its spec, its prompts, and the shards that exist.
 
     Raises UsageError when the folder holds other data.
     """
@@ -176,7 +180,7 @@ class Generation:
         return [shard for shard in shards if not self._path(shard).is_dir()]
 
     def request(self, number: int) -> Request:
-        """Answer `number` of all, as the decoder is asked for it."""
+        """Return the request for answer `number` of all."""
         prompt, sample = self._place(number)
         generation = GenerationConfig(
             max_new_tokens=self.spec.max_new_tokens,
@@ -190,8 +194,10 @@ class Generation:
     def compare(
         self, decoder: BatchDecoder, plain: BatchDecoder, count: int
     ) -> tuple[Tally, Tally]:
-        """Speculation and plain decoding on the first `count` answers of at most `COMPARED_TOKENS`
-        tokens, in turns, two rounds each after one that does not count."""
+        """Time speculation and plain decoding on the first `count` answers, interleaved.
+
+        Answers have at most `COMPARED_TOKENS` tokens; two rounds count, after one that does not.
+        """
         requests = []
         for number in range(min(count, self.spec.num_samples)):
             request = self.request(number)
@@ -204,9 +210,9 @@ class Generation:
             (plain, [replace(each, tree=root) for each in requests], Tally()),
         )
         for is_counted in (False, True, True):
-            for way, asked, tally in ways:
+            for way, each, tally in ways:
                 since = time.perf_counter()
-                outputs = way.generate(asked)
+                outputs = way.generate(each)
                 if is_counted:
                     tally.seconds += time.perf_counter() - since
                     for output in outputs:
@@ -220,7 +226,7 @@ class Generation:
         made_with: Mapping[str, Any],
         progress: EvaluationProgress,
     ) -> Tally:
-        """Write this worker's share of the missing shards; nobody waits for anybody.
+        """Write this worker's share of the missing shards; no worker waits for another.
 
         Requests of the next shard are admitted while the last ones of a shard go on. Raises
         CannotWrite when the disk refuses, InvariantBroken when logits are not finite, OutOfMemory;
@@ -231,7 +237,7 @@ class Generation:
         if workers.is_main or not (self.folder / SPEC_NAME).exists():
             content = {**self.spec.to_dict(), "made_with": dict(made_with)}
             write_atomically(self.folder / SPEC_NAME, json.dumps(content, indent=2) + "\n")
-        # Shared before looking what is there: all workers must divide the same list.
+        # Shared before looking which shards exist: all workers must divide the same list.
         shares = workers.share(range(self.spec.num_shards))
         mine = [shard for shard in shares if not self._path(shard).is_dir()]
         numbers = [number for shard in mine for number in self.spec.rows(shard)]

@@ -1,10 +1,10 @@
-"""The LightningDataModule: conversations packed into batches that depend on (seed, k) alone.
+"""Serve conversations to Lightning, packed into batches that depend on (seed, k) alone.
 
-There are no epochs for the trainer. The unit is the global batch, what one optimizer step sees over
-all ranks and accumulated micro-batches: its rows are a pure function of the seed and the step's
-number, however many ranks share them. `len` of the loader is the whole training. Resuming therefore
-needs no loader state, only the number of steps done, which the trainer restores. Rows come in a
-new order every pass over the data.
+There are no epochs for the trainer. The unit is the global batch, the rows of one optimizer step
+over all ranks and accumulated micro-batches: it is a pure function of the seed and the step's
+number, for any number of ranks. `len` of the loader is the whole training. Resuming therefore needs
+no loader state, only the number of steps done, which the trainer restores. Rows come in a new order
+every pass over the data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stree_pipelines.data.packing import Packing, TokenTable, joined, make_batch
 from stree_pipelines.training.teachers.cache import CachedTargets, TeacherCache
 
 CHUNK = 1024  # conversations encoded together
-MIX_STREAM = 1 << 40  # of random numbers; passes over the data have the small ones
+MIX_STREAM = 1 << 40  # stream of random numbers; passes over the data use the small numbers
 
 
 def tokenize(
@@ -43,10 +43,13 @@ def tokenize(
     limit: int | None = None,
     hardest: float = 1.0,
 ) -> tuple[TokenTable, ReadReport]:
-    """The conversations of a source (at most `limit`) as one flat table, and what it gave: those of
-    generate_data.py with the ids that they have there, and of these the share `hardest` that was
-    written with the lowest acceptance lengths. Raises `BadData` as `read_conversations` and
-    `read_answers` do, and `CheckpointRefused` for generated data of another tokenizer."""
+    """Read and tokenise the conversations of a source (at most `limit`) into one flat table.
+
+    Answers of generate_data.py keep the ids that they have there; of them, only the share `hardest`
+    with the lowest acceptance lengths is taken. The report counts the rows. Raises `BadData` as
+    `read_conversations` and `read_answers` do, and `CheckpointRefused` for generated data of
+    another tokenizer.
+    """
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     report = ReadReport(source)
@@ -69,7 +72,7 @@ def tokenize(
 
 
 def _without_masked(conversation: Conversation, assistant: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the loss mask (T,): `assistant` (T,) less the turns of `conversation.masked`.
+    """Return the loss mask (T,): `assistant` (T,) without the turns of `conversation.masked`.
 
     Each run of the assistant's tokens is one of its turns. Raises `BadData` when the template marks
     more or fewer runs than there are turns, as the masked ones cannot be told then.
@@ -92,12 +95,12 @@ def _without_masked(conversation: Conversation, assistant: NDArray[np.bool_]) ->
 
 
 class TrainLoader:
-    """Micro-batches from where the trainer stands to the end of training.
+    """Loader of micro-batches, from the trainer's step to the end of training.
 
-    Lightning 2.6.6 counts on three things when it resumes inside an epoch. `len` is the whole
-    length, because the fit loop adds the restored count to what it fetched. The position is looked
-    up at the first `next` and no sooner: a module that asks for `estimated_stepping_batches` makes
-    Lightning call `iter` before it restores the checkpoint (for the same reason there are no
+    Lightning 2.6.6 relies on three things when it resumes inside an epoch. `len` is the whole
+    length, because the fit loop adds the restored count to the batches it fetched. The position is
+    looked up at the first `next` and no sooner: a module that asks for `estimated_stepping_batches`
+    makes Lightning call `iter` before it restores the checkpoint (for the same reason there are no
     worker processes, which would prefetch from batch 0; a batch is a copy out of memory). And the
     two state methods say that the loader is resumable; they carry nothing.
     """
@@ -137,7 +140,7 @@ class FixedBatches:
 def accumulation(
     batch_size: int, world_size: int, given: int, wanted: int | None, trained: int | None
 ) -> int:
-    """Micro-batches a step, so that the global batch is what it is to be.
+    """Return the micro-batches per step that give the wanted global batch.
 
     Args:
         batch_size: rows in a micro-batch on one device.
@@ -164,8 +167,10 @@ def accumulation(
 
 
 def recount_micro_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Make the progress in a checkpoint count micro-batches as a trainer with this accumulation
-    does: its steps may have been made of fewer or more."""
+    """Convert a checkpoint's progress to this trainer's micro-batches per step.
+
+    The checkpoint's steps may have had fewer or more.
+    """
     steps = checkpoint["global_step"]
     before = checkpoint[ConversationDataModule.__qualname__]["accumulate"]
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -175,7 +180,7 @@ def recount_micro_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
 
 
 def micro_batches_done(trainer: pl.Trainer) -> int:
-    """How many micro-batches the finished optimizer steps took; where training goes on.
+    """Return the micro-batches of the finished optimizer steps, where training goes on.
 
     Raises `CheckpointRefused` when a restored trainer stands between two optimizer steps: its
     checkpoint lacks the gradients accumulated so far.
@@ -195,7 +200,8 @@ class ConversationDataModule(pl.LightningDataModule):
     """Chat data for distillation and training.
 
     Batches are dicts of `tokens` (B, T) int64, `segment_ids` (B, T) int64 and `loss_mask` (B, T)
-    bool; see `packing.make_batch`. `trainer.max_steps` must be set: it says how long training is.
+    bool; see `packing.make_batch`. `trainer.max_steps` must be set: it is the length of the
+    training.
     """
 
     def __init__(
@@ -221,11 +227,11 @@ class ConversationDataModule(pl.LightningDataModule):
             tokenizer: folder of the tokenizer, e.g. the target's checkpoint.
             valid: like `train`, for the validation loss; None for none.
             sequence_length: tokens in a packed row (T).
-            batch_size: rows in a micro-batch on one device (B). A resumed run may change it; what
-                it accumulates follows.
-            global_batch_size: rows in an optimizer step, over all devices and micro-batches; what
-                is accumulated follows. By default it is processes × batch_size ×
-                accumulate_grad_batches at the first start, and stays that.
+            batch_size: rows in a micro-batch on one device (B). A resumed run may change it; the
+                number of accumulated micro-batches follows.
+            global_batch_size: rows in an optimizer step, over all devices and micro-batches; the
+                number of accumulated micro-batches follows. By default it is processes ×
+                batch_size × accumulate_grad_batches at the first start, and stays that.
             seed: of the order of the data.
             template: chat template by name, .jinja file or text; default the tokenizer's own.
             strict: stop at the first bad row instead of skipping and counting it.
@@ -234,7 +240,7 @@ class ConversationDataModule(pl.LightningDataModule):
                 that has more, a part is used. Default: all of each.
             hardest: of the answers of a generate_data.py folder, the share to train on: those in
                 which the fewest drafts were accepted, the drafter's mistakes.
-            num_valid_batches: a validation has the rows of so many global batches.
+            num_valid_batches: size of a validation, in global batches.
         """
         super().__init__()
         sizes = {"batch_size": batch_size, "num_valid_batches": num_valid_batches}
@@ -278,7 +284,7 @@ class ConversationDataModule(pl.LightningDataModule):
         self._teachers: dict[str, CachedTargets] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Read, tokenise and pack, once."""
+        """Read, tokenise and pack the data, once."""
         if self._train is not None:
             return
         if not self.train_sources:
@@ -299,7 +305,7 @@ class ConversationDataModule(pl.LightningDataModule):
     def _read(
         self, sources: list[str], encoder: ChatEncoder, limit: int | None
     ) -> list[TokenTable]:
-        """Of each source, as long as there are not `limit` conversations yet."""
+        """Read sources in turn until there are `limit` conversations; a table per source."""
         tables: list[TokenTable] = []
         for source in sources:
             left = None if limit is None else limit - sum(map(len, tables))
@@ -314,12 +320,12 @@ class ConversationDataModule(pl.LightningDataModule):
         return tables
 
     def _mixed(self, mix: list[float], encoder: ChatEncoder) -> list[TokenTable]:
-        """The sources in these shares; a limit is shared out in them, too."""
+        """Read the sources in these shares of tokens; a limit is shared out in them, too."""
         tables = []
         for source, share in zip(self.train_sources, mix, strict=True):
             limit = self.limit and math.ceil(self.limit * share / sum(mix))
             tables += self._read([source], encoder, limit)
-        # Whatever the seed: a teacher cache is made once for all of them.
+        # The same for all seeds: a teacher cache is made once for all of them.
         orders = [permutation(0, MIX_STREAM + n, len(table)) for n, table in enumerate(tables)]
         parts = shared_out(tables, mix, orders)
         for source, table, part in zip(self.train_sources, tables, parts, strict=True):
@@ -350,15 +356,15 @@ class ConversationDataModule(pl.LightningDataModule):
 
     @property
     def tables(self) -> dict[str, TokenTable]:
-        """The conversations of `train` and, where it is given, `valid`."""
+        """The conversations of `train` and, if given, `valid`."""
         assert self._train is not None, "setup() comes first"
         valid = {} if self._valid is None else {"valid": self._valid[0]}
         return {"train": self._train[0], **valid}
 
     def use_teacher(self, cache: TeacherCache) -> None:
-        """Let batches have the target's outputs out of a cache (`CachedTargets.of_rows`).
+        """Add the target's outputs from a cache to the batches (`CachedTargets.of_rows`).
 
-        Raises `CheckpointRefused` when it is not of this data, or damaged.
+        Raises `CheckpointRefused` when the cache is of other data, or damaged.
         """
         self._teachers = {
             split: cache.split(split, table, self.sequence_length)
@@ -368,7 +374,7 @@ class ConversationDataModule(pl.LightningDataModule):
     def micro_batches(
         self, rank: int = 0, world_size: int = 1, accumulate: int = 1
     ) -> MicroBatches:
-        """The training batches of a rank by number; needs `setup` only, no trainer."""
+        """Return the training batches of a rank by number; needs `setup` only, no trainer."""
         assert self._train is not None, "setup() comes first"
         return MicroBatches(
             *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate,
@@ -377,7 +383,7 @@ class ConversationDataModule(pl.LightningDataModule):
 
     @property
     def _sharing(self) -> tuple[int, int, int]:
-        """Rank, number of ranks, micro-batches a step."""
+        """Rank, number of ranks, and micro-batches per step."""
         if self.trainer is None:
             return 0, 1, 1
         trainer = self.trainer
@@ -395,10 +401,10 @@ class ConversationDataModule(pl.LightningDataModule):
         return TrainLoader(self.micro_batches(*self._sharing), length, trainer)
 
     def val_dataloader(self) -> FixedBatches | list[Batch]:
-        """The data's first rows in order, whoever shares them: ranks take batches of them in turn.
+        """Return batches of the data's first rows in order; ranks take them in turn.
 
-        All ranks have equally many, because a sharded model gathers weights for each: where the
-        rows do not suffice, a batch repeats the first rows and counts none of their tokens.
+        All ranks have the same number, because a sharded model gathers weights for each: when rows
+        run out, a batch repeats the first rows and counts none of their tokens.
         """
         if self._valid is None:
             return []
@@ -417,7 +423,8 @@ class ConversationDataModule(pl.LightningDataModule):
         return FixedBatches(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the batches are a function of, so that a resumed run can refuse other data."""
+        """Return everything that decides the batches, so that a resumed run can refuse other
+        data."""
         assert self._train is not None, "setup() comes first"
         _, world_size, accumulate = self._sharing
         return {
@@ -438,7 +445,7 @@ class ConversationDataModule(pl.LightningDataModule):
                 )
 
     def show_mask(self, index: int = 0, color: bool | None = None) -> str:
-        """Training conversation `index` as text with what counts for the loss set apart."""
+        """Format training conversation `index` as text, with the tokens that have a loss marked."""
         assert self._train is not None, "setup() comes first"
         table, _ = self._train
         if not 0 <= index < len(table):

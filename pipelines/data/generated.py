@@ -1,10 +1,10 @@
-"""A target's own answers on disk: token ids as they were drawn, in shards that are whole or absent.
+"""Read and write a target's own answers: token ids as drawn, in shards that are whole or absent.
 
-    DIR/generation.json                    what they were made from and how
+    DIR/generation.json                    the settings and inputs that made them
     DIR/shard-00000-of-00012/              samples.parquet, MANIFEST.json
 
-A row is one answer: the prompt's ids and the answer's, exactly those that the target read and wrote
-(decoding and encoding them again gives others now and then), with its prompt, sample number,
+A row is one answer: the prompt's ids and the answer's, exactly as the target read and wrote them
+(decoding and encoding them again sometimes gives others), with its prompt, sample number,
 temperature and seed. A shard's rows are a function of generation.json and the prompts alone.
 """
 
@@ -28,14 +28,16 @@ from stree_pipelines.evaluation.records import config_hash
 SPEC_NAME, TABLE_NAME = "generation.json", "samples.parquet"
 VERSION = 1
 AGAIN = "run the same generate_data.py command to go on with it"
-# Rows of a shard that are read at once.
+# Rows of a shard that are read together.
 BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """What decides every answer. Two folders of one spec hold the same tokens, up to rounding on
-    another device."""
+    """Settings that, with the prompts, decide every answer.
+
+    Two folders of one spec hold the same tokens, up to rounding on another device.
+    """
 
     target_sha256: str
     drafter_sha256: str | None
@@ -83,7 +85,8 @@ class GenerationSpec:
         return self.temperatures[sample % len(self.temperatures)]
 
     def rows(self, shard: int) -> range:
-        """Numbers of a shard's answers; answer n is sample n mod `samples` of its prompt."""
+        """Return the numbers of a shard's answers; answer n is sample n mod `samples` of its
+        prompt."""
         start = shard * self.shard_samples
         return range(start, min(start + self.shard_samples, self.num_samples))
 
@@ -100,12 +103,12 @@ class GenerationSpec:
     def to_dict(self) -> dict[str, Any]:
         content = {"version": VERSION, **asdict(self), "temperatures": list(self.temperatures)}
         if self.verifier == GenerationSpec.verifier:
-            del content["verifier"]  # so that the hash is what it always was
+            del content["verifier"]  # keeps the hash of folders from before it was an option
         return content
 
     @property
     def sha256(self) -> str:
-        """What a shard says of the folder that it belongs to."""
+        """Hash of the spec; each shard's manifest holds it."""
         return config_hash(self.to_dict())
 
 
@@ -133,7 +136,7 @@ def shard_path(folder: Path, spec: GenerationSpec, shard: int) -> Path:
 
 
 def read_spec(folder: Path) -> GenerationSpec | None:
-    """generation.json; None when there is none. BadData when it cannot be read."""
+    """Read generation.json; None when there is none. Raises BadData when it cannot be read."""
     path = folder / SPEC_NAME
     if not path.is_file():
         return None
@@ -159,11 +162,11 @@ def write_table(path: Path, answers: Sequence[Answer]) -> None:
 def read_answers(
     folder: Path, fingerprint: str, limit: int | None = None
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:
-    """Tokens (T,), which of them are the answer's (T,), and the acceptance length with which it was
-    written, of the first `limit` answers or all.
+    """Yield tokens (T,), the answer's mask (T,) and the acceptance length of each answer.
 
-    Verifies each shard's bytes before it is read. Raises CheckpointRefused for another tokenizer
-    than the one with this fingerprint, BadData for a folder that is damaged or not finished.
+    limit: only the first ones. Verifies each shard's bytes before it is read. Raises
+    CheckpointRefused for a tokenizer without this fingerprint, BadData for a folder that is damaged
+    or not finished.
     """
     spec = read_spec(folder)
     assert spec is not None, "is_generated() comes first"
@@ -186,7 +189,7 @@ def read_answers(
 
 
 def num_answer_tokens(folder: Path, spec: GenerationSpec) -> int:
-    """Tokens of the answers in a finished folder, as its tables count them."""
+    """Count the tokens of the answers in a finished folder, from its tables' metadata."""
     from pyarrow import parquet
 
     count = 0
@@ -251,7 +254,7 @@ def _checked(
 
 
 def _lists(column: Any) -> list[NDArray[np.int32]]:
-    """The rows of a list column; an absent one is empty."""
+    """Return the rows of a list column; a missing one is empty."""
     values = column.flatten()
     if values.null_count:
         raise ValueError("a token is missing")

@@ -1,4 +1,4 @@
-"""What users say in conversations whose rows name their source, as benchmark prompts."""
+"""Make benchmark prompts from users' questions in held-out conversations that name their source."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from stree.chat_encoding import ChatEncoder
 from stree.common.errors import BadData
 from stree_pipelines.evaluation.benchmarks import parse_prompts
 
-Exchange = tuple[str, str]  # what the user says, and the answer
-# Of a prompt's length, left free: less is not looked for, more is too little text. An exchange is
-# looked for among so many.
+Exchange = tuple[str, str]  # a user's text, and the answer
+# Shares of a prompt's length that may stay free: below LEAST_LEFT the search ends, above MOST_LEFT
+# the text is too little. At most MOST_TRIED exchanges are tried.
 LEAST_LEFT, MOST_LEFT = 0.02, 0.1
 MOST_TRIED = 300
 
 
 class SourcedRow(NamedTuple):
-    """A conversation; `said` is what its user says, turn by turn, `exchanges` the same with what
-    was answered."""
+    """A conversation with its source.
+
+    said: the user's texts, turn by turn; exchanges: each with its answer.
+    """
 
     line: str
     id: str
@@ -34,7 +36,7 @@ class SourcedRow(NamedTuple):
 
 
 def sourced_rows(file: Path) -> Iterator[SourcedRow]:
-    """The lines of a ShareGPT file, JSONL or JSONL.gz. Raises BadData."""
+    """Read the lines of a ShareGPT file, JSONL or JSONL.gz. Raises BadData."""
     opened = gzip.open if file.suffix == ".gz" else open
     number = 0
     try:
@@ -58,15 +60,18 @@ def sourced_rows(file: Path) -> Iterator[SourcedRow]:
         ) from error
 
 
-def prompts_asked(file: Path, source: str, limit: int, turns: int) -> str:
-    """JSONL of the first `limit` conversations whose source begins with `source`: their user's
-    first `turns`, with the source as category. Empty when there is none. Raises BadData."""
+def held_out_prompts(file: Path, source: str, limit: int, turns: int) -> str:
+    """Make JSONL prompts of the first `limit` conversations whose source begins with `source`.
+
+    A prompt has the first `turns` of its user, and the source as category. Returns "" when there is
+    none. Raises BadData.
+    """
     rows = (row for row in sourced_rows(file) if row.said and row.source.startswith(source))
     prompts = [_prompt(row, turns) for _, row in zip(range(limit), rows, strict=False)]
     return _lines(prompts, file)
 
 
-def prompts_asked_after(
+def held_out_prompts_by_length(
     file: Path,
     source: str,
     limit: int,
@@ -74,10 +79,13 @@ def prompts_asked_after(
     lengths: Sequence[int],
     encoder: ChatEncoder,
 ) -> dict[int, str]:
-    """JSONL by length in tokens: the same questions after exchanges of other conversations of the
-    file, as many as fit. What is nearest to a question is the same in all of them: a longer prompt
-    begins earlier. Each has the data's own answer to its question as its reference_answer. Raises
-    BadData, also when the file has too little text."""
+    """Make JSONL prompts by length in tokens: the same questions after other conversations'
+    exchanges.
+
+    A prompt holds as many exchanges as fit. The exchanges nearest to a question are the same at all
+    lengths: a longer prompt begins earlier. Each prompt has the data's own answer to its question
+    as its reference_answer. Raises BadData, also when the file has too little text.
+    """
     rows = [row for row in sourced_rows(file) if row.exchanges and row.source.startswith(source)]
 
     @cache
@@ -106,8 +114,10 @@ def prompts_asked_after(
 
 
 def _others(row: SourcedRow, rows: Sequence[SourcedRow]) -> Iterator[Exchange]:
-    """Exchanges of other conversations, from the one before a row's question backwards, in an order
-    that is the row's own chance."""
+    """Yield exchanges of other conversations, backwards from a row's question, in a random order.
+
+    The order is a function of the row's id.
+    """
     others = [each for each in rows if each.said[0] != row.said[0]]
     random.Random(row.id).shuffle(others)
     return chain.from_iterable(reversed(each.exchanges) for each in others)
@@ -116,8 +126,10 @@ def _others(row: SourcedRow, rows: Sequence[SourcedRow]) -> Iterator[Exchange]:
 def _fitting(
     unused: Iterator[Exchange], room: int, length: int, size: Callable[[Exchange], int]
 ) -> tuple[list[Exchange], list[Exchange]]:
-    """The next exchanges that fit into a room of so many tokens, and those in between that do not:
-    a longer prompt has room for them."""
+    """Take the next exchanges that fit into `room` tokens; returns them, and those that do not fit.
+
+    A longer prompt has room for the latter.
+    """
     fitting: list[Exchange] = []
     left: list[Exchange] = []
     while room > LEAST_LEFT * length and len(left) < MOST_TRIED:

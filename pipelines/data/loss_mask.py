@@ -1,4 +1,4 @@
-"""Conversations as text with the tokens that count for the loss set apart."""
+"""Show conversations as text, with the tokens that count for the loss marked."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from stree_pipelines.data.conversations import read_conversations
 def show_mask(
     tokens: Iterable[int], mask: Iterable[bool], tokenizer: Any, color: bool | None = None
 ) -> str:
-    """A sample as text with what counts for the loss set apart: green on a terminal (default when
-    stdout is one), otherwise between ⟦ and ⟧. A legend with the counts comes first.
+    """Format a sample as text, with the tokens that count for the loss marked.
+
+    They are green on a terminal (default when stdout is one), otherwise between ⟦ and ⟧. A legend
+    with the counts comes first.
 
     tokens: ids (T,); mask: bool (T,), True where predicting the token counts.
     """

@@ -1,7 +1,7 @@
-"""What a training's batches hold: which packed rows, in an order that depends on (seed, k) alone.
+"""Choose the packed rows of each training batch, in an order that depends on (seed, k) alone.
 
-A row of the packing comes once a pass over the data, each pass in an order of its own. Whoever
-shares the rows, by ranks and accumulated micro-batches, the rows of a step are the same.
+A row of the packing comes once per pass over the data, each pass in an order of its own. The rows
+of a step are the same for any number of ranks and accumulated micro-batches.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Batch = dict[str, Any]
 
 @lru_cache(maxsize=4)  # every micro-batch of a pass asks for the same one
 def permutation(seed: int, stream: int, size: int) -> NDArray[np.int64]:
-    """A permutation of range(size) that is a function of (seed, stream). Built on the raw output of
-    PCG64, which NumPy keeps stable across versions (shuffling functions it does not)."""
+    """Return a permutation of range(size) that is a function of (seed, stream).
+
+    Built on the raw output of PCG64, which NumPy keeps stable across versions (shuffling functions
+    it does not).
+    """
     keys = np.random.PCG64(np.random.SeedSequence((seed, stream))).random_raw(size)
     order = np.argsort(keys, kind="stable")
     order.flags.writeable = False
@@ -50,12 +53,14 @@ class MicroBatches:
     teacher: CachedTargets | None = None
 
     def rows(self, k: int) -> NDArray[np.int64]:
-        """Rows of the packing that stand in micro-batch k of this rank: (batch_size,)."""
+        """Return the packing's rows in micro-batch k of this rank: (batch_size,)."""
         return self._rows_at((k * self.world_size + self.rank) * self.batch_size, self.batch_size)
 
     def totals(self, step: int) -> dict[str, int]:
-        """What the whole global batch of a step counts, by the names of `packing.count_rows`. Every
-        rank knows it beforehand: the loss is a mean over it, and nobody has to ask the others."""
+        """Count the tokens of a step's whole global batch, by the names of `packing.count_rows`.
+
+        Every rank knows them beforehand: the loss is a mean over them, without communication.
+        """
         size = self.world_size * self.batch_size * self.accumulate
         rows = self._rows_at(step * size, size)
         return {name: int(counts[rows].sum()) for name, counts in self._row_counts.items()}

@@ -1,4 +1,4 @@
-"""Samples of any length into rows of T tokens: best-fit decreasing inside a window."""
+"""Pack samples of any length into rows of T tokens: best-fit decreasing inside a window."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class TokenTable:
 
     @property
     def counted(self) -> NDArray[np.int64]:
-        """(samples,): the assistant's tokens of each."""
+        """Assistant tokens of each sample, (samples,)."""
         return np.diff(np.concatenate([[0], np.cumsum(self.mask)])[self.offsets])
 
     @cached_property
     def sha256(self) -> str:
-        """Of all tokens, masks and boundaries: what a fingerprint of the data is."""
+        """Hash of all tokens, masks and boundaries: the data's fingerprint."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.mask, self.offsets):
             digest.update(np.ascontiguousarray(array).data)
@@ -47,7 +47,7 @@ class TokenTable:
 
 
 def joined(tables: Sequence[TokenTable]) -> TokenTable:
-    """The samples of all, in order."""
+    """Join the samples of all tables, in order."""
     if len(tables) == 1:
         return tables[0]
     lengths = np.concatenate([table.lengths for table in tables])
@@ -59,7 +59,7 @@ def joined(tables: Sequence[TokenTable]) -> TokenTable:
 
 
 def chosen(table: TokenTable, samples: NDArray[np.int64]) -> TokenTable:
-    """Some of its samples."""
+    """Return a table of some of the samples."""
     spans = [slice(table.offsets[each], table.offsets[each + 1]) for each in samples]
     return TokenTable(
         np.concatenate([table.tokens[span] for span in spans]),
@@ -71,9 +71,11 @@ def chosen(table: TokenTable, samples: NDArray[np.int64]) -> TokenTable:
 def shared_out(
     tables: Sequence[TokenTable], shares: Sequence[float], orders: Sequence[NDArray[np.int64]]
 ) -> list[TokenTable]:
-    """As much of each table as gives the assistant's tokens these shares, which need not sum to
-    one, and as much in all as the scarcest allows. Samples are taken in the given orders, and stay
-    in the table's own; each table gives one at least."""
+    """Take samples of each table, so that their assistant tokens have these shares.
+
+    Shares need not sum to one; the total is the most that the scarcest table allows. Samples are
+    taken in the given orders and stay in the table's own; each table gives at least one.
+    """
     counts = [table.counted for table in tables]
     scale = min(each.sum() / share for each, share in zip(counts, shares, strict=True))
     parts = []
@@ -87,15 +89,17 @@ def shared_out(
 
 @dataclass(frozen=True)
 class Packing:
-    """Which samples stand in which row: row r holds `samples[starts[r]:starts[r + 1]]`, in order,
-    each cut to `sequence_length` tokens."""
+    """Assignment of samples to rows: row r holds `samples[starts[r]:starts[r + 1]]`, in order.
+
+    Each sample is cut to `sequence_length` tokens.
+    """
 
     sequence_length: int
     samples: NDArray[np.int64]
     starts: NDArray[np.int64]
     num_truncated: int  # samples longer than a row
-    num_dropped_tokens: int  # what the cuts cost
-    num_unused: int  # samples left out: no assistant token stands within the row length
+    num_dropped_tokens: int  # tokens cut off
+    num_unused: int  # samples left out: they have no assistant token within the row length
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -159,8 +163,10 @@ def pack(
 
 
 def count_rows(table: TokenTable, packing: Packing) -> dict[str, NDArray[np.int64]]:
-    """Of each row (rows,): its `tokens` without padding, and of those with something before them
-    to predict them from, the `assistant`'s and `all`."""
+    """Count the tokens of each row (rows,): `tokens`, without padding, `assistant` and `all`.
+
+    The latter two leave out each sample's first token, which nothing predicts.
+    """
     starts = table.offsets[packing.samples]
     lengths = np.minimum(table.lengths[packing.samples], packing.sequence_length)
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)

@@ -29,7 +29,7 @@ from stree_pipelines.console import input_checks as inputs
 from stree_pipelines.console.command_line import PlainParser, input_path, read_yaml
 from stree_pipelines.console.input_checks import require_there
 from stree_pipelines.console.progress import EvaluationProgress
-from stree_pipelines.data.held_out_prompts import prompts_asked, sourced_rows
+from stree_pipelines.data.held_out_prompts import held_out_prompts, sourced_rows
 from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.estimates import describe_comparison
@@ -181,9 +181,9 @@ def hold_back(study: Study, source: HeldBack) -> None:
             raise UsageError(f"{study.out} holds back {found}, now {made_from}: take another `out`")
         return
     study.out.mkdir(parents=True, exist_ok=True)
-    train, asked = Path(input_path(source.train)), Path(input_path(source.prompts))
+    train, held_out = Path(input_path(source.train)), Path(input_path(source.prompts))
     kept = [row.line for row in sourced_rows(train) if not row.source.startswith(source.source)]
-    prompts = prompts_asked(asked, source.source, source.limit, source.turns)
+    prompts = held_out_prompts(held_out, source.source, source.limit, source.turns)
     if not kept or not prompts:
         raise UsageError(
             f"hold_back: {len(kept)} conversations of {source.train} are not of {source.source!r}, "
