@@ -32,9 +32,9 @@ from stree_pipelines.evaluation.records import ResultStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
-PYTHON = REPOSITORY / "docs/python.md"
+PYTHON, TRANSFORMERS = REPOSITORY / "docs/python.md", REPOSITORY / "docs/transformers.md"
 # What a new reader types, in this order
-GUIDES = (README, REPOSITORY / "docs/your-own.md")
+GUIDES = (README, REPOSITORY / "docs/commands.md", REPOSITORY / "docs/your-own.md")
 TARGET = "checkpoints/python-docs-hybrid"
 DOCUMENTS = sorted(
     path
@@ -138,14 +138,14 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
         assert capsys.readouterr().out.strip()
 
 
-def test_readme_s_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch, capsys):
+def test_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(REPOSITORY / TARGET)
     granite = random_reference("granite", 1, vocab=len(tokenizer))
     for saved in (granite, tokenizer):
         saved.save_pretrained("ibm-granite/granite-4.0-h-tiny")
     save_model(slice_drafter(shared_model(granite), [0]), "runs/granite/drafter/latest")
-    text = README.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
+    text = TRANSFORMERS.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
     code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
     names: dict = {}
     exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
@@ -228,7 +228,7 @@ def test_a_family_as_the_page_adds_one_is_transformers_own(tmp_path, monkeypatch
         assert decoder.generate(prompt, **options).tokens == plain.tokens
 
 
-def test_every_command_of_readme_is_known():
+def test_every_command_of_the_guides_is_known():
     """So that a new one gets into these tests, and none falls out of them unnoticed."""
     commands = [command for guide in GUIDES for command in commands_in(guide)]
     others = {command.words[:2] for command in commands if command.script is None}
