@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from stree.common.errors import UsageError, exit_with_reason
 from stree.common.files import make_directory, write_atomically
 from stree_pipelines.console.command_line import CommandParser
-from stree_pipelines.evaluation.records import (
+from stree_pipelines.evaluation.result_store import (
     ARCHIVE_NAME,
     READINGS_NAME,
     RESULTS_NAME,

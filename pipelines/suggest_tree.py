@@ -22,7 +22,8 @@ from stree.common.errors import UsageError, exit_with_reason
 from stree.common.files import write_atomically
 from stree.speculation_profile import SuggestedTree
 from stree_pipelines.console.command_line import CommandParser
-from stree_pipelines.evaluation.records import ResultRow, ResultStore
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.profiles.tree_suggestion import fastest, suggest
 from stree_pipelines.reports.run_data import open_results, without_replaced
 from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one

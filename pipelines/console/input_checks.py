@@ -16,7 +16,7 @@ from stree.common.errors import NotFound
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import input_path
-from stree_pipelines.data.conversations import require_source
+from stree_pipelines.data.raw_rows import require_source
 from stree_pipelines.evaluation.benchmarks import find_benchmark
 from stree_pipelines.evaluation.plan import require_exports
 

@@ -21,7 +21,7 @@ from stree.generation import GenerationConfig, GenerationOutput
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.progress import EvaluationProgress
-from stree_pipelines.data.conversations import LINE_SUFFIXES, Turn, read_conversations
+from stree_pipelines.data.conversations import Turn, read_conversations
 from stree_pipelines.data.generated import (
     SPEC_NAME,
     TABLE_NAME,
@@ -31,6 +31,7 @@ from stree_pipelines.data.generated import (
     shard_path,
     write_table,
 )
+from stree_pipelines.data.raw_rows import LINE_SUFFIXES
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import Workers
 

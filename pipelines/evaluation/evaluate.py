@@ -53,10 +53,10 @@ from stree_pipelines.evaluation.records import (
     ReadingKey,
     ResultKey,
     ResultRow,
-    ResultStore,
     SampleRow,
     Tree,
 )
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.evaluation.sampling import sampling_of, told_sampling
 
 # Most logits by which a target's first choice may lead where two exact decodings differ, by dtype.

@@ -29,7 +29,8 @@ from stree.verifiers import named, require_tree
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
-from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash, packed_samples
+from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
+from stree_pipelines.evaluation.result_store import packed_samples
 from stree_pipelines.evaluation.sampling import sampling_of, switched_on
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")

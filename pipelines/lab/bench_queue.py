@@ -19,7 +19,7 @@ from stree.tree_policy.names import TREE_POLICIES
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS
-from stree_pipelines.evaluation.records import append_row, read_rows, write_rows
+from stree_pipelines.evaluation.result_store import append_row, read_rows, write_rows
 from stree_pipelines.lab.bench_report import table_of
 from stree_pipelines.lab.benches.options import require_results_file
 from stree_pipelines.lab.queue.bench import QueueBench

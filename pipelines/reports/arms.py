@@ -14,7 +14,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from stree import metrics
 from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
+from stree_pipelines.evaluation.records import ResultRow, Tree
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
 from stree_pipelines.reports.settings import sampling_note

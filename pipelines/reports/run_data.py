@@ -19,15 +19,14 @@ from stree.metrics import Timing
 from stree_pipelines.evaluation.evaluate import summarise_lossless
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import (
-    RESULTS_NAME,
     Lossless,
     Reading,
     ReadingKey,
     ResultRow,
-    ResultStore,
     SampleRow,
     Tree,
 )
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 from stree_pipelines.reports import settings
 
 POOLED = "all benchmarks"

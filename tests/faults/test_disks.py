@@ -22,7 +22,7 @@ from small_disk import mounted
 from tiny_run import distill_arguments
 
 from stree.common.files import verify_manifest
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.training.checkpoints.saving import latest_valid
 
 pytestmark = pytest.mark.timeout(1200)

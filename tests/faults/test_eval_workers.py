@@ -19,7 +19,7 @@ from lanes import quick_first
 from ports import free_port
 from run_checks import table_without_timings
 
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 
 NUM_PROMPTS = 6
 LEAVE_WITHIN_S = 60.0

@@ -25,7 +25,7 @@ from run_checks import (
     table_without_timings,
 )
 
-from stree_pipelines.evaluation.records import ResultStore, samples_label
+from stree_pipelines.evaluation.result_store import ResultStore, samples_label
 
 KILLS = 5
 pytestmark = pytest.mark.timeout(1200)  # a busy machine only; a chain takes half a minute

@@ -7,7 +7,7 @@ import re
 import pytest
 from run_checks import assert_same_run, assert_visible_is_whole, steps_in, table_without_timings
 
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from stree_pipelines.evaluation.arms import (
 )
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, tree_named
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import arms as report
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import Cell

@@ -28,7 +28,7 @@ from stree.checkpoints.tokenizer import load_tokenizer
 from stree.models.model import HybridModel
 from stree.models.slicing import drafter_config_from, slice_drafter
 from stree_pipelines.evaluation.benchmarks import CORPUS_PREFIX
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"

@@ -16,7 +16,8 @@ from stree.common.errors import BadData, UsageError
 from stree_pipelines import fetch_benchmarks
 from stree_pipelines.evaluation import sources
 from stree_pipelines.evaluation.benchmarks import load_benchmark
-from stree_pipelines.evaluation.records import ResultRow, read_rows
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import read_rows
 from stree_pipelines.evaluation.sources import PINS_NAME, SOURCES
 from stree_pipelines.fetch_benchmarks import Unreachable, fetch, main
 

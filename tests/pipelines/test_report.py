@@ -14,7 +14,8 @@ from html_pages import require_self_contained
 
 from stree import metrics
 from stree.common.errors import BadData, CannotWrite, UsageError
-from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree, write_rows
+from stree_pipelines.evaluation.records import Divergence, Tree
+from stree_pipelines.evaluation.result_store import ResultStore, write_rows
 from stree_pipelines.report import main, write_report
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import POOLED, load_run

@@ -18,7 +18,7 @@ import stree
 from stree.__main__ import COMMANDS, main
 from stree.common.errors import UsageError, exit_with_reason
 from stree_pipelines.console.command_line import typed_as, typed_command
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

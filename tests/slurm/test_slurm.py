@@ -16,7 +16,7 @@ import yaml
 from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.training.run.run_folder import take_run_folder
 
 STEPS = 300

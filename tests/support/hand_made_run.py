@@ -8,12 +8,11 @@ from stree_pipelines.evaluation.records import (
     BaselineTiming,
     Environment,
     ResultRow,
-    ResultStore,
     SampleRow,
     Tree,
     Turn,
-    packed_samples,
 )
+from stree_pipelines.evaluation.result_store import ResultStore, packed_samples
 
 STEPS = (100, 1000, 10000)
 NUM_PROMPTS = 6

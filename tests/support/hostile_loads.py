@@ -27,7 +27,7 @@ from stree_pipelines.comparison.gate.baseline import Baseline
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.generated import read_answers
 from stree_pipelines.evaluation.benchmarks import load_benchmark
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO, latest_valid
 
 USAGE = "resources:"

@@ -17,7 +17,7 @@ from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import EvaluationSettings
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TIMINGS = {

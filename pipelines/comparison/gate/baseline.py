@@ -11,7 +11,8 @@ from stree.common.errors import CannotWrite, NotFound, UsageError
 from stree.common.files import write_atomically
 from stree.drafters.names import DrafterName
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
-from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 
 MAX_POINTER_BYTES = 4096
 

@@ -21,7 +21,8 @@ from stree_pipelines.evaluation.plan import (
     Job,
     make_job,
 )
-from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.result_store import ResultStore
 
 
 @dataclass(frozen=True)

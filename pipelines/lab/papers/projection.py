@@ -21,7 +21,8 @@ from stree.metrics import acceptance_length
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree, as_tree
-from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow, read_rows
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.result_store import ResultStore, read_rows
 from stree_pipelines.reports.tables.tables import Table
 
 TUNING_NAME = "tuning.jsonl"  # rows of the chains that a comparison tried

@@ -16,7 +16,8 @@ from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import BANDIT
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 from stree_pipelines.lab.bench_report import read_rows
 from stree_pipelines.lab.papers import numbers as theirs
 from stree_pipelines.lab.papers.numbers import Cells

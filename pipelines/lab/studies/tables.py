@@ -10,7 +10,8 @@ from stree import metrics
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers, Gain
 from stree_pipelines.evaluation.arms import Tuning
-from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.lab.studies.plan import Study, StudyArm
 from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.tables.tables import Table, bracket, figure

@@ -18,7 +18,8 @@ from stree.speculation_profile import (
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.arms import without_trials
 from stree_pipelines.evaluation.plan import METHODS, form_sha256
-from stree_pipelines.evaluation.records import ResultRow, ResultStore
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.profiles.tree_suggestion import suggest, tells_ranks
 from stree_pipelines.reports.run_data import RunData, arrange, read_training
 from stree_pipelines.reports.settings import chosen, dtype_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 from stree_pipelines.reports.run_data import method_label
 from stree_pipelines.reports.settings import differing, setting_of
 from stree_pipelines.reports.tables.tables import MISSING, Table

@@ -9,7 +9,8 @@ import tracemalloc
 import pytest
 
 from stree.common.errors import BadData, NotFound
-from stree_pipelines.data.conversations import REASONS, Conversation, read_conversations
+from stree_pipelines.data.conversations import Conversation, read_conversations
+from stree_pipelines.data.raw_rows import REASONS
 
 HUMAN = {"from": "human", "value": "hi"}
 GPT = {"from": "gpt", "value": "hello"}

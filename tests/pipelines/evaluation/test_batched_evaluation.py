@@ -33,7 +33,7 @@ from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.answering import answers
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 
 OF_THE_BATCH = {
     "batch_size", "decoding_hash", "call_share", "samples", "rows_per_call", "num_reused_tokens",

@@ -46,7 +46,8 @@ from stree_pipelines.evaluation.answering import answers, decoders
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation, require_lossless
 from stree_pipelines.evaluation.plan import prompt_seed, resolve
-from stree_pipelines.evaluation.records import Divergence, ResultStore
+from stree_pipelines.evaluation.records import Divergence
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
 

@@ -21,7 +21,8 @@ from stree_pipelines.ask_conversations import main as ask
 from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation.answering import drafter_readings as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark
-from stree_pipelines.evaluation.records import Reading, ReadingKey, ResultStore
+from stree_pipelines.evaluation.records import Reading, ReadingKey
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.lab import paper_tables
 from stree_pipelines.report import write_records, write_report
 from stree_pipelines.reports.run_data import load_run

@@ -12,12 +12,14 @@ from stree_pipelines.evaluation.records import (
     Environment,
     Lossless,
     ResultRow,
-    ResultStore,
     SampleRow,
     Tree,
     Turn,
-    append_row,
     config_hash,
+)
+from stree_pipelines.evaluation.result_store import (
+    ResultStore,
+    append_row,
     packed_samples,
     read_archive,
     read_rows,

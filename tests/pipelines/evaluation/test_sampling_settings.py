@@ -20,14 +20,8 @@ from stree_pipelines.evaluation.answering.answers import _least_change
 from stree_pipelines.evaluation.arms import comparison_of
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import make_job, prompt_seed
-from stree_pipelines.evaluation.records import (
-    RESULTS_NAME,
-    ResultRow,
-    ResultStore,
-    SampleRow,
-    config_hash,
-    write_rows,
-)
+from stree_pipelines.evaluation.records import ResultRow, SampleRow, config_hash
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.evaluation.sampling import OFF, sampling_of
 from stree_pipelines.report import main as report
 from stree_pipelines.reports.profiles.drafter_profile import profile_of

@@ -28,14 +28,8 @@ from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.comparison.gate import summary as gate_summary
 from stree_pipelines.comparison.repeats import repeats
-from stree_pipelines.evaluation.records import (
-    RESULTS_NAME,
-    BaselineTiming,
-    ResultStore,
-    SampleRow,
-    Turn,
-    write_rows,
-)
+from stree_pipelines.evaluation.records import BaselineTiming, SampleRow, Turn
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.run_data import told_shares
 
 REPOSITORY = Path(__file__).resolve().parents[4]

@@ -14,7 +14,7 @@ from tiny_evaluation import export, make_world
 from stree.common.errors import NotFound, UsageError
 from stree.trees.token_tree import TokenTree, balanced
 from stree_pipelines import compare
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.lab import paper_tables
 from stree_pipelines.lab.bench_report import read_rows
 from stree_pipelines.lab.papers import numbers as paper_numbers

@@ -13,7 +13,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.common.errors import InvariantBroken, UsageError
 from stree.generation import GenerationConfig
-from stree_pipelines.evaluation.records import read_rows
+from stree_pipelines.evaluation.result_store import read_rows
 from stree_pipelines.lab import bench_queue
 from stree_pipelines.lab.queue import bench as queue_bench
 from stree_pipelines.lab.queue.queueing import (

@@ -13,7 +13,7 @@ from tiny_evaluation import export, make_world
 from stree.common.errors import CannotWrite, StreeError, UsageError
 from stree.metrics import acceptance_length
 from stree_pipelines.evaluation.arms import read_comparison
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.lab import study
 from stree_pipelines.lab.studies import training
 from stree_pipelines.lab.studies.plan import DONE, read_study

@@ -22,7 +22,7 @@ from stree.common.files import point_to, verify_manifest
 from stree_pipelines import distill
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.training.checkpoints import export
 from stree_pipelines.training.checkpoints.export import Exports, log_spaced_steps
 from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO

@@ -11,7 +11,8 @@ from hand_made_run import CALLS, NUM_PROMPTS, TREES, make_row, make_run, make_sa
 from stree import metrics
 from stree.common.errors import UsageError
 from stree.speculation_profile import Tree
-from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore, write_rows
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.evaluation.sampling import OFF
 from stree_pipelines.profile_drafter import main as profile_drafter
 from stree_pipelines.report import main as report
