@@ -273,6 +273,13 @@ class TeacherCache:
             raise CheckpointRefused(f"{error}. In a teacher cache: {remedy}") from error
         if manifest.get("cache") != cache_hash(self.content):
             raise CheckpointRefused(f"{directory} belongs to another cache: {remedy}")
+        # Caches of older versions say no split
+        found = (manifest.get("split", split), manifest.get("shard", shard))
+        if found != (split, shard):
+            raise CheckpointRefused(
+                f"{directory} holds shard {found[1]} of {found[0]}, not {shard} of {split}: "
+                f"{remedy}"
+            )
         try:
             arrays = {
                 name: np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False)
@@ -280,8 +287,8 @@ class TeacherCache:
             }
         except (OSError, ValueError) as error:
             raise CheckpointRefused(f"{directory} cannot be read ({error}): {remedy}") from error
-        found = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
-        if found != self.spec.layout(len(plan.rows(shard))):
+        forms = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
+        if forms != self.spec.layout(len(plan.rows(shard))):
             raise CheckpointRefused(f"{directory} has other rows than the data: {remedy}")
         return arrays
 

@@ -137,7 +137,7 @@ class CacheWriter:
         precision: str,
     ) -> None:  # fmt: skip
         arrays = self._compute(split, shard, model, pad_id, batch_size, precision)
-        extra = {"cache": cache_hash(self.identity), "shard": shard}
+        extra = {"cache": cache_hash(self.identity), "split": split, "shard": shard}
         needed = self.plans[split].num_bytes(shard, self.spec)
         with publish_directory(self.path_of(split, shard), extra, needed_bytes=needed) as folder:
             for name in ARRAYS:

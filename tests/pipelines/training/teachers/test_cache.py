@@ -272,6 +272,28 @@ def test_a_shard_of_another_cache_is_refused(workspace, small, whole, tmp_path):
         data_of(workspace).use_teacher(TeacherCache(tmp_path / "cache"))
 
 
+def test_a_shard_in_the_place_of_another_is_refused(workspace, whole, tmp_path):
+    """Shards of one length would train on wrong targets; caches of older versions name no split."""
+    cache = tmp_path / "cache"
+    shutil.copytree(whole, cache)
+    first, second = sorted((cache / "train").glob("shard-*"))[:2]
+    kept = Path(shutil.move(first, tmp_path / "first"))
+    for theirs, message in (
+        (second, "holds shard 1 of train, not 0 of train: delete that folder"),
+        (min((cache / "valid").glob("shard-*")), "holds shard 0 of valid, not 0 of train"),
+    ):
+        shutil.copytree(theirs, first)
+        with pytest.raises(CheckpointRefused, match=message):
+            data_of(workspace).use_teacher(TeacherCache(cache))
+        shutil.rmtree(first)
+    shutil.copytree(kept, first)
+    for path in cache.glob("*/shard-*/MANIFEST.json"):
+        manifest = json.loads(path.read_text())
+        del manifest["split"]
+        path.write_text(json.dumps(manifest))
+    data_of(workspace).use_teacher(TeacherCache(cache))
+
+
 def refuses(workspace: Path, cache: Path, message: str, tmp_path: Path, *more: str) -> None:
     arguments = distill_arguments(workspace, tmp_path / "run", *more)
     with pytest.raises(CheckpointRefused, match=message) as refused:
