@@ -15,6 +15,7 @@ from stree.checkpoints.identity import CURVE_NAME, checkpoint_sha256
 from stree.checkpoints.partners import partner_remarks
 from stree.common.errors import StreeError, UsageError, exit_with_reason
 from stree.common.files import add_files, sweep_leftovers
+from stree.common.text import shown
 from stree.speculation_profile import PROFILE_NAME, SpeculationProfile
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.reports.plots import tau_vs_step, to_svg
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             failures.append(error)
             print(f"{drafter} has no new profile: {error}")
     if profiles:
-        print(_recommendations(profiles[-1]))
+        print(shown(_recommendations(profiles[-1])))
     if failures:
         raise type(failures[0])(
             f"{len(failures)} of {len(drafters)} drafters have no new profile, for these reasons"

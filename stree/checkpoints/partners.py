@@ -9,6 +9,7 @@ from pathlib import Path
 from stree.checkpoints.load_save import load_config, weights_fingerprint
 from stree.common.errors import CheckpointRefused
 from stree.common.files import MANIFEST_NAME, read_manifest
+from stree.common.text import shown
 
 TARGET_WEIGHTS = "target_weights"  # the entry of a drafter's MANIFEST.json
 
@@ -18,16 +19,18 @@ def partner_remarks(
 ) -> Iterator[str]:
     """Yield a sentence for each reason to doubt that the drafter suits the target.
 
+    Text of files in it (a recorded hash, a folder's name) is safe to print.
+
     Args:
         target, drafter: checkpoint folders.
         max_length: tokens of the longest sequence; None: as long as the target's positions.
     """
     if made_for := _other_weights(target, drafter):
-        yield made_for
+        yield shown(made_for)
     longest, most = load_config(target).num_positions, load_config(drafter).num_positions
     length = min((each for each in (longest, max_length) if each is not None), default=None)
     if most is not None and (length is None or length > most):
-        yield (
+        yield shown(
             f"the drafter {drafter} has {most} positions, sequences may have "
             f"{length or 'any number'}: beyond {most} tokens its drafts are accepted less often; "
             "keep sequences shorter, or use a drafter with a longer context"

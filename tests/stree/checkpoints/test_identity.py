@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -75,3 +76,13 @@ def test_a_shorter_context_is_said_where_sequences_may_outgrow_it(workspace, tmp
     (said,) = loading_says(target, short, max_length=200)
     assert "has 64 positions, sequences may have 200" in said
     assert len(list(partner_remarks(target, short))) == 1
+
+
+def test_a_remark_about_files_is_safe_to_print(workspace, tmp_path):
+    target = workspace / "target"
+    drafter = save_changed(target, tmp_path / "drafter\x1b[2J", noise=0.1, made_for=target)
+    manifest = json.loads((drafter / "MANIFEST.json").read_text())
+    manifest[TARGET_WEIGHTS] = "\x1b]0;title\x07"
+    (drafter / "MANIFEST.json").write_text(json.dumps(manifest))
+    (said,) = partner_remarks(target, drafter)
+    assert "was made for other weights (\ufffd]0;title" in said and "\x1b" not in said

@@ -93,6 +93,13 @@ def test_the_output_advises_on_the_last_drafter_alone(run, capsys):
     assert "step 10000:\n  cuda, float32, T = 0: Use the tree." in printed
 
 
+def test_text_of_rows_is_printed_without_control_characters(run, capsys):
+    results = run / "eval/results.jsonl"
+    results.write_text(results.read_text().replace('"float32"', '"float32\\u001b[2J"'))
+    main([str(run)])
+    assert "cuda, float32\ufffd[2J, T = 0: " in capsys.readouterr().out
+
+
 def slower_beside(store, step, factor):
     """As if plain decoding had been slower when this checkpoint was measured."""
     for row in store.results():
