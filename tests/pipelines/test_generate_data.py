@@ -174,6 +174,34 @@ def test_stopped_anywhere_it_becomes_the_same(workspace, whole, tmp_path, monkey
     assert there.items() <= shards_of(out).items()
 
 
+def test_repeated_ids_are_told_apart_however_often_it_was_stopped(workspace, tmp_path, monkeypatch):
+    lines = (workspace / "train.jsonl").read_text().splitlines()[:4]
+    rows = [{**json.loads(line), "id": name} for line, name in zip(lines, "aaba", strict=True)]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--prompts", str(asked), "--shard_samples", "2")
+    whole, out = generate(workspace, tmp_path / "whole", *options), tmp_path / "data"
+    original = answering.serve
+
+    def serve(*given):
+        for done, each in enumerate(original(*given)):
+            if done == 5:
+                raise KeyboardInterrupt
+            yield each
+
+    monkeypatch.setattr(answering, "serve", serve)
+    with pytest.raises(KeyboardInterrupt):
+        generate(workspace, out, *options)
+    there = shards_of(out)
+    assert 0 < len(there) < len(shards_of(whole))
+    monkeypatch.setattr(answering, "serve", original)
+    generate(workspace, out, *options)
+    assert shards_of(out) == shards_of(whole) and there.items() <= shards_of(out).items()
+    found = rows_of(out)
+    assert [row["prompt_id"] for row in found[::3]] == ["a", "a#2", "b", "a#3"]
+    assert len({row["seed"] for row in found}) == len(found) == 12
+
+
 @pytest.mark.long  # a process of its own
 def test_killed_for_good_it_goes_on(workspace, tmp_path):
     small = ("--shard_samples", "1")
