@@ -1,4 +1,4 @@
-"""Drafters: what fills token trees, a file each, and what all of them offer a step."""
+"""Drafters, a file each, and the protocol by which a step lets them fill token trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stree.trees.tree_batch import TreeBatch
 
 
 class SiblingSampling(Enum):
-    """How a node's children were drawn, on which it depends what may verify them."""
+    """Ways to draw a node's children; a verifier says which of them it may judge."""
 
     DETERMINISTIC = "each token as if from a distribution that has no other"
     WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
@@ -23,14 +23,18 @@ class SiblingSampling(Enum):
 
 @dataclass
 class Proposal:
-    """Drafted trees.
+    """Drafted trees of B rows.
 
-    tokens (B, N), the roots first. finite (B, …) bool: no logits were NaN or +∞; None where there
-    were none. logits (B, I, V): what each node with children, in the order of `TreeBatch.drawn_by`,
-    drew its children from, as `BatchState.kept` leaves them; None where they were not asked for, or
-    there are none. points (B, N) bool: nodes that were not drawn from logits; None where all or
-    none were. A point may depend on siblings before it, never on the tokens after any. independent:
-    siblings that are no points were drawn with replacement.
+    Attributes:
+        tokens: (B, N), the roots first.
+        finite: (B, …) bool, False where logits were NaN or +∞; None without logits.
+        logits: (B, I, V), from which each node with children drew them, in the order of
+            `TreeBatch.drawn_by` and as `BatchState.kept` returns them; None unless they were asked
+            for.
+        points: (B, N) bool, nodes with deterministic drafts, not drawn from logits; None if all or
+            none are. A deterministic draft may depend on siblings before it, never on the tokens
+            after any.
+        independent: Whether drawn siblings were drawn with replacement.
     """
 
     tokens: Tensor
@@ -41,43 +45,62 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Anything that fills trees for a batch of rows.
+    """Protocol of drafters: fill the trees of a batch of rows.
 
-    Without graphs `draft` runs in `torch.inference_mode`: tensors that it makes can't be written in
-    place by `clear` and `read`, so make what lasts when the drafter is made.
+    Without graphs `draft` runs in `torch.inference_mode`, and `clear` and `read` cannot write to
+    tensors that it makes: make lasting tensors in the constructor.
+
+    Attributes:
+        drawn: How siblings are drawn.
+        capturable: Whether drafts use static tensors only, and never wait for the device.
+        grows: Whether it fills dynamic trees (`TreeBatch.grow`); may be left out for False.
     """
 
     drawn: SiblingSampling
-    capturable: bool  # drafts touch tensors of fixed places only, and never wait for the device
-    grows: bool  # may fill trees whose shapes it has to choose (`TreeBatch.grow`); without it: no
+    capturable: bool
+    grows: bool
 
     def clear(self, row: Any) -> None:
-        """Forget a row's sequence. row, an int, or where it is capturable a tensor (1,) int64."""
+        """Forget a row's sequence; row is an int, or a tensor (1,) int64 if `capturable`."""
 
     def read(self, row: int, tokens: Tensor) -> None:
-        """Read more of a row's prompt, tokens (T,)."""
+        """Read the next tokens (T,) of a row's prompt."""
 
     def draft(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
-        """Fill the trees of B rows, after reading rows.block, whose active rows have 1 to `longest`
-        tokens; bound, cache slots that a target's call looks at.
+        """Read the tokens of rows.block, then fill the trees of B rows.
 
-        Where logits are to be kept, the drafts are judged by what they were drawn from: siblings of
-        different nodes, and of different steps, must be drawn independently (`Level.noise_at`).
+        Args:
+            rows: State of the rows; idle rows may get any drafts.
+            tree_batch: The trees to fill.
+            longest: Most tokens in the block of an active row, at least 1.
+            bound: Cache slots that the target's call attends to.
+            keep_logits: Whether the verifier needs the drafter's logits. If so, siblings of
+                different nodes, and of different steps, must be drawn independently
+                (`Level.noise_at`).
         """
         ...
 
 
 class FeatureDrafter(Drafter, Protocol):
-    """A drafter that reads hidden states of its target beside the tokens (`models.features`)."""
+    """Protocol of drafters that also read hidden states of the target (`models.hidden_states`).
 
-    feature_layers: tuple[int, ...]  # the target's layers whose outputs it reads, if any
+    Attributes:
+        feature_layers: The target's layers whose outputs it reads; () for none.
+    """
+
+    feature_layers: tuple[int, ...]
 
     def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
-        """features (T', F) are those of the last T' tokens, up to the last of these; without them
-        they are unknown."""
+        """Read the next tokens (T,) of a row's prompt.
+
+        features (T', F) are the target's at the last T' of all tokens read, which may be more or
+        fewer than T; None leaves them unknown.
+        """
 
     def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
-        """Told of the features (B, N, F) of all nodes, when those on path (B, M) were accepted, as
-        far as the rows' blocks say."""
+        """Keep the target's features (B, N, F) of the nodes on the accepted path (B, M).
+
+        The lengths of the paths are those of the rows' blocks.
+        """

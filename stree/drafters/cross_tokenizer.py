@@ -1,7 +1,7 @@
-"""A drafter with another tokenizer than the target's: drafts are handed over as text.
+"""Drafter with another tokenizer than the target's: its drafts are handed over as text.
 
-Mamba Drafters' cross-target drafting: a drafter goes on from the text so far in tokens of its own,
-and what it writes is cut into the target's. It thinks on the host, token by token.
+Mamba Drafters' cross-target drafting: the drafter continues the text in tokens of its own, and the
+result is encoded in the target's tokens. It runs from the host, token by token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
 
-MOST_OWN = 4  # of the drafter's tokens for one of the target's, at most
+MOST_OWN = 4  # limit of the drafter's tokens for each of the target's
 
 
 @dataclass(frozen=True)
 class CrossTokenizerSpec:
-    """A drafter of another tokenizer to be, for any decoder.
+    """Settings of a drafter with another tokenizer, from which any decoder makes one.
 
-    Args: model, which drafts; own, its tokenizer, and targets, the target's.
+    Attributes:
+        model: Drafts.
+        own: The model's tokenizer.
+        targets: The target's tokenizer.
     """
 
     model: HybridModel
@@ -38,6 +41,7 @@ class CrossTokenizerSpec:
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> CrossTokenizerDrafter:
+        """Return the drafter of a decoder of `num_rows` rows."""
         vocabulary = target.config.vocab_size
         if isinstance(self.model, HybridModel):
             require_tokens_alone(self.model.config)
@@ -47,7 +51,7 @@ class CrossTokenizerSpec:
 
 
 def require_tokens_alone(drafter: HybridConfig) -> None:
-    """Raises `UsageError` for a drafter that reads features, which are of the target's tokens."""
+    """Raise `UsageError` for a drafter that reads features, which are of the target's tokens."""
     if drafter.feature_layers:
         raise UsageError(
             "a drafter of another tokenizer has tokens of its own, this one reads features of "
@@ -57,8 +61,13 @@ def require_tokens_alone(drafter: HybridConfig) -> None:
 
 @dataclass
 class _Text:
-    """Of a row: the target's tokens that are certain, the text that the drafter's cache has read,
-    and in how many tokens."""
+    """The text of a row.
+
+    Attributes:
+        tokens: The target's tokens that are certain.
+        read: Text that the drafter's cache has read.
+        num_read: The drafter's tokens of that text.
+    """
 
     tokens: list[int] = field(default_factory=list)
     read: str = ""
@@ -66,10 +75,12 @@ class _Text:
 
 
 class CrossTokenizerDrafter:
-    """Fills trees with greedy continuations, one for each of the root's children: they begin with
-    the drafter's best tokens. Where they share the target's tokens they share nodes.
+    """Drafter that fills trees with greedy continuations in another tokenizer's tokens.
 
-    The drafter's cache has read whole words only, as what a word is cut into depends on its end.
+    There is one continuation for each of the root's children; they begin with the drafter's best
+    tokens. Continuations that begin with the same tokens of the target share nodes.
+
+    The drafter's cache has read whole words only, because the tokens of a word depend on its end.
     """
 
     drawn = SiblingSampling.DETERMINISTIC
@@ -111,9 +122,9 @@ class CrossTokenizerDrafter:
         return Proposal(torch.tensor(tokens, device=rows.root.device))
 
     def _drafts(self, row: int, tree: TokenTree) -> list[list[int]]:
-        """Continuations of a row's text in the target's tokens, the best first."""
+        """Return continuations of a row's text in the target's tokens, the best first."""
         text, state = _decoded(self.targets, self.texts[row].tokens), self.texts[row]
-        if not text.startswith(state.read):  # the end of a character came, or a word was mended
+        if not text.startswith(state.read):  # a token completed a character, or changed a word
             self.cache.reset(row)
             state.read, state.num_read = "", 0
         certain = max(_last_word(text), len(state.read))
@@ -141,12 +152,12 @@ class CrossTokenizerDrafter:
         return drafts
 
     def _logits(self, row: int, tokens: list[int]) -> Tensor:
-        """(1, V) after more tokens."""
+        """Read tokens with the drafter, and return the logits (1, V) after them."""
         given = torch.tensor([tokens], device=self.model.device)
         return self.model.prefill(given, self.cache.at(row))
 
     def _in_targets(self, tail: list[int], drafted: list[int]) -> list[int]:
-        """What was drafted after the tail, in the target's tokens."""
+        """Return the draft after the last word's tokens in the target's tokens."""
         before, text = _decoded(self.own, tail), _decoded(self.own, [*tail, *drafted])
         if not text.startswith(before):
             return []
@@ -163,7 +174,7 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _last_word(text: str) -> int:
-    """Where the last word begins that a space stands before, with that space; 0 for none."""
+    """Return the index of the space before the last word; 0 for none."""
     at = text.rfind(" ")
     while at > 0 and text[at - 1].isspace():
         at = text.rfind(" ", 0, at)
@@ -171,7 +182,7 @@ def _last_word(text: str) -> int:
 
 
 def _fill(tokens: list[int], tree: TokenTree, drafts: list[list[int]]) -> None:
-    """Write continuations into a tree, one after the other, as far as it has nodes for them."""
+    """Write continuations into a tree, one after the other, as far as it has nodes."""
     filled: dict[int, int] = {}
     for draft in drafts:
         node = 0

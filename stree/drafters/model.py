@@ -1,4 +1,4 @@
-"""A small language model that drafts, level by level, one call a level."""
+"""Model drafter: a small language model drafts the trees, one call a level."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from stree_kernels.contracts import Sampling, Stream, Topology
 
 @dataclass(frozen=True)
 class ModelDrafterSpec:
-    """A model drafter to be, for any decoder.
+    """Settings of a model drafter, from which any decoder makes one.
 
-    Args: model, of the target's vocabulary; siblings, how it draws them: without replacement;
-    independently, each from all of its distribution (SpecInfer); or as points, its most probable
-    tokens whatever the temperature (STree).
+    Attributes:
+        model: A model of the target's vocabulary.
+        siblings: How it draws siblings: without replacement; independently, each from all of its
+            distribution (SpecInfer); or deterministic, its most probable tokens at any temperature
+            (STree).
     """
 
     model: HybridModel
@@ -37,18 +39,19 @@ class ModelDrafterSpec:
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> ModelDrafter:
+        """Return the drafter of a decoder of `num_rows` rows."""
         return ModelDrafter(self.model, num_rows, max_length, max_nodes, self.siblings)
 
 
 class ModelDrafter:
-    """Drafts with a model of the target's vocabulary.
+    """Drafter that runs a model of the target's vocabulary.
 
     It first reads the tokens that became certain since its last draft, as a chain, then the inner
-    nodes of the trees as trees of their own that grow level by level. Nothing of a draft but the
-    certain tokens reaches its states. A model that reads features (`stree.models.hidden_states`)
-    has those of the target at certain tokens, further down its own hidden states or none.
+    nodes of the trees as trees of their own that grow level by level. Only the certain tokens
+    change its states. A model that reads features (`stree.models.hidden_states`) has those of the
+    target at certain tokens, and its own hidden states or none further down.
 
-    At temperature 0 siblings are its most probable tokens, however they are drawn else.
+    At temperature 0 siblings are its most probable tokens, in every way of drawing them.
     """
 
     capturable = True
@@ -63,16 +66,16 @@ class ModelDrafter:
     ) -> None:
         self.model, self.siblings = model, siblings
         self.drawn = siblings
-        # What trees grow by are values of siblings that differ
+        # Dynamic trees are chosen by the values of different siblings
         self.grows = siblings is not SiblingSampling.INDEPENDENT
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.cache.variant.copy_(torch.arange(num_rows))
         self._chains: dict[tuple[int, int], Topology] = {}  # graphs hold their addresses
-        # What nodes hold that no row's tree has must be tokens, too
+        # Nodes that no row's tree has must hold valid tokens, too
         self._tokens = torch.zeros(num_rows * max_nodes, dtype=torch.long, device=model.device)
         self.feature_layers = model.config.feature_layers
-        # What is added to the embeddings of each row's next tokens, from the target's features
+        # Projected features of the target, added to the embeddings of each row's next tokens
         self.inputs: Tensor | None = None
         if self.feature_layers:
             shape = num_rows, max_nodes, model.config.d_model
@@ -81,7 +84,7 @@ class ModelDrafter:
     def clear(self, row: Which) -> None:
         self.cache.reset(row)
         if self.inputs is not None:
-            self.inputs[row] = self._reader.unknown.detach()
+            self.inputs[row] = self._projection.unknown.detach()
 
     @torch.no_grad()
     def read(
@@ -91,20 +94,22 @@ class ModelDrafter:
         features: Tensor | None = None,
         read_row: Callable[..., Tensor] = read_row,
     ) -> None:
-        """features (T', F), of the last T' tokens up to the last of these, as many as are known;
-        read_row, how an runner reads."""
+        """Read the next tokens (T,) of a row's prompt.
+
+        features (T', F) are those of the last T' of all tokens read, as far as they are known;
+        read_row is the prefiller's.
+        """
         inputs = None if self.inputs is None else self._inputs_of(row, len(tokens), features)
         read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
     def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
-        """What is added to the row's next `count` tokens, (T, D); and that of the token after them
-        is remembered."""
+        """Return the inputs (T, D) of the row's next `count` tokens; keep that of the one after."""
         assert self.inputs is not None
-        inputs = self._reader.unknown.repeat(count, 1)
+        inputs = self._projection.unknown.repeat(count, 1)
         if features is None:
-            self.inputs[row, 0] = self._reader.unknown
+            self.inputs[row, 0] = self._projection.unknown
             return inputs
-        following = self._reader.of_tokens(features)
+        following = self._projection.of_tokens(features)
         if len(features) == count:
             inputs[0] = self.inputs[row, 0]
         known = following[:-1][-count:]
@@ -117,13 +122,21 @@ class ModelDrafter:
         self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, scratch: PrefillScratch,
         bound: int, streams: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """`read` of the first of tokens (1, T) for graphs, as `HybridModel.prefill_padded`, but for
-        the first `skipped` (1,) of these, fewer than there are; streams, the target's features at
-        all of them, (1, T, ·) a layer."""
+        """Read a padded chunk without waiting for the device, as `HybridModel.prefill_padded`.
+
+        Args:
+            tokens: (1, T), padding included.
+            count: (1,) tokens that count.
+            skipped: (1,) tokens at the beginning that it has read already, fewer than `count`.
+            row: (1,) the row.
+            scratch: Buffers for chunks of T tokens.
+            bound: Cache slots to attend to.
+            streams: The target's features of all tokens, (1, T, ·) a layer.
+        """
         places = (scratch.places + skipped).clamp(max=tokens.shape[1] - 1)
         tokens, inputs = tokens.gather(1, places), None
         if self.inputs is not None:
-            following = self._reader.of_tokens(torch.cat(list(streams), -1))
+            following = self._projection.of_tokens(torch.cat(list(streams), -1))
             first = self.inputs[:, 0].index_select(0, row)
             inputs = torch.cat([first[:, None], following[:, :-1]], 1)[:, places[0]]
             after = torch.where(count > 0, last_of(following, count), first)
@@ -132,34 +145,34 @@ class ModelDrafter:
         self.model.prefill_padded(tokens, left, row, self.cache, scratch, bound, inputs=inputs)
 
     def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
-        """Remember what is added to the tokens of the rows' blocks: each token of a block comes
-        after one of the accepted nodes, path (B, M); features (B, N, F) of all nodes."""
+        """Keep the inputs of the tokens of the rows' blocks.
+
+        Each token of a block comes after one of the accepted nodes, path (B, M); features
+        (B, N, F) are those of all nodes.
+        """
         assert self.inputs is not None
         batch, count = path.shape
         inputs, active = self.inputs[:batch, :count], rows.active[:, None, None]
-        # Beyond its length a path has nodes of other trees, and nobody reads what comes of them
-        torch.where(active, self._reader.of_nodes(features, path), inputs, out=inputs)
+        # Beyond its length a path has nodes of other trees, whose inputs are never read
+        torch.where(active, self._projection.of_nodes(features, path), inputs, out=inputs)
 
     def _inputs_of_drafts(self, hidden: Tensor, tree_batch: TreeBatch, number: int) -> Tensor:
-        """What is added to the nodes of a level, (B, n, D), given hidden (B, m, D) of the level
-        above."""
+        """Return the inputs (B, n, D) of a level's nodes, given hidden (B, m, D) of those above."""
         shape = *tree_batch.levels[number].nodes.shape, hidden.shape[2]
-        after = self._reader.of_drafts(hidden)
-        if hidden.shape[1] == 1 or not self._reader.reads_own:
+        after = self._projection.of_drafts(hidden)
+        if hidden.shape[1] == 1 or not self._projection.reads_own:
             return after[:, :1].expand(shape)
         return after.gather(1, tree_batch.above(number)[..., None].expand(shape))
 
     @property
-    def _reader(self) -> HiddenStateProjection:
+    def _projection(self) -> HiddenStateProjection:
         return self.model.model.features
 
     def draft(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
         batch, model = len(rows.active), self.model
-        if (
-            self.siblings is SiblingSampling.DETERMINISTIC
-        ):  # the best tokens; what sampling leaves out is no matter
+        if self.siblings is SiblingSampling.DETERMINISTIC:  # best tokens, which no filter drops
             rows, keep_logits = replace(rows, sampled=False, filtered=False), False
         independent = self.siblings is SiblingSampling.INDEPENDENT
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
@@ -220,7 +233,7 @@ class ModelDrafter:
         self, logits: Tensor, level: Level, rows: BatchState, sampling: Sampling, tokens: Tensor,
         unshared: bool,
     ) -> None:  # fmt: skip
-        """Let rows that sample draw each child of a level's nodes from all of logits (B, n, K)."""
+        """Draw each child of a level's nodes from all of logits (B, n, K), in rows that sample."""
         count = level.places.shape[2]
         places = level.places.masked_fill((rows.temperature == 0)[:, None, None], -1)
         noise = level.noise_of_each(unshared).flatten(1)
@@ -232,7 +245,7 @@ class ModelDrafter:
         )  # fmt: skip
 
     def _chains_of(self, batch: int, length: int) -> Topology:
-        """As many chains, which certain tokens are read as."""
+        """Return the topology of `batch` chains of `length` tokens, to read certain tokens."""
         if (batch, length) not in self._chains:
             tree_batch = make_tree_batch([TokenTree.chain(length - 1)] * batch, self.model.device)
             self._chains[batch, length] = tree_batch.topology(self.model.config.d_conv)

@@ -1,5 +1,4 @@
-"""Drafters by name: a checkpoint's folder, of any tokenizer, its head in 8 bits or not, n-grams, or
-both."""
+"""Names of drafters: a checkpoint's folder with or without prefixes, n-grams, or both."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from stree.drafters.ngram import NGram
 from stree.models.model import HybridModel
 
 _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<corpus>.+))?)?", re.S)
-# Of what `DrafterName.parse` takes
+# Forms of names that `DrafterName.parse` takes
 DRAFTERS = (
     "FOLDER; float8:FOLDER (its head in 8 bits); independent:FOLDER (siblings each from all of its "
     "distribution) or top:FOLDER (its best tokens, not drawn); text:FOLDER (of another tokenizer); "
@@ -31,10 +30,16 @@ _SIBLINGS = {"independent:": SiblingSampling.INDEPENDENT, "top:": SiblingSamplin
 
 @dataclass(frozen=True)
 class DrafterName:
-    """What a name asks for: a folder, n-grams (context of 0: none) with a corpus' file, or both;
-    retokenised, a folder whose drafts are handed over as text; float8, one whose model drafts with
-    its head in 8 bits; siblings, how its model draws them
-    (`stree.drafters.model.ModelDrafterSpec`)."""
+    """A parsed name of a drafter: a checkpoint's folder, n-grams, or both.
+
+    Attributes:
+        folder: The checkpoint's folder; None for n-grams alone.
+        context: Tokens by which n-grams compare places; 0 for no n-grams.
+        corpus: File of a text for n-grams, if any.
+        retokenised: Whether drafts are handed over as text, for another tokenizer.
+        float8: Whether the model drafts with its head in 8 bits.
+        siblings: How the model draws siblings (`stree.drafters.model.ModelDrafterSpec`).
+    """
 
     folder: str | os.PathLike[str] | None
     context: int = 0
@@ -45,11 +50,12 @@ class DrafterName:
 
     @classmethod
     def parse(cls, name: str) -> DrafterName:
-        """FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…], and with a folder
-        independent: or top:, and float8:, before all that; a folder of such a name is one.
+        """Parse FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…].
 
-        Raises `UsageError` for a context that is no whole number of at least 1, for float8: without
-        a folder, and for independent: and top: without one whose model draws.
+        With a folder, independent: or top:, and float8:, may stand before it. An existing folder of
+        such a name is a FOLDER. Raises `UsageError` for a context that is no whole number of at
+        least 1, for float8: without a folder, and for independent: and top: without a folder whose
+        model draws.
         """
         if name.startswith(_FLOAT8) and not os.path.isdir(name):
             of = cls.parse(name.removeprefix(_FLOAT8))
@@ -82,7 +88,7 @@ class DrafterName:
         return cls(found["folder"], int(context), found["corpus"])
 
     def __str__(self) -> str:
-        """As `parse` takes it."""
+        """Return the name as `parse` takes it."""
         ngram = f"ngram:{self.context}" + (f",{self.corpus}" if self.corpus else "")
         parts = [str(self.folder or ""), ngram if self.context else ""]
         head, text = _FLOAT8 if self.float8 else "", _TEXT if self.retokenised else ""
@@ -90,33 +96,35 @@ class DrafterName:
         return head + drawn + text + "+".join(filter(None, parts))
 
     def shown(self, folder: str) -> str:
-        """For people: with the folder called so, and a corpus by its file's name alone."""
+        """Return the name for people: with `folder` as the folder, and a corpus without path."""
         corpus = self.corpus and Path(self.corpus).name
         return str(replace(self, folder=self.folder and folder, corpus=corpus))
 
     @property
     def is_plain(self) -> bool:
-        """A folder as it is."""
+        """Whether it is a folder without any prefix."""
         return self.is_folder and not self.float8 and self.draws_in_turn
 
     @property
     def is_folder(self) -> bool:
-        """Of the target's tokenizer, and nothing beside; its head may be in 8 bits, and it may draw
-        siblings in any way."""
+        """Whether it is a folder of the target's tokenizer, without n-grams.
+
+        Its head may be in 8 bits, and it may draw siblings in any way.
+        """
         return not self.context and not self.retokenised
 
     @property
     def draws_in_turn(self) -> bool:
-        """Siblings without replacement, as models do where a name asks for nothing else."""
+        """Whether siblings are drawn without replacement, which is the default."""
         return self.siblings is SiblingSampling.WITHOUT_REPLACEMENT
 
     @property
     def grows(self) -> bool:
-        """Whether it fills trees that grow, as `Drafter.grows`."""
+        """Whether it fills dynamic trees, as `Drafter.grows`."""
         return self.is_folder and self.siblings is not SiblingSampling.INDEPENDENT
 
     def corpus_text(self) -> str:
-        """Raises `NotFound` without such a file."""
+        """Return the text of the corpus, "" for none. Raises `NotFound` without its file."""
         if self.corpus is None:
             return ""
         if not os.path.isfile(self.corpus):
@@ -129,8 +137,12 @@ class DrafterName:
     def make(
         self, model: HybridModel | None, tokenizer: Any
     ) -> ModelDrafterSpec | NGram | CrossTokenizerSpec:
-        """For a decoder; model, of the folder, and tokenizer, the target's, or None. Raises
-        `UsageError` where it is needed and not there."""
+        """Return the settings of the drafter for a decoder.
+
+        Args:
+            model: The model of the folder; None without a folder.
+            tokenizer: The target's. None raises `UsageError` where one is needed.
+        """
         if self.float8:
             assert model is not None
             model.put_head_in_8_bits()

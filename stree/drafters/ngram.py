@@ -1,8 +1,9 @@
-"""Drafts from the text itself, without a model: what came before after the same tokens comes again.
+"""N-gram drafter: draft without a model, by looking up earlier places of the same last tokens.
 
 Prompt lookup, as Snakes and Ladders' PNG drafts: several continuations of the text so far, and of a
-corpus if there is one, merged into one prefix tree. Shapes: B rows, N nodes, n nodes of a level, K
-children of each at most, L slots of text, E excerpts of a corpus, X tokens of each, V vocabulary.
+corpus if there is one, are merged into one prefix tree. Shapes: B rows, N nodes, n nodes of a
+level, K children of each at most, L slots of text, E excerpts of a corpus, X tokens of each, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from stree.models.model import HybridModel
 from stree.trees.tree_batch import TreeBatch
 
 NOTHING = -1  # a slot of no token
-NUM_PLACES = 16  # of a corpus, for each count of tokens that match, at which a step looks
+NUM_PLACES = 16  # places of a corpus that a step looks at, for each number of matching tokens
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no token's part of a key is lost
 
 
 @dataclass(frozen=True)
 class NGram:
-    """An n-gram drafter to be, for any decoder.
+    """Settings of an n-gram drafter, from which any decoder makes one.
 
-    Args: context, how many of the last tokens a place in the text is compared by; corpus, tokens of
-    a text to draft from beside the sequence's own. model, a drafter for the rest of the tree, and
-    how it draws siblings (as of `ModelDrafterSpec`): then the n-grams fill the root's last child
-    and what is below it. Raises `UsageError` for a context that is no whole number of at least 1.
+    Attributes:
+        context: Number of last tokens by which places of the text are compared, at least 1.
+        corpus: Tokens of a text to draft from, in addition to the sequence's own; () for none.
+        model: A drafter for the rest of the tree: the n-grams then fill only the root's last child
+            and all below it. None lets n-grams fill the whole tree.
+        siblings: How the model draws siblings, as in `ModelDrafterSpec`.
+
+    Raises `UsageError` for a context that is no whole number of at least 1.
     """
 
     context: int = 6
@@ -49,6 +54,7 @@ class NGram:
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> NGramDrafter | GraftingDrafter:
+        """Return the drafter of a decoder of `num_rows` rows."""
         text = Text(
             self.context, torch.as_tensor(self.corpus, dtype=torch.long), num_rows, max_length,
             target.config.vocab_size, target.device,
@@ -59,10 +65,10 @@ class NGram:
 
 
 class Corpus:
-    """A text beside the sequences' own, sorted by what stands before each place, so that a step
-    looks at few of them: of each number of tokens that match, the latest NUM_PLACES.
+    """Index of a text, whose places are sorted by the tokens before them.
 
-    tokens (T,). Takes 12 bytes a token for each token of context.
+    A step looks at the last NUM_PLACES places for each number of matching tokens. The index of
+    tokens (T,) takes 12 bytes a token for each token of context.
     """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
@@ -76,9 +82,11 @@ class Corpus:
         self._keys_in_order, self._places = keys, places.int()
 
     def excerpts(self, last: Tensor, reach: int) -> Tensor:
-        """Of places that match the last tokens (B, context), the last one first: E excerpts
-        (B, E, X), in the text's order, each of `context` tokens up to the place and `reach` behind
-        it, NOTHING where there are none and at its end."""
+        """Return excerpts (B, E, X) of the places that match last (B, context), in text order.
+
+        last has the last token first. An excerpt has `context` tokens up to its place and `reach`
+        after it; slots without a token, and those at its end, hold NOTHING.
+        """
         places = self._places_after(last).sort(dim=1).values
         around = torch.arange(1 - self.context, reach + 2, device=last.device)
         at = places[..., None] + around
@@ -87,7 +95,7 @@ class Corpus:
         return tokens.masked_fill(~inside, NOTHING)
 
     def _places_after(self, last: Tensor) -> Tensor:
-        """(B, E), −1 for none. Where nothing matches, the latest places are as good as any."""
+        """Return matching places (B, E), −1 for none; the last places if nothing matches."""
         back = torch.arange(NUM_PLACES, device=last.device)
         keys = self._keys(last).T.contiguous()  # (context, B)
         first, end = (
@@ -100,15 +108,17 @@ class Corpus:
         return torch.cat([found.transpose(0, 1).flatten(1), latest], 1)
 
     def _keys(self, ends: Tensor) -> Tensor:
-        """(N, context) of ends (N, context), the last tokens first: a number for each count of
-        tokens, equal for equal ones; that others share it costs a draft at most."""
+        """Hash the first 1, 2, … tokens of ends (N, context), the last tokens first.
+
+        A collision costs a draft at most.
+        """
         return ((ends + 3) * self._powers).cumsum(1)
 
 
 class Text:
-    """The text of each row that is certain, and what follows in it and in a corpus.
+    """The certain text of each row, and the search for continuations in it and in a corpus.
 
-    Everything is a tensor of a fixed place, so that steps that draft from it can be captured.
+    All tensors are static, so that steps which draft from it can be captured.
     """
 
     def __init__(
@@ -134,7 +144,7 @@ class Text:
         self.num_read[row] += len(tokens)
 
     def take(self, rows: BatchState, longest: int) -> None:
-        """Read the rows' blocks, up to and with their roots."""
+        """Read the rows' blocks, their roots included."""
         slots, block = self.slots[: len(rows.active)], rows.block[:, : 1 + longest]
         count = torch.where(rows.active, block[:, 0], 0)[:, None]
         at = torch.arange(longest, device=slots.device)
@@ -144,16 +154,16 @@ class Text:
         torch.where(rows.active, rows.position + 1, num_read, out=num_read)
 
     def roots(self, rows: BatchState) -> Tensor:
-        """(B, 1) their tokens; any in idle rows."""
+        """Return the tokens (B, 1) of the rows' roots; any tokens in idle rows."""
         return self._at(rows, 0).clamp(min=0)
 
     def look(self, rows: BatchState, reach: int) -> Seen:
-        """For trees of that depth."""
+        """Compare all slots with each row's last tokens, for trees of depth `reach`."""
         slots = self.slots[: len(rows.active), :-1]
         places = self.start + rows.position[:, None] - self._back
         last = slots.gather(1, places.clamp(min=self.start - 1))
-        last = last.masked_fill(last < 0, NOTHING - 1)  # what is before a text is like nothing
-        aside = slots[:, :0].bool()  # slots that are no places to go on from
+        last = last.masked_fill(last < 0, NOTHING - 1)  # slots before a text match no slot
+        aside = slots[:, :0].bool()  # slots that a continuation must not begin after
         if self.corpus is not None:
             excerpts = self.corpus.excerpts(last, reach)
             number = torch.arange(excerpts.shape[2], device=slots.device)
@@ -173,12 +183,18 @@ class Text:
         self, rows: BatchState, tree_batch: TreeBatch, tokens: Tensor, places: Tensor | None = None,
         barred: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write drafts into tokens (B, N), which hold the roots. places (B, 1, k), those of the
-        root's children to write, and barred (B, 1, j), what they must not be; all and anything if
-        not given."""
+        """Write drafts into tokens (B, N), which hold the roots.
+
+        Args:
+            rows: State of the rows.
+            tree_batch: The trees.
+            tokens: (B, N), written.
+            places: (B, 1, k), the root's children to write; None is all.
+            barred: (B, 1, j), tokens that these children must not be; None is none.
+        """
         size, seen = tree_batch.num_nodes, self.look(rows, tree_batch.max_depth)
         matches = seen.matches
-        slots = F.pad(tokens, (0, 1))  # the last takes what no node does
+        slots = F.pad(tokens, (0, 1))  # the last slot takes drafts without a node
         for depth, level in enumerate(tree_batch.levels):
             if depth:
                 nodes = level.nodes.clamp(min=0)
@@ -191,28 +207,35 @@ class Text:
         tokens.copy_(slots[:, :-1])
 
     def _at(self, rows: BatchState, back: int) -> Tensor:
-        """(B, 1) tokens so many before the root; none before the text's begin."""
+        """Return the tokens (B, 1) `back` places before the root, NOTHING before the text."""
         place = self.start + rows.position[:, None] - back
         return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step looks at: slots (B, L) of a corpus' excerpts and of the rows' own text; matches
-    (B, 1, L) int64: how many tokens up to each slot are those up to the root, below 0 where that
-    does not count."""
+    """Texts that a step looks at.
+
+    Attributes:
+        slots: (B, L), tokens of a corpus' excerpts and of the rows' own text.
+        matches: (B, 1, L) int64, how many tokens up to each slot equal those up to the root; below
+            0 for slots that no continuation begins after.
+    """
 
     slots: Tensor
     matches: Tensor
 
     def after(self, matches: Tensor, tokens: Tensor) -> Tensor:
-        """The matches (B, n, L) of nodes with tokens (B, n), given those of their parents."""
+        """Return the matches (B, n, L) of nodes with tokens (B, n), given their parents'."""
         longer = F.pad(matches[..., :-1] + 1, (1, 0), value=1)
         return longer * (self.slots[:, None] == tokens[..., None])
 
     def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
-        """(B, n, count) different tokens that came next: after the longest match first, of equal
-        ones after the latest. barred (B, n, j), tokens that are not wanted, V for none."""
+        """Return `count` different tokens (B, n, count) that came next, the longest match first.
+
+        Among equal matches the latest is first. barred (B, n, j) are tokens to leave out, V for
+        none.
+        """
         following = F.pad(self.slots[:, None, 1:], (0, 1), value=NOTHING).expand_as(matches)
         length = matches.shape[2]
         order = matches * length + torch.arange(length, device=matches.device)
@@ -232,7 +255,7 @@ class Seen:
 
 
 def _completed(found: Tensor, barred: Tensor | None) -> Tensor:
-    """found (…, k), in place of nothing tokens that neither it nor barred (…, j) has."""
+    """Replace NOTHING in found (…, k) by tokens that neither found nor barred (…, j) has."""
     taken = found if barred is None else torch.cat([found, barred], -1)
     tokens = torch.arange(taken.shape[-1], device=found.device)
     is_taken = (tokens[:, None] == taken[..., None, :]).any(-1)
@@ -243,7 +266,7 @@ def _completed(found: Tensor, barred: Tensor | None) -> Tensor:
 
 
 class NGramDrafter:
-    """Fills trees with continuations that the text has."""
+    """Drafter that fills trees with continuations found in the text."""
 
     drawn = SiblingSampling.DETERMINISTIC
     capturable = True
@@ -268,9 +291,12 @@ class NGramDrafter:
 
 
 class GraftingDrafter(ModelDrafter):
-    """A model's tree on which n-grams are grafted: the root's last child and all below it are what
-    the text has after the root, and begin with another token than the model's children. Where the
-    root has one child only, the tree is the model's."""
+    """Model drafter whose trees have n-grams grafted on.
+
+    The root's last child and all below it are a continuation found in the text, which begins with
+    another token than the model's children. If the root has one child only, the whole tree is the
+    model's.
+    """
 
     def __init__(
         self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,

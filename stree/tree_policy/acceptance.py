@@ -1,4 +1,4 @@
-"""What trees may be expected to accept, by what was accepted lately."""
+"""Acceptance rates: the drafts that trees are expected to accept, learned from recent steps."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import numpy as np
 
 from stree.trees.token_tree import BeamTree, TokenTree
 
-MEMORY = 0.99  # what a row's observation counts one step later
-ANSWERS_MEMORY = 0.98  # what an answer counts one answer later
-PRIOR_TRIES = 2  # what is assumed of a rate counts as so many observations
-PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
+MEMORY = 0.99  # weight of a row's observation one step later
+ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
+PRIOR_TRIES = 2  # weight of the assumed rate, in observations
+PRIOR_STEPS = 10  # weight of a rank's assumed rate, in steps
 
 
 class AcceptanceRates:
-    """How often the child of each rank is what the target says, by depth; the latest count most.
+    """Acceptance rates of children by depth and rank; recent observations count most.
 
-    Whether a child of some rank is accepted, given its parent, does not depend on what other
-    children there are, so what one tree shows is true of all. What the trees of late have not
-    shown is forgotten, too, and taken to be as at the depth above: where text has become easier
-    for the drafter it has at all depths.
+    Whether a child of some rank is accepted, given its parent, does not depend on its siblings, so
+    that one tree's observations hold for all trees. Old observations are forgotten also where
+    recent trees show nothing, and the rate there follows that of the depth above: text that has
+    become easier for the drafter is easier at all depths.
     """
 
     def __init__(self) -> None:
         self._tried: dict[tuple[int, int], float] = defaultdict(float)
         self._accepted: dict[tuple[int, int], float] = defaultdict(float)
-        # Each observation weighs more than the one before it, so that none has to be made less
+        # The weight of new observations rises, which is cheaper than lowering those of all others
         self._weight = 1.0
-        # Observations that are not worked in yet: batches have many in each step
+        # Observations that are not counted yet: batches have many in each step
         self._ended: dict[tuple[TokenTree, int], float] = defaultdict(float)
 
     def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
-        """A step of `tree` has accepted the path to the node `end`; memory, what each observation
-        before counts now. Plain decoding shows nothing, and nothing is forgotten meanwhile."""
+        """Learn from a step of `tree` that has accepted the path to the node `end`.
+
+        memory is the factor of the weights of all earlier observations. A tree of one node shows
+        nothing, and lets nothing be forgotten.
+        """
         if tree.num_nodes == 1:
             return
         self._weight /= memory
@@ -56,8 +59,11 @@ class AcceptanceRates:
         self._ended.clear()
 
     def rate(self, depth: int, rank: int) -> float:
-        """Assumed, and worth as much as PRIOR_TRIES observations: that of the depth above; at
-        first ½ for the first rank, and half as much for each further one."""
+        """Return the rate at which the child of a rank is accepted, given its parent at `depth`.
+
+        The prior, with the weight of PRIOR_TRIES observations, is the rate of the depth above; at
+        the root it is ½ for rank 0, and half as much for each further rank.
+        """
         self._work_in()
         return self._rate(depth, rank)
 
@@ -68,7 +74,7 @@ class AcceptanceRates:
         return accepted / (self._tried[depth, rank] + weight)
 
     def expected_tokens(self, tree: TokenTree) -> float:
-        """Of a step: its drafts that are accepted, and the target's own token."""
+        """Return the expected tokens of a step: accepted drafts and the bonus token."""
         self._work_in()
         reached = [1.0] * tree.num_nodes
         for node, children in enumerate(tree.children):
@@ -78,23 +84,22 @@ class AcceptanceRates:
 
 
 class DynamicAcceptanceRates:
-    """How often the n-th best node is accepted of trees that grow with one width, as deep as the
-    deepest of them; the latest steps count most.
+    """Acceptance rates of the n-th best nodes of dynamic trees of one width.
 
-    The smaller of two trees of one depth is the first nodes of the larger, so what a tree shows is
-    true of all smaller ones. Of ranks that were tried little it is assumed that they go on from
-    those next to them, the n-th best node as 1/n. A tree that is less deep is taken to accept as
-    much less as paths end above its depth: what it misses shows in the deeper ones, and how often a
-    path goes on from one depth to the next in all that have both.
+    Recent steps count most.
+    The smaller of two trees of one depth is the first nodes of the larger, so that a tree's
+    observations hold for all smaller ones. Ranks with few observations follow their neighbours, the
+    n-th best node as 1/n. A shallower tree's expected drafts are the deepest tree's, scaled by the
+    ratio of the expected chain lengths.
     """
 
     def __init__(self, depth: int, num_nodes: int) -> None:
-        """depth and num_nodes, the most of any such tree."""
+        """Begin without observations; depth and num_nodes are the most of any such tree."""
         ranks = np.arange(num_nodes).clip(min=1)
         self._share = 1 / ranks
         # Twice or half the rank counts a sixteenth
         self._near = 16.0 ** -np.abs(np.log2(ranks[:, None] / ranks))
-        # Each observation weighs more than the one before it, so that none has to be made less
+        # The weight of new observations rises, which is cheaper than lowering those of all others
         self._weight = 1.0
         self._trees = np.zeros(num_nodes + 1)  # by number of nodes
         self._accepted = np.zeros(num_nodes)
@@ -103,8 +108,10 @@ class DynamicAcceptanceRates:
         self._parts = self._parts_by_depth()
 
     def learn(self, tree: BeamTree, path: Sequence[int], memory: float = MEMORY) -> None:
-        """A step of a tree has accepted the nodes on a path, the root included; memory, what each
-        observation before counts now."""
+        """Learn from a step of a tree that has accepted the nodes of a path, the root included.
+
+        memory is the factor of the weights of all earlier observations.
+        """
         self._going_on.learn(self._paths[tree.depth], len(path) - 1, memory)
         self._weight /= memory
         self._trees[tree.num_nodes] += self._weight * self._parts[tree.depth]
@@ -116,7 +123,7 @@ class DynamicAcceptanceRates:
             self._weight = 1.0
 
     def revise(self) -> None:
-        """Work out what is expected now."""
+        """Compute the expected drafts from all observations so far."""
         self._parts = self._parts_by_depth()
         trees, accepted = self._trees / self._weight, self._accepted / self._weight
         tried = trees[:0:-1].cumsum()[::-1]  # node n, in trees of more than n nodes
@@ -129,23 +136,23 @@ class DynamicAcceptanceRates:
         self._drafts = rates.cumsum().tolist()
 
     def expected_tokens(self, tree: BeamTree) -> float:
-        """Of a step, as of the last time that it was worked out."""
+        """Return the expected tokens of a step, as of the last call of `revise`."""
         return 1.0 + self._parts[tree.depth] * self._drafts[tree.num_nodes - 1]
 
     def _parts_by_depth(self) -> list[float]:
-        """What trees of each depth accept, by what the deepest ones do."""
+        """Return the expected drafts of trees of each depth as a share of the deepest tree's."""
         drafts = [self._going_on.expected_tokens(each) - 1 for each in self._paths]
         return [each / drafts[-1] for each in drafts]
 
 
 class MovingAverage:
-    """Of numbers of which the latest count most; `first` while there are none."""
+    """Moving average of numbers, of which recent ones count most; `first` before any number."""
 
     def __init__(self, first: float) -> None:
         self.value, self._weight = first, 0.0
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Return whether any number was learned."""
         return self._weight > 0
 
     def learn(self, number: float) -> None:

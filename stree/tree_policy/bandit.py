@@ -1,8 +1,8 @@
-"""Which tree a step has, by a bandit over shapes (Choi et al. 2025, Mamba Drafters): each shape is
-tried, and the one with the best mean reward, or about which least is known, is taken.
+"""Bandit trees: choose each step's tree by a bandit over shapes (Choi et al. 2025, Mamba Drafters).
 
-`AdaptiveTrees` predicts what a tree would accept from what others show, and knows when plain
-decoding wins; a bandit knows of each shape what it was worth itself, and nothing else.
+Each shape is tried; then the one with the highest upper bound of its mean reward is taken.
+`AdaptiveTrees` predicts a tree's acceptance from that of others, and knows when plain decoding
+wins; a bandit knows only the rewards of each shape itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,32 @@ EXPLORATION = 0.3
 
 
 class BanditTrees(AdaptiveTrees):
-    """UCB over trees: the one with the highest mean reward + exploration · c · √(2 ln t / n), of t
-    rounds n with that tree (the paper's Eq. 1); each once first, in the order given.
+    """Tree policy by UCB (the paper's Eq. 1).
 
-    A round is a row's step. Its reward is −1 / speed-up (the paper's Eq. 5): what the step takes by
-    time of a plain one, c, for each token that it yields. The paper takes a draft to cost a fixed
-    share of a step, and verification as much as one (Eq. 2); here both are in the measured costs.
-    Rewards lie between −c and 0, so that what is unknown of them is counted in c, too: the paper's
-    c is close to 1, that of a large tree on a small target is 2 or 3. All rounds count at the c of
-    now: with other rows, or costs that are measured anew, they need not be played again.
-    What is chosen depends on nothing but what rounds have accepted.
+    It takes the tree with the highest mean reward + exploration · c · √(2 ln t / n), after t
+    rounds, n of them with that tree; each tree once first, in the order given.
 
-    Args: as of `AdaptiveTrees`; exploration, λ_UCB. Raises `UsageError` for fewer than two trees of
-    drafts."""
+    A round is a row's step. Its reward is −1 / speed-up (the paper's Eq. 5): c / tokens of the
+    step, where c is the step's time in units of a plain step. The paper takes a draft to cost a
+    fixed share of a step, and verification as much as a step (Eq. 2); here both are measured.
+    Rewards lie between −c and 0, so the bound is in units of c, too: the paper's c is close to 1,
+    that of a large tree on a small target is 2 or 3. All rounds count at the present c, so that
+    they stay valid with another number of rows or new step times. The choice depends on accepted
+    tokens and step times alone.
+
+    Args:
+        trees: At least two trees with drafts, or their names.
+        costs: Step times, as for `AdaptiveTrees`.
+        exploration: λ_UCB, at least 0.
+
+    Raises:
+        UsageError: For fewer than two trees with drafts, or a negative exploration.
+
+    Example:
+        >>> import stree
+        >>> str(stree.BanditTrees(["paper", "chain-4"]))
+        'bandit paper or chain-4'
+    """
 
     def __init__(
         self,
@@ -51,21 +64,21 @@ class BanditTrees(AdaptiveTrees):
         self.exploration = exploration
 
     def forget(self) -> None:
-        """Begin anew, with nothing but the costs."""
+        """Forget all rounds, and keep the step times."""
         super().forget()
         self._rounds = dict.fromkeys(self.arms, 0)
         self._steps = dict.fromkeys(self.arms, 0.0)  # steps a token, summed over rounds
 
     @property
     def arms(self) -> tuple[TokenTree, ...]:
-        """All but plain decoding."""
+        """All trees except plain decoding."""
         return self.trees[1:]
 
     def __str__(self) -> str:
         return f"bandit {super().__str__()}"
 
     def choose(self, num_rows: int) -> TokenTree:
-        """The tree of the next step of so many rows."""
+        """Return the tree of the next step of `num_rows` rows."""
         self._num_rows = num_rows
         total = sum(self._rounds.values())
 
@@ -80,12 +93,12 @@ class BanditTrees(AdaptiveTrees):
         return self.current
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """A row's step of `tree` has accepted the nodes of a path, the root included."""
+        """Learn from a row's step of `tree`, given the accepted nodes, the root first."""
         if tree not in self._rounds:
-            return  # a request's own
+            return  # the request has a tree of its own
         self._rounds[tree] += 1
         self._steps[tree] += 1 / len(path)
 
     def _cost(self, tree: TokenTree) -> float:
-        """Of a step, by time of a plain one."""
+        """Return the time of a step with the tree in units of a plain step."""
         return self.costs.of(self._num_rows, tree) / self.costs.of(self._num_rows, PLAIN)

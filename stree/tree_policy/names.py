@@ -1,4 +1,4 @@
-"""Trees and choices among several, by the names that `stree.load` and the commands take."""
+"""Names of trees and tree policies, as `stree.load` and the commands take them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stree.trees.token_tree import FORMS, BeamTree, TokenTree, as_tree
 
 GROWTH_IS_TREE = "growth is called tree"  # to those who have the word from a paper
 OR, BANDIT = " or ", "bandit "
-# Of what `as_tree_policy` takes
+# Forms of names that `as_tree_policy` takes
 TREE_POLICIES = (
     f'{FORMS}; of several, each step\'s by measured cost ("A or B") or by a bandit '
     '("bandit A or B")'
@@ -21,8 +21,10 @@ TREE_POLICIES = (
 
 
 def choice_of(name: str) -> tuple[type[AdaptiveTrees], list[str]] | None:
-    """Who chooses in each step, and among which names: `AdaptiveTrees` for "A or B", `BanditTrees`
-    for "bandit A or B". None for what names one tree, or a file."""
+    """Return the tree policy of a name, and the names of its trees.
+
+    "A or B" is `AdaptiveTrees`, "bandit A or B" is `BanditTrees`; None for one tree, or a file.
+    """
     policy = BanditTrees if name.startswith(BANDIT) else AdaptiveTrees
     if (policy is AdaptiveTrees and OR not in name) or os.path.isfile(name):
         return None
@@ -30,8 +32,11 @@ def choice_of(name: str) -> tuple[type[AdaptiveTrees], list[str]] | None:
 
 
 def require_policy_of(decoder: TokenTree | AdaptiveTrees, asked: TokenTree | AdaptiveTrees) -> None:
-    """Raises `UsageError` for a request with a tree of its own where trees grow, or with one that
-    grows where they do not: in a step all rows' trees grow alike, or none does."""
+    """Raise `UsageError` if a request's tree does not fit a decoder with dynamic trees.
+
+    In a step all rows have the same dynamic tree, or none has one. So no request of a decoder with
+    dynamic trees may name a tree, and no request may bring a dynamic tree of its own.
+    """
     others = trees_of(decoder)
     grow = any(isinstance(each, BeamTree) for each in (*trees_of(asked), *others))
     if grow and asked != decoder:
@@ -43,8 +48,7 @@ def require_policy_of(decoder: TokenTree | AdaptiveTrees, asked: TokenTree | Ada
 
 
 def refuse_unknown(caller: str, unknown: Mapping[str, object]) -> None:
-    """Raises `UsageError` for `growth`, and what Python raises for any other argument that a
-    function does not have."""
+    """Raise `UsageError` for the argument `growth`, and `TypeError` for any other unknown one."""
     if "growth" in unknown:
         raise UsageError(f"{GROWTH_IS_TREE}: {caller}(…, tree={unknown['growth']!r})")
     for name in unknown:
@@ -54,8 +58,9 @@ def refuse_unknown(caller: str, unknown: Mapping[str, object]) -> None:
 def as_tree_policy(
     tree: TokenTree | AdaptiveTrees | str | Path, find: Callable[[str], str] = str
 ) -> TokenTree | AdaptiveTrees:
-    """A tree or a choice, or the one of a name or file: the one reading of names, for all who take
-    them. `find` says where a file is that a name may be of. Raises `UsageError` for anything else.
+    """Return a tree or tree policy as it is, or the one that a name or a YAML file describes.
+
+    find maps a name to the path of its file. Raises `UsageError` for anything else.
     """
     if isinstance(tree, AdaptiveTrees):
         return tree

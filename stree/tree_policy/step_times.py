@@ -1,4 +1,4 @@
-"""What steps cost by rows and tree, and how that is saved: what a step's tree is chosen by."""
+"""Step times by number of rows and tree, by which a step's tree is chosen, and their file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,23 @@ from stree.trees.token_tree import TokenTree
 
 @dataclass
 class StepTimes:
-    """Seconds of a step by rows and tree; as many rows as lie between two that were measured cost
-    what the larger number costs.
+    """Step times of a decoder.
 
-    catch_up, seconds a row that a drafter takes to read what plain decoding left it; device, dtype
-    and temperature, of the steps that were timed (no device: made by hand, of any); took_s, how
-    long all was measured, the capture of graphs included, which is not saved.
+    A number of rows between two that were measured takes the time of the larger one.
+
+    Attributes:
+        seconds: Seconds of a step by number of rows and tree.
+        catch_up: Seconds a row that the drafter takes to catch up after plain decoding.
+        took_s: Seconds of the measurement, capture of graphs included; not saved.
+        device: Device of the timed steps; "" fits any device.
+        dtype: Dtype of the timed steps.
+        temperature: Temperature of the timed steps; 0 is greedy.
+
+    Example:
+        >>> import stree
+        >>> times = stree.StepTimes({(8, stree.TokenTree.chain(2)): 0.004})
+        >>> times.of(5, stree.TokenTree.chain(2))
+        0.004
     """
 
     seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
@@ -47,7 +58,10 @@ class StepTimes:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepTimes:
-        """Of a file that `save` wrote. Raises `NotFound`, or `BadData` for any other file."""
+        """Read a file that `save` wrote.
+
+        Raises `NotFound` for no file, and `BadData` for any other file.
+        """
         path = Path(path)
         if not path.exists():
             raise NotFound(f"there are no costs at {path}: measure them, and save them there")
@@ -60,7 +74,7 @@ class StepTimes:
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As JSON, whole or not at all. Raises `CannotWrite`."""
+        """Write a JSON file, whole or not at all. Raises `CannotWrite`."""
         write_atomically(path, self.record().model_dump_json(indent=2) + "\n")
 
     @classmethod
@@ -91,8 +105,14 @@ class StepTimes:
     def misfit(
         self, target: Any, trees: Sequence[TokenTree], temperature: float, num_rows: int = 1
     ) -> str:
-        """Why nothing is known here of steps of so many rows of a target's with each of these
-        trees, greedy or sampled; empty where it is known."""
+        """Return why the times do not hold for such steps; "" if they do.
+
+        Args:
+            target: Has the device and the dtype of the steps.
+            trees: Trees that may be chosen.
+            temperature: 0 for greedy steps, else sampled ones.
+            num_rows: Rows of the steps.
+        """
         here = device_name(target.device), dtype_name(target.dtype), _kind(temperature)
         there = self.device, self.dtype, _kind(self.temperature)
         if self.device and here != there:
@@ -103,6 +123,7 @@ class StepTimes:
         return ""
 
     def of(self, num_rows: int, tree: TokenTree) -> float:
+        """Return the seconds of a step. Raises `UsageError` if the tree was not measured."""
         if (found := self.seconds.get((num_rows, tree))) is not None:
             return found
         measured = sorted(rows for rows, each in self.seconds if each == tree)

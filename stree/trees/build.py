@@ -1,4 +1,4 @@
-"""The trees of a batch as tensors, whether their shapes are fixed or grow in the step."""
+"""Make the tree batch of a step, whether its trees are fixed or dynamic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def make_tree_batch(trees: Sequence[TokenTree], device: torch.device) -> TreeBat
     """Return the trees of B rows as tensors on a device.
 
     Args:
-        trees: A tree a row. Where one grows (`BeamTree`), all rows must have that tree.
+        trees: A tree a row. If one is dynamic (`BeamTree`), all rows must have that tree.
         device: The device of the tensors.
 
     Example:
-        >>> tree_batch([TokenTree.chain(2)], torch.device("cpu")).parents.tolist()
+        >>> make_tree_batch([TokenTree.chain(2)], torch.device("cpu")).parents.tolist()
         [[-1, 0, 1]]
     """
-    if grown := {tree for tree in trees if isinstance(tree, BeamTree)}:
-        (tree,) = grown
+    if dynamic := {tree for tree in trees if isinstance(tree, BeamTree)}:
+        (tree,) = dynamic
         return dynamic_tree_batch(tree, len(trees), device)
     return fixed_trees(tuple(trees), device)

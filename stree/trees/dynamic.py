@@ -1,7 +1,7 @@
-"""Trees that grow on the device, another one for each row in each step, in tensors of fixed places.
+"""Dynamic trees: trees that grow on the device, for each row in each step, in static tensors.
 
-Shapes: B rows, N nodes of a tree, P nodes of the pool that it is chosen from, W nodes that a level
-gives W children each. The pool has the root, its children, and then level by level the children of
+Shapes: B rows, N nodes of a tree, P nodes of the pool that it is chosen from, W nodes of a level
+with W children each. The pool has the root, its children, and then level by level the children of
 the W best nodes above, in their order.
 """
 
@@ -21,9 +21,9 @@ from stree_kernels.contracts import Topology
 
 
 class DynamicTreeBatch(TreeBatch):
-    """A tree a row, all of one `BeamTree`. A draft writes its tensors, anew in each step.
+    """Tree batch of one `BeamTree`, whose tensors a draft writes in each step.
 
-    `levels` are the pool's: their nodes, written by `grow`, and the places of their children.
+    `levels` are the pool's: their nodes, written by `grow`, and the indices of their children.
     """
 
     pool: Tensor  # type: ignore[misc]
@@ -35,7 +35,7 @@ class DynamicTreeBatch(TreeBatch):
 
         self.tree, self.device = tree, device
         self.pool = filled(0, tree.num_drawn)
-        # What is given children, and what becomes the tree, are the best by these
+        # The nodes with the best values get children, and become the tree
         self._paths = self._slots = filled(0, tree.num_drawn, dtype=torch.float32)
         self.values = self._paths
         self.tokens = filled(0, tree.num_nodes)
@@ -59,12 +59,12 @@ class DynamicTreeBatch(TreeBatch):
 
     @property
     def trees(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
-        """The rows' trees as they are now. Waits for the device."""
+        """Trees of the rows in the last step. Waits for the device."""
         return tuple(TokenTree(tuple(row)) for row in self.parents.tolist())
 
     @property
     def children(self) -> Tensor:  # type: ignore[override]
-        """(B, N, W), −1 for none."""
+        """Children (B, N, W) of each node, −1 for none."""
         batch, size = self.parents.shape
         parents = torch.where(self.parents < 0, size, self.parents)
         rank = (parents[..., None] == parents[:, None]).tril(-1).sum(-1)
@@ -95,7 +95,7 @@ class DynamicTreeBatch(TreeBatch):
         return self.own()
 
     def hold(self, tree_batch: TreeBatch) -> None:
-        """Nothing to take over: a draft makes the trees."""
+        """Do nothing: the draft makes the trees."""
 
     def topology(self, width: int) -> Topology:
         return self._built(self.parents, self.tree.depth, width)
@@ -128,7 +128,7 @@ class DynamicTreeBatch(TreeBatch):
         return self._drawn.gather(1, self._drawn_by[nodes])
 
     def _first(self, depth: int) -> int:
-        """Where the pool's nodes of a depth begin."""
+        """Return the index of the pool's first node of a depth."""
         return 1 + (depth > 1) * self.tree.width + max(depth - 2, 0) * self.tree.width**2
 
     def _built(self, parents: Tensor, max_depth: int, width: int) -> Topology:
@@ -146,7 +146,7 @@ class DynamicTreeBatch(TreeBatch):
 
 
 class SlotTreeBatch(DynamicTreeBatch):
-    """A tree a row, all of one `SlotTree`: chosen by the values of slots, not of what they hold."""
+    """Tree batch of one `SlotTree`, chosen by the values of slots, not of the tokens in them."""
 
     def __init__(self, tree: SlotTree, batch: int, device: torch.device) -> None:
         super().__init__(tree, batch, device)
@@ -167,7 +167,7 @@ class SlotTreeBatch(DynamicTreeBatch):
         left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
         above = self._paths.gather(1, nodes)[..., None]
         slots = above + left.log().to(above.dtype)
-        # However it rounds, nothing that a slot holds is better than the slot
+        # In spite of rounding, the token in a slot must not be better than the slot
         paths = torch.minimum(above + logs.to(above.dtype), slots)
         self._slots.scatter_(1, places.flatten(1), slots.flatten(1))
         self._paths.scatter_(1, places.flatten(1), paths.flatten(1))
@@ -183,7 +183,7 @@ class SlotTreeBatch(DynamicTreeBatch):
 
 @functools.lru_cache(maxsize=64)
 def dynamic_tree_batch(tree: BeamTree, batch: int, device: torch.device) -> DynamicTreeBatch:
-    """One to ask for sizes: a step that runs has its own."""
+    """Return a tree batch that serves for its sizes; a step that runs makes its `own`."""
     if isinstance(tree, SlotTree):
         return SlotTreeBatch(tree, batch, device)
     return DynamicTreeBatch(tree, batch, device)
@@ -191,7 +191,7 @@ def dynamic_tree_batch(tree: BeamTree, batch: int, device: torch.device) -> Dyna
 
 @functools.lru_cache(maxsize=64)
 def _constants(tree: BeamTree, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each node of a pool: the place in all levels of what it is drawn from, and its depth."""
+    """Return for each node of a pool the index, among all levels, of its parent, and its depth."""
     drawn_by, depths = [0], [0]
     for depth in range(1, tree.depth + 1):
         parents = range(1 + (depth - 2) * tree.width, 1 + (depth - 1) * tree.width)

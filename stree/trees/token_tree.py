@@ -1,4 +1,4 @@
-"""Token trees: which draft hangs under which."""
+"""Token trees: the shapes of drafts, each with its parent."""
 
 from __future__ import annotations
 
@@ -20,17 +20,27 @@ from stree.common.plain_data import parse_yaml, read_text
 
 MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
 MAX_CHILDREN = 255  # of a node: one program finds a row's best (`kernels/sampling/top.py`)
-# Of what `TokenTree.load` takes
+# Forms of names that `TokenTree.load` takes
 FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A static token tree; node 0 is the root, the last token that is already certain.
+    """A token tree of a fixed shape; node 0 is the root, the last token that is already certain.
 
-    Args: parents, one index a node, −1 for the root, each before its children. Raises
-    `UsageError` for any other order, for more than 2,048 nodes or 255 children of one, or for an
-    empty tree.
+    Args:
+        parents: The parent's index of each node, −1 for the root; parents come before children.
+        name: A name for people; two trees with the same parents and names are equal.
+
+    Raises:
+        UsageError: For another order, no node, more than 2,048 nodes, or a node with more than 255
+            children.
+
+    Example:
+        >>> import stree
+        >>> tree = stree.TokenTree.load("expand-2-1")
+        >>> tree.parents, tree.max_depth
+        ((-1, 0, 0, 1, 2), 2)
     """
 
     parents: tuple[int, ...]
@@ -60,22 +70,23 @@ class TokenTree:
 
     @classmethod
     def chain(cls, num_drafts: int, name: str | None = None) -> TokenTree:
-        """The root followed by one sequence of drafts."""
+        """Return a root followed by a chain of `num_drafts` ≥ 0 drafts."""
         if num_drafts >= MAX_NODES:  # before so many nodes are made
             raise UsageError(f"a chain of {num_drafts} drafts, wanted at most {MAX_NODES - 1}")
         return cls(tuple(range(-1, num_drafts)), name or f"chain-{num_drafts}")
 
     @classmethod
     def paper(cls) -> TokenTree:
-        """STree's static tree: 13 nodes, 4 levels of 3 (its Fig. 4a)."""
+        """Return STree's static tree: 13 nodes, 4 levels of 3 (its Fig. 4a)."""
         return cls((-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7), "paper")
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> TokenTree:
-        """A tree by name ("paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-4-5-16",
-        "dyspec-4-5-16", …) or from a YAML file, as those in configs/trees/.
+        """Return the tree of a name, or of a YAML file such as those in configs/trees/.
 
-        The file holds `name` and `parents`. Raises `UsageError` when it does not.
+        Names are "paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-4-5-16", "dyspec-4-5-16" and
+        so on. A file holds `name` and `parents`. Raises `NotFound` for an unknown name, and
+        `UsageError` for a file that is no tree.
         """
         name = str(name_or_path)
         if re.fullmatch(r"chain-[0-9]{1,9}", name):
@@ -84,8 +95,8 @@ class TokenTree:
             return several_chains(*map(int, chains.groups()))
         if re.fullmatch(r"expand(-[0-9]{1,3}){1,64}", name):
             return expanded([int(count) for count in name.split("-")[1:]])
-        if grown := BeamTree.named(name):
-            return grown
+        if dynamic := BeamTree.named(name):
+            return dynamic
         if name == "paper":
             return cls.paper()
         path = Path(name)
@@ -106,7 +117,7 @@ class TokenTree:
         return cls(tuple(content["parents"]), name)
 
     def __hash__(self) -> int:
-        """Kept, since what is known of trees is asked for by them many times a step."""
+        """Return a cached hash: trees are dictionary keys many times a step."""
         return self._hash
 
     @cached_property
@@ -145,15 +156,15 @@ class TokenTree:
 
     @cached_property
     def widest(self) -> int:
-        """The most children that a node has."""
+        """Largest number of children of a node."""
         return max(map(len, self.children))
 
     def end_of(self, path: Sequence[int]) -> int:
-        """The node of `parents` at which an accepted path ends."""
+        """Return the node of `parents` at which an accepted path ends."""
         return path[-1]
 
     def path_to(self, node: int) -> list[int]:
-        """Nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
@@ -161,16 +172,17 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """(N, N) bool on the CPU: [i, j] is true when j is i or an ancestor of i."""
+        """Mask (N, N) bool on the CPU: [i, j] is true when j is i or an ancestor of i."""
         mask = torch.eye(self.num_nodes, dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
         return mask
 
     def windows(self, width: int) -> Tensor:
-        """(N, width) on the CPU: what a causal convolution of that width sees at each node.
+        """Return the inputs (N, width) of a causal convolution at each node, on the CPU.
 
-        Indices point into [the width − 1 last committed inputs, the nodes' inputs], oldest first.
+        They are indices into [the width − 1 last committed inputs, the nodes' inputs], oldest
+        first.
         """
         rows: list[list[int]] = []
         for node, parent in enumerate(self.parents):
@@ -185,15 +197,15 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class BeamTree(TokenTree):
-    """A tree that each step grows anew for each row, best first and level by level, on the device.
+    """A dynamic tree, grown for each row in each step, level by level, on the device.
 
-    At each of `depth` levels the `width` best nodes are given `width` children each; of all nodes
-    that were drawn the num_nodes best (the root included) are verified. A node is as good as its
-    path is probable by the drafter. So grows EAGLE-2 (Li et al. 2024). Whether a draft is left out
-    depends on its own token: only verifiers that do not ask how it was drawn keep the target's
-    distribution.
+    At each of `depth` levels the `width` best nodes are given `width` children each; of all drawn
+    nodes the num_nodes best (the root included) are verified. The value of a node is its path's
+    probability by the drafter, as in EAGLE-2 (Li et al. 2024). Whether a draft is left out depends
+    on its own token, so only verifiers that do not use the drafter's probabilities keep the
+    target's distribution.
 
-    `parents` is one of the shapes that such a tree may have: what is recorded of it are depths.
+    `parents` is one of the shapes that such a tree may have; statistics record its depths only.
     Make it with `of`.
     """
 
@@ -203,12 +215,12 @@ class BeamTree(TokenTree):
     __hash__ = TokenTree.__hash__
 
     kind: ClassVar[str] = "beam"
-    by_slots: ClassVar[bool] = False  # a draft is there or not whatever its own token is
-    most_drawn: ClassVar[int] = 4096  # nodes that are chosen from
+    by_slots: ClassVar[bool] = False  # whether a draft is verified does not depend on its own token
+    most_drawn: ClassVar[int] = 4096  # limit of the nodes that a tree is chosen from
 
     @classmethod
     def of(cls, width: int, depth: int, num_nodes: int) -> Self:
-        """Raises `UsageError` for numbers that no such tree has."""
+        """Return the tree of these numbers. Raises `UsageError` if there is none."""
         name = f"{cls.kind}-{width}-{depth}-{num_nodes}"
         pool = 1 + width + width * width * (depth - 1)
         if min(width, depth) < 1 or pool > cls.most_drawn:
@@ -235,8 +247,10 @@ class BeamTree(TokenTree):
 
     @classmethod
     def named(cls, name: str) -> BeamTree | None:
-        """Of "KIND-WIDTH-DEPTH-NODES", beam or dyspec; None for another name. Raises `UsageError`
-        as `of`."""
+        """Return the tree of "KIND-WIDTH-DEPTH-NODES" (beam or dyspec); None for another name.
+
+        Raises `UsageError` as `of`.
+        """
         found = re.fullmatch(r"(beam|dyspec)((?:-[0-9]{1,4}){3})", name)
         if found is None:
             return None
@@ -245,12 +259,12 @@ class BeamTree(TokenTree):
 
     @property
     def num_drawn(self) -> int:
-        """How many nodes there are to choose from, the root included."""
+        """Number of nodes that the tree is chosen from, the root included."""
         return 1 + self.width + self.width * self.width * (self.depth - 1)
 
     @property
     def num_inner(self) -> int:
-        """How many nodes below the root are given children."""
+        """Number of nodes below the root that are given children."""
         return self.width * (self.depth - 1)
 
     @property
@@ -266,14 +280,16 @@ class BeamTree(TokenTree):
 
 @dataclass(frozen=True)
 class SlotTree(BeamTree):
-    """DySpec's tree (Xiong et al. 2024, Algorithm 1), level by level: as `BeamTree`, but of all
-    that were drawn those are verified whose slots are the best. A slot's value is how probable it
-    is by the drafter that the path to its parent and none of its elder siblings is accepted.
+    """DySpec's dynamic tree (Xiong et al. 2024, Algorithm 1), grown level by level.
 
-    All of that is known before the slot's token is drawn, so every verifier stays exact. What a
-    slot holds may take another node's children away, but all slots below that one are worth less
-    than this slot, so it does not help the slot itself. In each step and row the last slot's value
-    is the threshold of DySpec's Algorithm 2.
+    It differs from `BeamTree` in that the nodes with the best slots are verified. A slot's value is
+    the drafter's probability that the path to its parent is accepted and its elder siblings are
+    not.
+
+    The value is known before the slot's token is drawn, so that every verifier stays exact. The
+    token in a slot may take another node's children away, but all slots below that node are worth
+    less than this slot, so it does not help the slot itself. In each step and row the last slot's
+    value is the threshold of DySpec's Algorithm 2.
     """
 
     __hash__ = TokenTree.__hash__
@@ -284,8 +300,10 @@ class SlotTree(BeamTree):
 
 
 def expanded(counts: Sequence[int]) -> TokenTree:
-    """SpecInfer's expansion ⟨k1, k2, …⟩ (Miao et al. 2024): each node at depth i has k_i children.
-    Raises `UsageError` for one with more than 2,048 nodes, or without children somewhere."""
+    """Return SpecInfer's expansion ⟨k1, k2, …⟩ (Miao et al. 2024).
+
+    Each node at depth i has k_i ≥ 1 children. Raises `UsageError` for more than 2,048 nodes.
+    """
     name = "-".join(["expand", *map(str, counts)])
     if min(counts) < 1 or 1 + sum(accumulate(counts, mul)) > MAX_NODES:
         raise UsageError(
@@ -296,7 +314,7 @@ def expanded(counts: Sequence[int]) -> TokenTree:
 
 
 def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
-    """A tree whose nodes at depth d all have branching[d] children."""
+    """Return a tree whose nodes at depth d all have branching[d] children."""
     parents, level = [-1], [0]
     for width in branching:
         start = len(parents)
@@ -306,20 +324,19 @@ def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
 
 
 def several_chains(num_drafts: int, count: int) -> TokenTree:
-    """`count` chains of num_drafts drafts below one root, which n-grams fill: PNG(n, d) (Snakes and
-    Ladders)."""
+    """Return `count` chains of num_drafts drafts below one root: PNG(n, d) (Snakes and Ladders)."""
     parents = [-1, *[0] * count, *range(1, (num_drafts - 1) * count + 1)]
     return TokenTree(tuple(parents[: 1 + num_drafts * count]), f"png-{num_drafts}-{count}")
 
 
 @cache
 def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Node or row indices on a device, made once: no copy, hence no wait, in a decoding step."""
+    """Return indices as a tensor on a device, cached so that a decoding step copies nothing."""
     return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def as_tree(tree: TokenTree | str | Path) -> TokenTree:
-    """A tree, or the one of a name or file. Raises `UsageError` for anything else."""
+    """Return a tree as it is, or that of a name or file. Raises `UsageError` for anything else."""
     if isinstance(tree, str | Path):
         return TokenTree.load(tree)
     if not isinstance(tree, TokenTree):

@@ -1,4 +1,4 @@
-"""The token trees of a batch as tensors: a tree a row, padded to the largest.
+"""Tree batch: the token trees of a batch as tensors, one a row, padded to the largest.
 
 Shapes: B rows, N nodes of the largest tree, K children of the widest node, W conv width.
 """
@@ -24,7 +24,7 @@ FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times thi
 
 @kept_by_trees
 def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
-    """One tree on a device, for a conv of that width."""
+    """Return the topology of one tree on a device, for a conv of a width."""
     return Topology(
         tree.ancestors.to(device)[None],
         torch.tensor(tree.depths, dtype=torch.int32, device=device)[None],
@@ -34,9 +34,14 @@ def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
 
 @dataclass(frozen=True)
 class Level:
-    """What drafting needs of one level: nodes (B, n) with children, the root's level first, their
-    depths (B, n) int32, and the places (B, n, k) of their children; −1 for none. above (B, n):
-    which of the level above are their parents."""
+    """One level of the trees of B rows, as drafting needs it.
+
+    Attributes:
+        nodes: (B, n), the level's nodes with children; −1 for none.
+        depths: (B, n) int32.
+        places: (B, n, k), indices of the children; −1 for none.
+        above: (B, n), index of the parent among the nodes of the level above.
+    """
 
     nodes: Tensor
     depths: Tensor
@@ -44,24 +49,35 @@ class Level:
     above: Tensor
 
     def noise_at(self, unshared: bool) -> Tensor:
-        """(B, n) int32, how far behind the root's position the noise is that the children are drawn
-        with: where their depth is, as the target's own; or, unshared, where no other node has it,
-        in no step."""
+        """Return noise offsets (B, n) int32 from the root's position, to draw the children with.
+
+        They are the nodes' depths, so that the children share the target's noise; with `unshared`
+        every node has an offset that no other node uses in any step.
+        """
         return self.nodes.clamp(min=0).int() * FAR if unshared else self.depths
 
     def noise_of_each(self, unshared: bool) -> Tensor:
-        """(B, n, k) int32, the same where siblings are drawn independently: each where no other
-        node has it, in no step, but the first, if shared, where the target's own is."""
+        """Return noise offsets (B, n, k) int32 when siblings are sampled independently.
+
+        Every child gets an offset that no other node uses in any step. Unless `unshared`, the first
+        child uses the target's.
+        """
         noise = self.places.clamp(min=0).int() * FAR
         return noise if unshared else torch.cat([self.depths[..., None], noise[..., 1:]], -1)
 
 
 @dataclass
 class TreeBatch:
-    """A tree a row.
+    """Trees of B rows as tensors.
 
-    parents (B, N), −1 for the root and −2 for padding; depths (B, N) int32; children (B, N, K), −1
-    for none; drawn_by (B, N), the place of a node with children in the order of `levels`.
+    Attributes:
+        trees: The tree of each row.
+        parents: (B, N), −1 for the root and −2 for padding.
+        depths: (B, N) int32.
+        children: (B, N, K), −1 for none.
+        drawn_by: (B, N), index of a node with children among those of all `levels`.
+        levels: Nodes with children, the root's level first.
+        device: Of the tensors.
     """
 
     trees: tuple[TokenTree, ...]
@@ -73,54 +89,64 @@ class TreeBatch:
     device: torch.device
 
     def static(self) -> TreeBuffers:
-        """One of its own tensors, which may `hold` other tree batches of the shape."""
+        """Return a copy with static tensors, which may `hold` other tree batches of the shape."""
         return TreeBuffers(self)
 
     def own(self) -> TreeBatch:
-        """One whose tensors no other step writes."""
+        """Return a tree batch whose tensors no other step writes."""
         return self
 
     def hold(self, tree_batch: TreeBatch) -> None:
+        """Copy the trees of another tree batch into these tensors."""
         raise NotImplementedError
 
-    # What drafters do with tree batches whose trees grow
+    # Calls of drafters, which matter for dynamic trees
 
-    pool: ClassVar[Tensor | None] = None  # (B, P) tokens, of which some become the trees'
-    values: ClassVar[Tensor | None] = None  # (B, P) fp32, how good each of them is
+    pool: ClassVar[Tensor | None] = None  # (B, P) drawn tokens, of which the trees are chosen
+    values: ClassVar[Tensor | None] = None  # (B, P) fp32 values of the drawn nodes
 
     def grow(self, level: int) -> None:
-        """Find out which nodes a level has, when those above have children."""
+        """Choose the nodes of a level, once the children of the level above are drawn."""
 
     def above(self, level: int) -> Tensor:
-        """(B, n), as in `Level`, when the level has grown."""
+        """Return `Level.above` (B, n) of a level after `grow`."""
         return self.levels[level].above
 
     def rate(
         self, level: int, logits: Tensor, rows: BatchState, tokens: Tensor, ids: Tensor | None
     ) -> None:
-        """Find out how good the children of a level's nodes are that tokens now hold, drawn from
-        logits (B, n, K) of the tokens ids (K,), ascending; None for all."""
+        """Compute the values of the children of a level's nodes.
+
+        Args:
+            level: Number of the level.
+            logits: (B, n, K), from which the children were drawn.
+            rows: State of the rows.
+            tokens: All drawn tokens, the children included.
+            ids: (K,) ascending, the tokens that the logits are of; None for all.
+        """
 
     def finish(self, tokens: Tensor) -> Tensor:
-        """The trees' tokens (B, N), given all that were drawn."""
+        """Choose the trees, and return their tokens (B, N), given all drawn tokens."""
         return tokens
 
     def drafts_of(self, rows: BatchState, tokens: Tensor) -> Tensor | None:
-        """Of trees (B, N), the tokens (B, N, D) on the path from the root to each node, for rows
-        with penalties; the root's for none."""
+        """Return the tokens (B, N, D) on the path from the root to each node of tokens (B, N).
+
+        Shorter paths are padded with the root's token. Returns None if no row has a penalty.
+        """
         if not rows.penalised:
             return None
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
 
     def drafts_at(self, rows: BatchState, tokens: Tensor, level: int) -> Tensor | None:
-        """`drafts_of` the nodes (B, n) of a level, given all that were drawn."""
+        """Return `drafts_of` the nodes (B, n) of a level, given all drawn tokens."""
         if not rows.penalised:
             return None
         return _path(tokens, self.levels[level].nodes, self._drawn_after, level)
 
     def _drawn_after(self, nodes: Tensor) -> Tensor:
-        """The parents of nodes, below 0 for none, among all that were drawn."""
+        """Return the parents of nodes among all drawn nodes; below 0 for none."""
         return self.parents.gather(1, nodes)
 
     @property
@@ -129,12 +155,12 @@ class TreeBatch:
 
     @property
     def judged(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """By depth the nodes (B, n) with children, and their children (B, n, k); −1 for none."""
+        """Nodes (B, n) with children and their children (B, n, k), by depth; −1 for none."""
         return tuple((level.nodes, level.places) for level in self.levels)
 
     @property
     def num_drawn_from(self) -> int:
-        """How many places for nodes with children all levels have."""
+        """Number of nodes with children in all levels, padding included."""
         return sum(level.nodes.shape[1] for level in self.levels)
 
     @property
@@ -143,21 +169,24 @@ class TreeBatch:
 
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:
-        """What tree batches have in common that differ in what their tensors hold only."""
+        """Key that two tree batches share if their tensors have the same shapes."""
         return (tuple(self.children.shape), *(tuple(each.places.shape) for each in self.levels))
 
     def topology(self, width: int) -> Topology:
-        """For a conv of that width; padding sees itself only."""
+        """Return the topology for a conv of a width; padding nodes see only themselves."""
         return _topology(self.trees, width, self.device)
 
     def inner_topology(self, width: int) -> Topology:
-        """Of what a drafter must read to grow the trees: the nodes of `levels` but the roots, which
-        are committed by then, so that their children begin trees of their own."""
+        """Return the topology of the nodes that a drafter reads: those of `levels` without roots.
+
+        The roots are committed by then, so their children begin trees of their own.
+        """
         return _inner_topology(self.trees, width, self.device)
 
 
 @kept_by_trees
 def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> TreeBatch:
+    """Return the tree batch of trees with fixed shapes, cached by the trees."""
     size = max(tree.num_nodes for tree in trees)
     widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
     parents = [_padded(tree.parents, size, -2) for tree in trees]
@@ -196,7 +225,7 @@ def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> TreeBatch
 
 
 class TreeBuffers(TreeBatch):
-    """A tree batch whose tensors stay where they are while its trees are exchanged, for graphs."""
+    """Tree batch in static tensors, whose trees can be exchanged between replays of graphs."""
 
     def __init__(self, tree_batch: TreeBatch) -> None:
         levels = tuple(map(_cloned, tree_batch.levels))
@@ -210,7 +239,7 @@ class TreeBuffers(TreeBatch):
         return self._static(_inner_topology, width)
 
     def hold(self, tree_batch: TreeBatch) -> None:
-        """Take over the trees of another tree batch of the same shape."""
+        """Copy the trees of another tree batch of the same shape into these tensors."""
         if tree_batch.trees == self.trees:
             return
         _copy(self, tree_batch)
@@ -243,7 +272,7 @@ def _copy(mine: T, theirs: T) -> None:
 
 
 def _path(tokens: Tensor, nodes: Tensor, above: Callable[[Tensor], Tensor], length: int) -> Tensor:
-    """(B, n, length) tokens from nodes (B, n) upwards, and from the root on its own."""
+    """Return the tokens (B, n, length) from nodes (B, n) up to the root, which is repeated."""
     path = []
     for _ in range(length):
         nodes = nodes.clamp(min=0)
@@ -253,7 +282,7 @@ def _path(tokens: Tensor, nodes: Tensor, above: Callable[[Tensor], Tensor], leng
 
 
 def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:
-    """For each depth, each row's nodes with children; as deep as any row has them."""
+    """Return each row's nodes with children, by depth, down to the deepest of any row."""
     deepest = max(tree.max_depth for tree in trees)
     return [
         [

@@ -1,6 +1,6 @@
-"""Verifiers: which drafts the target accepts, a file each, and what all of them offer a step.
+"""Verifiers, a file each, and the protocol by which a step lets them accept or reject drafts.
 
-Every one of them keeps the target's distribution exactly. `named` knows them by name.
+Every one of them keeps the target's distribution exactly. `named` returns them by name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
 
 
 class Verifier(Protocol):
-    """Judges drafted trees by the target's logits."""
+    """Protocol of verifiers: accept a path of each drafted tree by the target's logits.
 
-    accepts: frozenset[SiblingSampling]  # how the drafts that it may judge were drawn
-    reads_logits: bool  # the drafter's, too: a proposal must have them
-    chains_only: bool  # trees must be chains
-    any_dynamic_tree: (
-        bool  # whether a draft is in the tree may depend on its own token; without it: no
-    )
-    by_slots: bool  # … on tokens that were drawn before it; without it: no
+    Attributes:
+        accepts: Ways of drawing siblings that it may judge.
+        reads_logits: Whether it needs the drafter's logits (`Proposal.logits`).
+        chains_only: Whether trees must be chains.
+        any_dynamic_tree: Whether it judges all dynamic trees, in which the presence of a draft may
+            depend on its own token; may be left out for False.
+        by_slots: Whether it judges dynamic trees in which the presence of a draft depends on
+            tokens drawn before it only; may be left out for False.
+    """
+
+    accepts: frozenset[SiblingSampling]
+    reads_logits: bool
+    chains_only: bool
+    any_dynamic_tree: bool
+    by_slots: bool
 
     def accept(
         self,
@@ -38,11 +46,23 @@ class Verifier(Protocol):
         cache: Any,
         report: Tensor,
     ) -> None:
-        """Write down what the target accepts, given its logits (B, N, V); see `Step.verify`."""
+        """Accept a path of each tree, and write it to cache, rows and report.
+
+        Args:
+            logits: (B, N, V) of the target at all nodes.
+            proposal: The drafts.
+            tree_batch: Their trees.
+            rows: State of the rows: `block`, `position` and `root` are written.
+            cache: The target's: `path` and `path_length` are written.
+            report: (B, 2 + 2·M), written; see `Step.verify`.
+        """
 
 
 def named(verifier: str | Verifier) -> Verifier:
-    """The verifier of a name of `NAMES`. Raises `UsageError` for another name."""
+    """Return a verifier as it is, or that of a name of `NAMES`.
+
+    Raises `UsageError` for another name.
+    """
     from stree.verifiers.block import Block
     from stree.verifiers.coupled import Coupled
     from stree.verifiers.multi_step import MultiStep
@@ -61,7 +81,7 @@ def named(verifier: str | Verifier) -> Verifier:
 
 
 def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
-    """Raises `UsageError` when a verifier may not judge what a drafter draws."""
+    """Raise `UsageError` when a verifier may not judge a drafter's way of drawing siblings."""
     if drafter is not None and drafter.drawn not in verifier.accepts:
         raise UsageError(
             f"{type(drafter).__name__} draws {drafter.drawn.value}, which the verifier "
@@ -70,13 +90,16 @@ def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
 
 
 def fits(verifier: Verifier, tree: TokenTree) -> bool:
-    """Whether it judges such trees."""
+    """Return whether a verifier judges such trees: one of chains judges only chains."""
     return not verifier.chains_only or tree.max_depth + 1 == tree.num_nodes
 
 
 def require_tree(verifier: Verifier, tree: TokenTree) -> None:
-    """Raises `UsageError` when a verifier of chains is to judge a tree that branches, or one whose
-    shape depends on its tokens goes to a verifier that would be biased by it."""
+    """Raise `UsageError` when a verifier cannot judge a tree.
+
+    A verifier of chains cannot judge trees that branch, and some verifiers would be biased by
+    dynamic trees.
+    """
     if isinstance(tree, BeamTree) and not getattr(verifier, "any_dynamic_tree", False):
         if not tree.by_slots:
             raise UsageError(

@@ -1,7 +1,7 @@
 """Block verification of chains (Sun et al. 2024): drafts are judged together, from the last one up.
 
-It accepts more than token-level sampling, whose first rejection ends the block. It is what
-traversal verification, which generalises it to trees, does on a chain.
+It accepts more than token-level sampling, whose first rejection ends the block. Traversal
+verification generalises it to trees, and equals it on a chain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The target chooses its own token after each node; a draft that is that token is accepted.
+"""Coupled verification: the target chooses its token after each node, and an equal draft counts.
 
 At temperature 0 that token is the best one. Else it is the best of logits / temperature + Gumbel
 noise, which is a sample from the target's distribution (Gumbel 1954). The noise depends on the
@@ -7,8 +7,8 @@ drafter draws its children with the same: so both often choose alike (Daliri et 
 without Communication and Drafter-Invariant Speculative Decoding"; for several drafts Rowan et al.
 2025, "List-Level Distribution Coupling").
 
-What comes out is what plain decoding with the same seed gives, token for token: whatever drafter
-and tree there are, every token is chosen by the target's own rule after the tokens before it.
+The output equals that of plain decoding with the same seed, token for token, with any drafter and
+tree: every token is chosen by the target's own rule after the tokens before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stree_kernels import ops
 
 
 class Coupled:
-    """Greedy verification, and its extension to sampling by common random numbers."""
+    """Verifier that is greedy at temperature 0, and else samples by common random numbers."""
 
     accepts = frozenset(SiblingSampling)
     reads_logits = False
@@ -51,5 +51,5 @@ class Coupled:
     def choose(
         self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState
     ) -> tuple[Tensor, Tensor]:
-        """The target's token (B, N) after each node, and its score (B, N)."""
+        """Return the target's token (B, N) after each node, and the token's score (B, N)."""
         return ops.choose_best(logits, tree_batch.depths, rows.sampling)

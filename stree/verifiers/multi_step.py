@@ -1,8 +1,8 @@
-"""Multi-step speculative sampling (SpecInfer, Algorithm 2, whose siblings are independent; without
-replacement: Jeon et al. 2024).
+"""Multi-step speculative sampling of trees: siblings are accepted or rejected one after the other.
 
-On a chain it is token-level speculative sampling, which accepts as often as any rule can that
-judges a draft before it looks at the next; on trees with siblings `coupled` accepts more.
+For independent siblings it is SpecInfer's Algorithm 2, for siblings without replacement that of
+Jeon et al. 2024. On a chain it is token-level speculative sampling, which accepts as often as any
+rule that judges a draft before it looks at the next; on trees `coupled` accepts more.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from stree.verifiers.rejection import RejectionSampling
 
 
 class MultiStep(RejectionSampling):
-    """Accepts siblings in turn, each against what the rejected ones have left of the target's
-    distribution."""
+    """Verifier that judges siblings in turn, by the distribution that rejected ones have left."""
 
     rule = "multi_step"

@@ -1,4 +1,4 @@
-"""The target's own samples, followed down the tree as long as they are among the drafts."""
+"""Naive verification: follow the target's own samples down the tree while they are drafts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from stree.verifiers.rejection import RejectionSampling
 
 
 class Naive(RejectionSampling):
-    """Samples the target and goes on where a draft is that token: the simplest exact rule, and the
-    bound from below. What was drafted how does not matter to it."""
+    """Verifier that samples the target, and goes on if a child is that token.
+
+    It is the simplest exact rule, and accepts least. It judges drafts of any origin.
+    """
 
     rule = "naive"
     reads_logits = False

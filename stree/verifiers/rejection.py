@@ -1,4 +1,4 @@
-"""What verifiers share that judge drafts by what they were drawn from, and by coins."""
+"""Rejection sampling: base of the verifiers that judge drafts by their probabilities."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stree_kernels.naive import Choose
 
 
 class RejectionSampling:
-    """A verifier that is a rule of `naive.accept_drafts`.
+    """Base of the verifiers whose rule is one of `naive.accept_drafts`.
 
-    choose, for tests, draws in place of the rows' own random numbers.
+    choose replaces the rows' random numbers, for tests; None uses the rows' seeds.
     """
 
     rule: ClassVar[str]

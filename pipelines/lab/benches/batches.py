@@ -118,7 +118,7 @@ def joint_of_rows(
 class WithoutPrompts(AdaptiveTrees):
     """Adaptive trees for decoding alone: a drafter's time to read prompts does not count."""
 
-    def learn_answer(self, reading_s: float | None = None, catch_up_s: float | None = None) -> None:
+    def learn_answer(self, prefill_s: float | None = None, catch_up_s: float | None = None) -> None:
         """Do nothing: answers have no end here."""
 
 

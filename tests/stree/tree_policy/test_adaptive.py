@@ -480,12 +480,12 @@ def test_reading_a_prompt_and_catching_up_are_told_apart():
     adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
     for _ in range(50):
         adaptive_trees.learn_tokens(10)
-        adaptive_trees.learn_answer(reading_s=0.1, catch_up_s=9.0)
+        adaptive_trees.learn_answer(prefill_s=0.1, catch_up_s=9.0)
     used, _ = simulated(adaptive_trees, 1, 200, [0.7])
     assert used[100:].count(CHAIN) > 90
     for _ in range(50):
         adaptive_trees.learn_tokens(10)
-        adaptive_trees.learn_answer(reading_s=9.0)
+        adaptive_trees.learn_answer(prefill_s=9.0)
     used, _ = simulated(adaptive_trees, 1, 200, [0.7], seed=1)
     assert used[100:].count(PLAIN) > 90
 
@@ -845,7 +845,7 @@ def test_which_requests_teach_how_long_answers_are(tree, num_steps, told):
 def test_all_rows_pay_for_their_prompts():
     adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 9.0))
     adaptive_trees.learn_tokens(10)
-    adaptive_trees.learn_answer(reading_s=2.0)
+    adaptive_trees.learn_answer(prefill_s=2.0)
     assert adaptive_trees._speed_of(4, CHAIN, 2.0) == pytest.approx(
         2.0 / (1.5 + 4 * 2.0 * 2.0 / 10)
     )
