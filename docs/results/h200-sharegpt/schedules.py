@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stree.metrics import bootstrap_interval
-from stree_pipelines.evaluation.result_store import (ResultStore)
+from stree_pipelines.evaluation.result_store import ResultStore
 
 HERE = Path(__file__).parent
 MUON, DECAYS, COSINE, SCRATCH = (
