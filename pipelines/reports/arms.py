@@ -1,4 +1,5 @@
-"""A comparison's tables, verdicts and figures: which drafter, tree and verifier wins where."""
+"""Make a comparison's tables, verdicts and figures: the best drafter, tree and verifier by
+benchmark."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ INTRO = (
 
 @dataclass(frozen=True)
 class Place:
-    """All arms on a benchmark at a temperature; the plain one is there, too."""
+    """All arms on a benchmark at a temperature, plain decoding included."""
 
     benchmark: str
     temperature: float
@@ -45,12 +46,12 @@ class Place:
     tunings: dict[str, Tuning] = field(default_factory=dict)  # of the arms whose chain was tuned
 
     def called(self, arm: str) -> str:
-        """The arm, with the chain that was found for it."""
+        """Return the arm's name, with the chain that was found for it."""
         return f"{arm} ({self.tunings[arm].tree})" if arm in self.tunings else arm
 
     @property
     def remarks(self) -> list[str]:
-        """How chains were tuned, and what each step was given where trees were chosen."""
+        """Sentences on how chains were tuned, and on the shares of chosen trees."""
         chosen = (
             f"Steps of {arm} by tree: {told_shares(row)}{_told_measuring(row)}."
             for arm, row in self.rows.items()
@@ -66,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who wins: an arm, or plain decoding; and why."""
+    """Winner, an arm or plain decoding, and the reason."""
 
     winner: str
     reason: str
@@ -75,7 +76,7 @@ class Verdict:
 def places_of(
     rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning] = ()
 ) -> list[Place]:
-    """The rows of one comparison, in their order."""
+    """Group the rows of one comparison by benchmark and temperature, in their order."""
     places: dict[tuple[str, float], Place] = {}
     for row in rows:
         key = row.benchmark, row.temperature
@@ -109,8 +110,10 @@ def table(place: Place) -> Table:
 
 
 def verdict(place: Place) -> Verdict:
-    """The fastest of those that are faster than plain decoding beyond noise, or that or a chain
-    where none is."""
+    """Choose the fastest arm that beats plain decoding beyond noise.
+
+    Without one, plain decoding wins; a chain wins when the fastest tree cannot be told from it.
+    """
     timed = {name: cell for name, cell in place.cells.items() if cell["speedup"]}
     timed.pop(AUTOREGRESSIVE, None)
     if not timed:
@@ -150,7 +153,7 @@ def verdict(place: Place) -> Verdict:
 
 
 def markdown(places: Sequence[Place]) -> str:
-    """Who wins where, then the tables."""
+    """Format the winners, then the tables."""
     parts = ["# Drafters, trees and verifiers compared\n"]
     parts += [f"- {place.title}: {verdict(place).reason}" for place in places]
     parts += ["", f"{INTRO}\n"]
@@ -161,7 +164,7 @@ def markdown(places: Sequence[Place]) -> str:
 
 
 def page(places: Sequence[Place], name: str) -> dict[str, Any]:
-    """Values of the HTML page's template."""
+    """Return the values of the HTML page's template."""
     environment = next(iter(places[0].rows.values())).environment
     parts = []
     for place in places:
@@ -184,7 +187,7 @@ def page(places: Sequence[Place], name: str) -> dict[str, Any]:
 
 
 def speedups(place: Place) -> Figure:
-    """A point an arm with its interval; plain decoding is the line at 1."""
+    """Draw a point per arm with its interval; plain decoding is the line at 1."""
     drawn, axes = plots.new_figure()
     with mpl.rc_context(plots.STYLE):
         _draw_speedups(axes, place, _arms_of([place]))
@@ -193,7 +196,7 @@ def speedups(place: Place) -> Figure:
 
 
 def overview(places: Sequence[Place]) -> Figure:
-    """`speedups` beside each other: a row a benchmark, a column a temperature."""
+    """Draw `speedups` of all places: a row per benchmark, a column per temperature."""
     benchmarks = list(dict.fromkeys(place.benchmark for place in places))
     temperatures = sorted({place.temperature for place in places})
     names = _arms_of(places)
@@ -215,7 +218,7 @@ def overview(places: Sequence[Place]) -> Figure:
 
 
 def _arms_of(places: Sequence[Place]) -> list[str]:
-    """The last first, as they are drawn from below."""
+    """List the arms, the last first, as they are drawn from below."""
     names = dict.fromkeys(name for place in places for name in place.cells)
     return [name for name in names if name != AUTOREGRESSIVE][::-1]
 

@@ -1,4 +1,4 @@
-"""What the HTML page says, gathered into plain values for its template."""
+"""Gather the HTML page's content into plain values for its template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DIVERGENCES_SHOWN = 50
 
 
 def page_context(findings: Findings) -> dict[str, Any]:
-    """Values of the template but for the figures."""
+    """Return the template's values, without the figures."""
     data = findings.data
     return {
         "name": data.folder.resolve().name,
@@ -42,7 +42,7 @@ def page_context(findings: Findings) -> dict[str, Any]:
 
 
 def _folded(tables: Sequence[Table], main: Sequence[Table]) -> list[dict[str, Any]]:
-    """The page folds up all but the main ones, which are the first."""
+    """Mark the main tables, which come first; the page folds up the others."""
     return [{"table": table, "main": number < len(main)} for number, table in enumerate(tables)]
 
 
@@ -72,7 +72,7 @@ def _lossless(data: RunData) -> dict[str, Any]:
 
 
 def _samples(data: RunData) -> list[dict[str, Any]]:
-    """A few conversations of the last checkpoint, by the method listed last (the tree)."""
+    """Pick a few conversations of the last checkpoint, by the method listed last (the tree)."""
     shown = []
     for benchmark in data.benchmarks:
         method = data.methods[-1] if data.methods else AUTOREGRESSIVE
@@ -89,7 +89,7 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
 
 
 def runs_context(findings: RunsFindings) -> dict[str, Any]:
-    """Values of the template of several runs but for the figures."""
+    """Return the values of the template for several runs, without the figures."""
     runs = findings.runs
     every = [(column, run) for column in runs.columns for run in column.runs]
     return {
@@ -112,7 +112,7 @@ def runs_context(findings: RunsFindings) -> dict[str, Any]:
 def environment(
     rows: Sequence[ResultRow], trainings: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """What made the rows, one line a fact; several values where rows differ."""
+    """List facts about the rows' machine and code, a line each; several values when rows differ."""
     facts: dict[str, list[str]] = {
         "Target": [row.target for row in rows],
         "Device": [f"{r.environment.num_processes} × {r.environment.device}" for r in rows],

@@ -1,4 +1,4 @@
-"""The report's figures, as SVG text that fits a phone and follows the page's colours."""
+"""Draw the report's figures, as SVG text that fits a phone and follows the page's colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stree_pipelines.reports.run_data import Cell, RunData, in_batches, method_l
 from stree_pipelines.reports.simulation import num_drafts_of, simulated_curve
 
 SIZE_INCHES = (4.6, 3.1)  # about a phone's width, so that text needs no shrinking there
-INK = "#1f2328"  # text and axes; the page replaces it by its own colour
+INK = "#1f2328"  # text and axes; the page replaces it with its own colour
 PLAIN_COLOUR = "#8b949e"
 COLOURS = {AUTOREGRESSIVE: PLAIN_COLOUR, CHAIN: "#2f81d6", TREE: "#e0702b"}
 MORE_COLOURS = ("#8250df", "#2da44e", "#bf3989")
@@ -26,7 +26,7 @@ PART_COLOURS = dict(
     zip(metrics.STEP_PARTS, ("#159a9c", "#c09a2b", "#e58fb0", "#b9c0c8"), strict=True)
 )  # no method's
 MAX_TICKS = 8
-# Of one temperature each, told apart without colour: lines and markers, filled or hollow.
+# A line and a marker per temperature, filled or hollow, distinct without colour.
 LINES = ("-", "--", "-.", (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D")
 STYLE: Any = {
@@ -40,7 +40,8 @@ STYLE: Any = {
 
 
 def tau_vs_step(data: RunData) -> Figure | None:
-    """τ over steps with its intervals, and the chain's τ that training's acceptance promises."""
+    """Draw τ over steps with its intervals, and the chain's τ that training's acceptance
+    promises."""
     figure, axes = new_figure()
     num_drafts = num_drafts_of(data)
     promised = [
@@ -80,7 +81,7 @@ def loss_vs_step(data: RunData) -> Figure | None:
 
 
 def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
-    """Share of calls by the number of drafts they accepted, at the last checkpoint."""
+    """Draw the share of calls by the number of drafts they accepted, at the last checkpoint."""
     figure, axes = new_figure()
     cells = _last_cells(data, temperature)
     width = 0.8 / max(len(cells), 1)
@@ -100,7 +101,7 @@ def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
 
 
 def depth_rates(data: RunData, temperature: float) -> Figure | None:
-    """How often a draft of each depth is accepted once its parent was."""
+    """Draw how often a draft of each depth is accepted once its parent was."""
     figure, axes = new_figure()
     for method, cell in _last_cells(data, temperature):
         rates = cell["depth_accept_rates"]
@@ -116,8 +117,10 @@ def depth_rates(data: RunData, temperature: float) -> Figure | None:
 
 
 def step_times(data: RunData, temperature: float) -> Figure | None:
-    """Stacked bars of a call's parts in milliseconds, at the last checkpoint; None where they were
-    not timed, as in batches."""
+    """Draw a call's parts in milliseconds as stacked bars, at the last checkpoint.
+
+    Returns None when they were not timed, as in batches.
+    """
     figure, axes = new_figure()
     cells = _last_cells(data, temperature)[::-1]
     bars = [(method, cell["time_ms"]) for method, cell in cells if cell["time_ms"]]
@@ -145,10 +148,13 @@ def step_times(data: RunData, temperature: float) -> Figure | None:
 
 
 def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
-    """SVG text, the same for the same figure. `inline`: a bare element for an HTML page, which
-    takes its text colour from there and refers to nothing outside."""
+    """Return SVG text, the same for the same figure.
+
+    inline: a bare element for an HTML page, which takes its text colour from there and refers to
+    nothing outside.
+    """
     buffer = io.StringIO()
-    # Text takes the page's font there; alone, as shapes, it looks the same everywhere.
+    # Inline text takes the page's font; as shapes it looks the same everywhere.
     with mpl.rc_context({**STYLE, "svg.fonttype": "none" if inline else "path"}):
         figure.savefig(buffer, format="svg", transparent=inline, metadata={"Date": None})
     svg = buffer.getvalue()
@@ -163,7 +169,7 @@ def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
 
 
 def to_pdf(figure: Figure) -> bytes:
-    """The same bytes for the same figure; fonts as publishers want them."""
+    """Return PDF bytes, the same for the same figure; fonts as publishers want them."""
     buffer = io.BytesIO()
     with mpl.rc_context({**STYLE, "pdf.fonttype": 42}):
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
@@ -177,7 +183,8 @@ def new_figure() -> tuple[Figure, Axes]:
 
 
 def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Figure | None:
-    """Label and legend; None when nothing was drawn. With `data` the x axis is the step's."""
+    """Add label and legend; returns None when nothing was drawn. With `data` the x axis is the
+    step's."""
     if not axes.get_legend_handles_labels()[0]:
         return None
     axes.set_ylabel(label)
@@ -188,7 +195,7 @@ def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Fig
 
 
 def over_steps(axes: Axes, steps: Sequence[int]) -> None:
-    """Distillation steps on the x axis, in order; a logarithmic one where they spread far."""
+    """Label the x axis by distillation step; it is logarithmic when steps spread far."""
     axes.set_xlabel("distillation step")
     if steps and steps[-1] >= 30 * steps[0]:
         axes.set_xscale("log")
@@ -199,7 +206,7 @@ def over_steps(axes: Axes, steps: Sequence[int]) -> None:
 
 
 def add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> None:
-    """Above the axes, so that it hides nothing; handles long enough to show a line's dashes."""
+    """Add a legend above the axes, so that it hides nothing; its handles show a line's dashes."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(
@@ -226,7 +233,8 @@ def _plot_over_steps(axes: Axes, data: RunData, method: str, temperature: float,
 
 
 def look_of(data: RunData, temperature: float) -> dict[str, Any]:
-    """Of a temperature's line: the first one solid with filled markers, the others hollow."""
+    """Return the line style of a temperature: the first solid with filled markers, the others
+    hollow."""
     number = data.temperatures.index(temperature)
     look = {"linestyle": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
     return look if number == 0 else {**look, "markerfacecolor": "none"}
@@ -248,7 +256,8 @@ def _plot_baseline(axes: Axes, data: RunData, temperature: float) -> None:
 
 
 def _plain_times(data: RunData, cells: Sequence[Cell], temperature: float) -> dict[str, float]:
-    """Of plain decoding beside these cells; of its own row where theirs do not say it yet."""
+    """Return the times of plain decoding of the same prompts; of its own row when the cells lack
+    them."""
     plain = data.cell("", AUTOREGRESSIVE, data.scopes[0], temperature)
     times = [cell["baseline_time_ms"] for cell in cells]
     return next(filter(None, times), plain["time_ms"] if plain is not None else {})

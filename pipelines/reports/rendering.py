@@ -1,4 +1,4 @@
-"""HTML pages from their templates, and Markdown pages; records cannot put markup into either."""
+"""Render HTML pages from templates, and Markdown pages, safe against markup in records."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jinja2
 
 from stree.common.text import shown
 
-# A tag of HTML as CommonMark has it, but for the ones that our pages use
+# An HTML tag of CommonMark, except the ones that our pages use
 _TAG = re.compile(r"<(?=[A-Za-z/!?])(?!/?(?:details|summary)>)")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_page(template: str, context: dict[str, Any]) -> str:
-    """A self-contained page; what is no SVG of ours is escaped, control characters replaced."""
+    """Render a self-contained page; text that is not our SVG is escaped, control characters
+    replaced."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -28,5 +29,5 @@ def render_page(template: str, context: dict[str, Any]) -> str:
 
 
 def markdown_page(text: str) -> str:
-    """A Markdown page whose tags of HTML are text: names in records may spell them."""
+    """Escape HTML tags in a Markdown page: names in records may spell them."""
     return _TAG.sub("&lt;", shown(text))

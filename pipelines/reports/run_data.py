@@ -1,4 +1,4 @@
-"""What a report is made of: rows, samples and training metrics of a run folder, read leniently."""
+"""Read the inputs of a report, leniently: rows, samples and training metrics of a run folder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ CellKey = tuple[str, str, str, float]
 
 @dataclass(frozen=True)
 class Cell:
-    """The figures of one method at one checkpoint, on one benchmark or pooled over all, and the
-    files that hold their samples."""
+    """Figures of one method at one checkpoint, on one benchmark or pooled over all.
+
+    files: the files that hold the samples.
+    """
 
     summary: dict[str, Any]
     num_prompts: int
@@ -53,7 +55,7 @@ class Cell:
 
     @classmethod
     def figures(cls) -> tuple[str, ...]:
-        """The names that a summary has."""
+        """Return the names in a summary."""
         return tuple(metrics.summarise([]))
 
     def interval(self, name: str) -> tuple[float, float] | None:
@@ -68,7 +70,7 @@ class Cell:
 
 @dataclass
 class RunData:
-    """A run, as far as its files tell; all rows are of one decoding setting.
+    """A run, as far as its files tell; all rows have one decoding setting.
 
     Attributes:
         checkpoints: labels in order of distillation.
@@ -76,7 +78,7 @@ class RunData:
         cells: by (checkpoint, method, benchmark or POOLED, temperature). The baseline is at
             checkpoint "".
         curves: columns of metrics.csv as (step, value) pairs.
-        notes: what is missing or mixed, for the reader.
+        notes: remarks for the reader on missing or mixed data.
     """
 
     folder: Path
@@ -95,28 +97,28 @@ class RunData:
         return self.cells.get((checkpoint, method, benchmark, temperature))
 
     def row_of(self, method: str) -> ResultRow | None:
-        """A row of a method by its name here; all of them have one tree and one verifier."""
+        """Return a row of a method by its name here; its rows have one tree and one verifier."""
         names = method_names(self.rows)
         return next((row for row in self.rows if names[row.method, row.tree] == method), None)
 
     def tree(self, method: str) -> Tree | None:
-        """The tree behind a method's name here."""
+        """Return the tree of a method by its name here."""
         row = self.row_of(method)
         return None if row is None else row.tree
 
     @cached_property
     def readings(self) -> dict[ReadingKey, Reading]:
-        """Of the data's own answers, of any setting."""
+        """Readings of the data's own answers, of any setting."""
         return {each.key: each for each in open_results(self.folder).readings()}
 
     @property
     def last(self) -> str:
-        """The checkpoint to judge by: the one distilled longest."""
+        """Checkpoint to judge by: the one distilled longest."""
         return self.checkpoints[-1] if self.checkpoints else ""
 
     @property
     def batch_size(self) -> int:
-        """Prompts decoded at once."""
+        """Number of prompts decoded at once."""
         return max((row.batch_size for row in self.rows), default=1)
 
     @property
@@ -132,9 +134,11 @@ def load_run(
 ) -> RunData:
     """Read RUN/eval (or RUN, when it holds results.jsonl itself), metrics.csv and command.json.
 
-    Args: shown, NAME=VALUE of the decoding setting to take where several were measured; wanted,
-    which rows to take of them.
-    Raises UsageError when there are no results, and when they are of several settings still.
+    Args:
+        shown: NAME=VALUE pairs that choose among several decoding settings.
+        wanted: keeps a row when it returns True.
+
+    Raises UsageError when there are no results, and when they still have several settings.
     """
     folder = Path(folder)
     store = open_results(folder)
@@ -149,7 +153,7 @@ def load_run(
 
 
 def read_training(folder: Path, rows: list[ResultRow]) -> RunData:
-    """A run of these rows with what its training left, not yet arranged."""
+    """Make the data of a run from these rows and its training's files, not yet arranged."""
     data = RunData(folder, rows)
     data.curves = _read_curves(folder / CURVES_NAME, data.notes)
     data.command = _read_command(folder / COMMAND_NAME, data.notes)
@@ -157,7 +161,8 @@ def read_training(folder: Path, rows: list[ResultRow]) -> RunData:
 
 
 def open_results(folder: Path) -> ResultStore:
-    """RUN/eval, or RUN when it holds results.jsonl itself; raises UsageError without any row."""
+    """Open RUN/eval, or RUN when it holds results.jsonl itself; raises UsageError without any
+    row."""
     for path in (folder / "eval", folder):
         if (path / RESULTS_NAME).is_file():
             if not ResultStore(path).results():
@@ -167,8 +172,10 @@ def open_results(folder: Path) -> ResultStore:
 
 
 def arrange(data: RunData, store: ResultStore) -> None:
-    """Fill `data` in from its rows and their samples. Raises UsageError when the rows are of
-    several decoding settings."""
+    """Fill `data` in from its rows and their samples.
+
+    Raises UsageError when the rows have several decoding settings.
+    """
     settings.require_one(data.rows, store.directory, arms=True)
     kept = without_replaced(data.rows)
     if len(kept) < len(data.rows):
@@ -217,12 +224,12 @@ def arrange(data: RunData, store: ResultStore) -> None:
 
 
 def told_shares(row: ResultRow) -> str:
-    """Which tree how many of the steps had, where each step's was chosen."""
+    """Format the share of steps that had each tree, when trees were chosen step by step."""
     return ", ".join(f"{name} {share:.0%}" for name, share in row.tree_shares.items())
 
 
 def _pool(data: RunData) -> None:
-    """Add the cells over all benchmarks, from the samples; none where a benchmark is missing."""
+    """Add the cells over all benchmarks, from the samples; none when a benchmark is missing."""
     for checkpoint in ("", *data.checkpoints):
         for method in (AUTOREGRESSIVE, *data.methods):
             for temperature in data.temperatures:
@@ -243,7 +250,7 @@ def _pool(data: RunData) -> None:
 
 
 def _about_batches(data: RunData) -> str:
-    """What the speeds of batches are, and how full those of the last checkpoint were."""
+    """Explain the speeds of batches, and how full those of the last checkpoint were."""
     full = []
     for method in (AUTOREGRESSIVE, *data.methods):
         checkpoint = "" if method == AUTOREGRESSIVE else data.last
@@ -260,7 +267,7 @@ def _about_batches(data: RunData) -> str:
 
 
 def in_batches(batch_size: int, before: str = " ") -> str:
-    """Behind what is about batches; nothing for prompts alone."""
+    """Return "in batches of N", after `before`; "" for prompts alone."""
     return f"{before}in batches of {batch_size}" if batch_size > 1 else ""
 
 
@@ -270,7 +277,7 @@ def method_label(method: str) -> str:
 
 
 def checkpoint_title(data: RunData, checkpoint: str) -> str:
-    """A column's head: "step 12000"."""
+    """Return a column's head, such as "step 12000"."""
     step = data.steps.get(checkpoint)
     if step is None or "/" in checkpoint:  # a whole name
         return checkpoint
@@ -286,8 +293,10 @@ def step_title(step: int) -> str:
 
 
 def drafter_label(row: ResultRow, at_step: Callable[[int], str] = step_title) -> str:
-    """Its form (`float8:`, `+ngram:6`) with the step, or with the folder's name where it has none;
-    "" for the target alone."""
+    """Return a drafter's form (`float8:`, `+ngram:6`) with its step, or with its folder's name.
+
+    "" for the target alone.
+    """
     if row.checkpoint is None:
         return ""
     name = DrafterName.parse(row.checkpoint)
@@ -295,18 +304,19 @@ def drafter_label(row: ResultRow, at_step: Callable[[int], str] = step_title) ->
 
 
 def _drafter(row: ResultRow) -> str | None:
-    """What tells drafters apart; None for the target alone."""
+    """Return a drafter's identity; None for the target alone."""
     return None if row.checkpoint is None else row.checkpoint_sha256 or row.checkpoint
 
 
 def without_replaced(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Rows of what lay at each checkpoint's path last: a training from anew exports to the same."""
+    """Keep the rows of each checkpoint path's latest content: a new training may export to the
+    same path."""
     live = set({row.checkpoint: _drafter(row) for row in rows}.values())
     return [row for row in rows if _drafter(row) in live]
 
 
 def _labels(rows: Sequence[ResultRow]) -> dict[str | None, str]:
-    """{drafter: label}, "" for the target alone; the whole name where another drafter has the same
+    """Return {drafter: label}, "" for the target alone; the whole name when two would share a
     label."""
     drafters = {_drafter(row): row for row in rows}
     short = {drafter: drafter_label(row, step_label) for drafter, row in drafters.items()}
@@ -318,7 +328,7 @@ def _labels(rows: Sequence[ResultRow]) -> dict[str | None, str]:
 
 
 def speculative_methods(rows: Sequence[ResultRow]) -> list[str]:
-    """Their names, chains before trees."""
+    """Return the names of speculative methods, chains before trees."""
     order = list(METHOD_LABELS)
     return [
         name
@@ -331,8 +341,10 @@ def speculative_methods(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def method_names(rows: Sequence[ResultRow]) -> dict[tuple[str, Tree | None], str]:
-    """{(method, tree): name}: the tree's is appended where the method has several, and its number
-    among them where several have one name."""
+    """Return {(method, tree): name}.
+
+    The tree's name is appended when the method has several, and a number when several share a name.
+    """
     found = dict.fromkeys((row.method, row.tree) for row in rows)
     names = {}
     for method, tree in found:
@@ -347,7 +359,7 @@ def method_names(rows: Sequence[ResultRow]) -> dict[tuple[str, Tree | None], str
 
 
 def _read_curves(path: Path, notes: list[str]) -> dict[str, list[tuple[float, float]]]:
-    """Every numeric column against `step`; gaps and words are left out."""
+    """Read every numeric column against `step`, without gaps and words."""
     if not path.is_file():
         notes.append("No metrics.csv: the loss curve and the simulated acceptance are missing.")
         return {}

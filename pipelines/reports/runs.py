@@ -1,4 +1,4 @@
-"""Several runs beside each other: columns, each a run, or runs that differ by their seed only."""
+"""Compare several runs: columns, each a run, or runs that differ by their seed only."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from stree_pipelines.reports.run_data import (
     speculative_methods,
 )
 
-# What the names of runs of one recipe may end in: kl/seed-0, kl-s1, kl2
+# Endings of the names of runs of one recipe: kl/seed-0, kl-s1, kl2
 _SEED_IN_NAME = re.compile(r"(?:[\W_]+s|[\W_]*seed)?[\W_]*\d*$")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides a drafter's weights but for the seed, as text; and the seed."""
+    """Everything that decides a drafter's weights, as text, and the seed apart."""
 
     content: str
     seed: str
@@ -50,7 +50,7 @@ class Column:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Labels of those that all its runs have, in order of distillation."""
+        """Labels of the checkpoints that all its runs have, in order of distillation."""
         first, *others = (run.checkpoints for run in self.runs)
         return [label for label in first if all(label in each for each in others)]
 
@@ -64,8 +64,10 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Columns, with the first of which the others are compared, over the benchmarks and
-    temperatures that all of them have. `notes` are for the reader."""
+    """Columns over their common benchmarks and temperatures; the first one is the reference.
+
+    `notes` are for the reader.
+    """
 
     columns: tuple[Column, ...]
     benchmarks: list[str]
@@ -88,7 +90,7 @@ class Runs:
 
     @cached_property
     def _names(self) -> dict[tuple[Path, str], str]:
-        """What a run by itself calls a method of `methods`."""
+        """Name that each run by itself gives to a method of `methods`."""
         names = method_names(self.rows)
         return {
             (run.folder, names[key]): own
@@ -100,7 +102,7 @@ class Runs:
     def cells(
         self, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
     ) -> list[Cell]:
-        """Of all runs of the column; none when one is missing."""
+        """Return the cells of all runs of the column; none when one is missing."""
         found = [
             run.cell(checkpoint, self._names.get((run.folder, method), ""), benchmark, temperature)
             for run in column.runs
@@ -111,7 +113,8 @@ class Runs:
     def answers(
         self, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
     ) -> Answers | None:
-        """None where a run has no such row, or its samples are missing."""
+        """Return the paired answers; None when a run has no such row, or its samples are
+        missing."""
         cells = self.cells(column, checkpoint, method, benchmark, temperature)
         samples = [cell.samples for cell in cells if cell.samples]
         return Answers.of(samples) if samples and len(samples) == len(cells) else None
@@ -122,8 +125,10 @@ def load_runs(
 ) -> Runs:
     """Read runs as `load_run` does.
 
-    Args: shown, NAME=VALUE of the decoding setting to take where several were measured; names, what
-    columns are called, in their order.
+    Args:
+        shown: NAME=VALUE pairs that choose among several decoding settings.
+        names: names of the columns, in their order.
+
     Raises UsageError when a run is given twice, has no results, or was decoded with other settings
     than the others, and when they have no benchmark or temperature in common.
     """
@@ -158,7 +163,7 @@ def load_runs(
 
 
 def _shared(what: str, rows: dict[str, list[ResultRow]], notes: list[str]) -> list:
-    """Benchmarks or temperatures that all runs have; what is left out is noted."""
+    """Return the benchmarks or temperatures that all runs have; others are noted."""
     found = [dict.fromkeys(getattr(row, what) for row in of_run) for of_run in rows.values()]
     kept = [value for value in found[0] if all(value in each for each in found)]
     if not kept:
@@ -174,7 +179,7 @@ def _shared(what: str, rows: dict[str, list[ResultRow]], notes: list[str]) -> li
 
 
 def _columns(runs: dict[str, RunData], notes: list[str]) -> list[Column]:
-    """Runs in their order, those of one recipe together."""
+    """Group the runs of one recipe into a column, in the order of the runs."""
     recipes = {label: recipe_of(run.folder) for label, run in runs.items()}
     groups: dict[str, list[str]] = {}
     for label, recipe in recipes.items():
@@ -199,7 +204,7 @@ def _columns(runs: dict[str, RunData], notes: list[str]) -> list[Column]:
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """Of the training that made the run; None where the folder has no config of one."""
+    """Read the recipe of the training that made the run; None without a training's config."""
     from stree_pipelines.training.run.run_folder import fixed_config  # Lightning: not for one run
 
     path = folder / CONFIG_NAME
@@ -221,8 +226,10 @@ def recipe_of(folder: Path) -> Recipe | None:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """As much of each path's end as tells them apart and is no seed alone. Raises UsageError for a
-    run given twice."""
+    """Return the shortest end of each path that identifies it and is more than a seed.
+
+    Raises UsageError for a run given twice.
+    """
     whole = [path.resolve().parts for path in paths]
     for path, parts in zip(paths, whole, strict=True):
         if whole.count(parts) > 1:
@@ -240,7 +247,7 @@ def _label(parts: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
 
 
 def _name(members: Sequence[str], groups: dict[str, list[str]]) -> str:
-    """The label of runs of one recipe without its seed, or the first one's."""
+    """Return the label of runs of one recipe without its seed, or the first one's label."""
     common = {_SEED_IN_NAME.sub("", label) for label in members}
     others = {_SEED_IN_NAME.sub("", label) for of in groups.values() if of is not members
               for label in of}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Figures of several runs: a line each, in one colour and with one marker throughout."""
+"""Draw figures of several runs: a line each, in one colour and with one marker throughout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = (
 )  # fmt: skip
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-# What is drawn of a run's checkpoint: (runs, column, checkpoint, method, temperature) → a figure
+# Figure of a run's checkpoint: (runs, column, checkpoint, method, temperature) → its value
 Of = Callable[[Runs, Column, str, str, float], Gain]
 
 
@@ -36,7 +36,7 @@ def speedup(runs: Runs, column: Column, label: str, method: str, t: float) -> Ga
 
 
 def gain(runs: Runs, column: Column, label: str, method: str, t: float) -> Gain:
-    """τ minus the first run's at the same step."""
+    """Return τ minus the first run's at the same step."""
     mine, first = (runs.answers(each, label, method, runs.scopes[0], t)
                    for each in (column, runs.columns[0]))  # fmt: skip
     if mine is None or first is None:
@@ -49,11 +49,11 @@ LABELS: dict[Of, str] = {
     speedup: "times plain decoding",
     gain: "difference of τ",
 }
-LEVELS: dict[Of, float] = {speedup: 1.0, gain: 0.0}  # where nothing is gained
+LEVELS: dict[Of, float] = {speedup: 1.0, gain: 0.0}  # the value without a gain
 
 
 def panel(runs: Runs, of: Of, method: str, temperature: float) -> Figure | None:
-    """Against distillation step, with intervals; None without a point."""
+    """Draw a figure against distillation step, with intervals; None without a point."""
     figure, axes = plots.new_figure()
     if not _draw(axes, runs, of, method, temperature):
         return None
@@ -63,7 +63,7 @@ def panel(runs: Runs, of: Of, method: str, temperature: float) -> Figure | None:
 
 
 def grid(runs: Runs, of: Of) -> Figure | None:
-    """A panel a method and temperature, in rows and columns with axes in common."""
+    """Draw a panel per method and temperature, in rows and columns with common axes."""
     width, height = plots.SIZE_INCHES
     num_rows, num_columns = len(runs.temperatures), max(len(runs.methods), 1)
     with mpl.rc_context(plots.STYLE):
@@ -83,7 +83,7 @@ def grid(runs: Runs, of: Of) -> Figure | None:
 
 
 def page_figures(runs: Runs) -> Iterator[tuple[str, str, Figure]]:
-    """Title, remark and figure of each that has something to show."""
+    """Yield title, remark and figure of each that has something to show."""
     more = ("Difference of acceptance length", gain)
     wanted: list[tuple[str, Of]] = [("Acceptance length", acceptance_length), ("Speed", speedup)]
     for title, of in [*wanted[:1], more, *wanted[1:]] if len(runs.columns) > 1 else wanted:
@@ -95,7 +95,7 @@ def page_figures(runs: Runs) -> Iterator[tuple[str, str, Figure]]:
 
 
 def _draw(axes: Axes, runs: Runs, of: Of, method: str, temperature: float) -> bool:
-    """A line a run; whether there was one."""
+    """Draw a line per run; returns True when there was one."""
     steps: set[int] = set()
     for number, column in enumerate(runs.columns):
         if of is gain and number == 0:

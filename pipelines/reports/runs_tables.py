@@ -1,7 +1,7 @@
-"""Tables, figures as data and verdicts of several runs beside each other.
+"""Make tables, data and verdicts of several runs.
 
-The first column is what the others are compared with: a difference has an interval of its own, over
-the same prompts on both sides.
+The first column is the reference of the others: a difference has an interval of its own, over the
+same prompts on both sides.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INTERVALS = {
 
 @dataclass(frozen=True)
 class RunsFindings:
-    """As `Findings`, of several runs."""
+    """Findings of several runs, as `Findings` of one."""
 
     runs: Runs
     tables: list[Table]
@@ -59,12 +59,12 @@ class RunsFindings:
 
     @property
     def main_tables(self) -> list[Table]:
-        """Those of the last checkpoints over all benchmarks."""
+        """Tables of the last checkpoints over all benchmarks."""
         return self.tables[: len(self.runs.temperatures)]
 
 
 def intro(runs: Runs) -> str:
-    """What the numbers mean."""
+    """Explain the numbers."""
     first = runs.columns[0].name
     compared = (
         f" Differences are from {first}, prompt by prompt: where the interval holds 0, or 1 of a "
@@ -78,7 +78,7 @@ def intro(runs: Runs) -> str:
 
 
 def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
-    """A column a run, at its last checkpoint; below, what each gains over the first."""
+    """Make a column per run, at its last checkpoint, with the gain over the first run below."""
     place = benchmark, temperature
     columns = runs.columns
     at = [checkpoint_title(column.runs[0], column.last) for column in columns]
@@ -106,8 +106,11 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
 
 
 def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
-    """τ of every checkpoint over all benchmarks, and what columns gain over the first; None where
-    no run has several."""
+    """Make the table of every checkpoint's τ over all benchmarks, and of gains over the first
+    column.
+
+    Returns None when no run has several checkpoints.
+    """
     labels = _steps(runs)
     if len(labels) < 2:
         return None
@@ -130,7 +133,7 @@ def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
 
 
 def tables(runs: Runs) -> list[Table]:
-    """All, those over all benchmarks first."""
+    """Make all tables, those over all benchmarks first."""
     places = [(scope, t) for scope in runs.scopes for t in runs.temperatures]
     steps = [step_table(runs, m, t) for t in runs.temperatures for m in runs.methods]
     main = [last_table(runs, *place) for place in places]
@@ -148,7 +151,7 @@ def markdown(findings: RunsFindings) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which run is ahead at a temperature, and why; headline is empty without a comparison."""
+    """The best run at a temperature, and the reason; headline is empty without a comparison."""
 
     title: str
     headline: str
@@ -156,7 +159,7 @@ class Verdict:
 
 
 def verdict(runs: Runs, temperature: float) -> Verdict:
-    """By the method listed last (a tree, where there is one), at each run's last checkpoint."""
+    """Rank the runs by the method listed last (a tree, if any), at each run's last checkpoint."""
     title = f"T = {temperature:g}"
     if not runs.methods:
         return Verdict(title, "", "No run was decoded with a drafter.")
@@ -179,7 +182,8 @@ def _ranked(
     answers: dict[str, Answers], of: figures.Figure, form: str, unit: str,
     compare: Callable[..., Any], none: float,
 ) -> tuple[str, str]:  # fmt: skip
-    """The best and what it gains over each other; and its name where each gain is beyond noise."""
+    """Describe the best run's gain over each other; returns its name when every gain is beyond
+    noise."""
     values = {name: each.value(of) or 0.0 for name, each in answers.items()}
     best = max(values, key=lambda name: values[name])
     gains = {
@@ -195,14 +199,17 @@ def _ranked(
 
 
 def rows_json(runs: Runs, rows: Iterable[Mapping[str, Any]]) -> str:
-    """As `table6_json`, given `table_rows`."""
+    """Format `table_rows` as JSON, like `table6_json`."""
     setting = common_setting(runs.rows)
     return as_json({"setting": setting, "intervals": INTERVALS}, rows)
 
 
 def table_rows(runs: Runs) -> Iterator[dict[str, Any]]:
-    """A row a run, checkpoint, method, temperature and benchmark. `over_first` is against the first
-    run's checkpoint of the same step; of a run's last one against its last."""
+    """Yield a row per run, checkpoint, method, temperature and benchmark.
+
+    `over_first` compares with the first run's checkpoint of the same step; a run's last one with
+    its last.
+    """
     for benchmark in runs.scopes:
         for temperature in runs.temperatures:
             for column in runs.columns:
@@ -241,7 +248,7 @@ def _row(
 
 
 def summary(findings: RunsFindings) -> str:
-    """What the command prints."""
+    """Format the text that the command prints."""
     lines = [table.to_text() for table in findings.main_tables]
     told = [*(f"{each.title}: {each.reason}" for each in findings.verdicts), *findings.runs.notes]
     return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in told)])
@@ -254,7 +261,7 @@ def _at_last(
 
 
 def _steps(runs: Runs) -> list[tuple[int, str]]:
-    """(step, label) of the checkpoints of all columns."""
+    """Return (step, label) of the checkpoints of all columns."""
     found = {
         (step, label)
         for column in runs.columns
@@ -279,7 +286,7 @@ def _tau_gain(mine: Answers | None, first: Answers | None) -> Gain:
 
 
 def _speed_ratio(mine: Answers | None, first: Answers | None) -> Gain:
-    """Of speed-ups: each relative to plain decoding in its own process."""
+    """Return the ratio of speed-ups, each over plain decoding in its own process."""
     if mine is None or first is None:
         return Gain(None, None)
     return mine.over(first, figures.speedup, np.divide)
@@ -318,7 +325,8 @@ def _of_seeds(answers: Answers | None) -> str:
 
 
 def _identical(runs: Runs, column: Column, benchmark: str, temperature: float) -> str:
-    """Answers of all methods that are token for token plain decoding's, of those checked."""
+    """Count the answers of all methods that equal plain decoding's token for token, of those
+    checked."""
     checks = [
         cell.lossless
         for method in runs.methods

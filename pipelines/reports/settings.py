@@ -1,7 +1,7 @@
-"""The decoding setting of a row: what must agree before rows stand in one table, curve or profile.
+"""Compare decoding settings: rows must agree in them to stand in one table, curve or profile.
 
-A setting is named as the command's options are, and said in one word each. What differs beside it
-(commit, threads, processes, versions) moves speeds and not tokens: `remarks` says so.
+A setting has the names of the command's options, and a word for each. Other differences (commit,
+threads, processes, versions) move speeds and not tokens: `remarks` names them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ OF_ARMS = ("verifier", "backtracking")
 
 
 def setting_of(row: ResultRow) -> dict[str, str]:
-    """{name: value}. Prompts are a benchmark's own; rows from before a chat template or a verifier
-    was recorded lack it."""
+    """Return {name: value} of a row's decoding setting.
+
+    Prompts are a benchmark's own; rows from before a chat template or a verifier was recorded lack
+    it.
+    """
     values = {
         "target": row.target_sha256[:HASH_CHARS],
         "dtype": dtype_of(row),
@@ -55,18 +58,18 @@ def dtype_of(row: ResultRow) -> str:
 
 
 def common_setting(rows: Sequence[ResultRow]) -> dict[str, str]:
-    """The setting that all rows of a table share."""
+    """Return the setting that all rows of a table share."""
     return {name: value for row in rows for name, value in setting_of(row).items()}
 
 
 def sampling_note(rows: Sequence[ResultRow]) -> str:
-    """What stands under a table of rows of one setting, where any of it was not off."""
+    """Return the note under a table on its sampling settings; "" when all are off."""
     told = told_sampling(rows[0]) if rows else ""
     return f"All methods were decoded with {told}." if told else ""
 
 
 def differing(rows: Sequence[ResultRow]) -> dict[str, Counter[str]]:
-    """{name: {value: rows}} of all in which rows differ."""
+    """Return {name: {value: rows}} of the settings in which rows differ."""
     found: dict[str, Counter[str]] = {}
     for row in rows:
         for name, value in setting_of(row).items():
@@ -75,9 +78,9 @@ def differing(rows: Sequence[ResultRow]) -> dict[str, Counter[str]]:
 
 
 def chosen(rows: Sequence[ResultRow], wanted: Sequence[str], where: object) -> list[ResultRow]:
-    """The rows that fit each `NAME=VALUE` of `wanted`; one of prompts is about its benchmark only.
+    """Keep the rows that fit each `NAME=VALUE` of `wanted`; prompts concern their benchmark only.
 
-    Raises UsageError for what is no such pair, and for one that no row fits.
+    Raises UsageError for a text that is no such pair, and for one that no row fits.
     """
     kept = list(rows)
     for text in wanted:
@@ -99,8 +102,10 @@ def chosen(rows: Sequence[ResultRow], wanted: Sequence[str], where: object) -> l
 
 
 def require_one(rows: Sequence[ResultRow], where: object, arms: bool = False) -> None:
-    """Raise UsageError, naming the settings found, when rows are of more than one. With `arms`,
-    those of a comparison may differ in what each arm says itself."""
+    """Raise UsageError, naming the settings found, when rows have more than one.
+
+    arms: the arms of a comparison may differ in the options that each sets itself.
+    """
     mixed = differing(rows)
     if arms and not any(row.method in (CHAIN, TREE) for row in rows):
         mixed = {name: values for name, values in mixed.items() if name not in OF_ARMS}
@@ -123,8 +128,10 @@ def require_one(rows: Sequence[ResultRow], where: object, arms: bool = False) ->
 
 
 def require_same(runs: Mapping[str, Sequence[ResultRow]]) -> None:
-    """Raise UsageError, naming what differs and where, when runs are of several settings. Each is
-    of one by itself."""
+    """Raise UsageError, naming the differences, when runs have several settings.
+
+    Each run has one by itself.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for run, rows in runs.items():
         for name, value in common_setting(rows).items():
@@ -148,7 +155,7 @@ def require_same(runs: Mapping[str, Sequence[ResultRow]]) -> None:
 
 
 def _hashed_apart(rows: Sequence[ResultRow]) -> Iterator[tuple[str, float]]:
-    """(method, temperature) of rows that should have one decoding and have several."""
+    """Yield (method, temperature) of rows that should have one decoding and have several."""
     hashes: dict[tuple[object, ...], str] = {}
     for row in rows:
         place = row.method, row.tree, row.benchmark, row.temperature
@@ -157,7 +164,7 @@ def _hashed_apart(rows: Sequence[ResultRow]) -> Iterator[tuple[str, float]]:
 
 
 def remarks(rows: Sequence[ResultRow]) -> list[str]:
-    """What rows of one setting differ in that may have moved their speeds, a sentence each."""
+    """Return a sentence for each difference between rows of one setting that may move speeds."""
     facts = {
         "commits": [row.environment.git_sha or "unknown" for row in rows],
         "numbers of processes": [str(row.environment.num_processes) for row in rows],
@@ -173,7 +180,7 @@ def remarks(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def _largest(rows: Sequence[ResultRow]) -> list[str]:
-    """What to give --show for a setting that many rows have."""
+    """Return the --show arguments of a setting that many rows have."""
     pairs: list[str] = []
     while mixed := differing(rows):
         name, values = next(iter(mixed.items()))

@@ -1,8 +1,8 @@
-"""Training's simulated acceptance beside the τ that decoding measures, and where the two part.
+"""Compare training's simulated acceptance with the measured τ, and find where they diverge.
 
-The simulated one is what the loss sees for nothing: the chance that a draft is accepted, averaged
+Simulated acceptance comes for free with the loss: the chance that a draft is accepted, averaged
 over the tokens of the data's own text. Decoding drafts along text that the target writes. On data
-that the target would not write the first can rise while the second falls.
+that the target would not write the former can rise while the latter falls.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from stree.metrics import Interval, expected_acceptance_length
 from stree_pipelines.evaluation.plan import CHAIN
 from stree_pipelines.reports.run_data import RunData
 
-CHAIN_DRAFTS = 4  # where no chain was measured: the paper's
+CHAIN_DRAFTS = 4  # the paper's, when no chain was measured
 CURVES = ("val_simulated_acceptance", "simulated_acceptance")  # of metrics.csv, the better first
-# Drafts a call that decoding keeps of those promised. A good run of ours keeps 0.71
-# (docs/results/h200-sharegpt, T = 1): below half the promise is about another kind of text.
+# Least share of the promised drafts per call that decoding keeps. A good run of ours keeps 0.71
+# (docs/results/h200-sharegpt, T = 1): below half, the promise is about another kind of text.
 LEAST_KEPT = 0.5
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One export: simulated acceptance a draft, and τ measured with `num_drafts` in a row."""
+    """An export's simulated acceptance of a draft, and τ measured with `num_drafts` in a row."""
 
     step: int
     acceptance: float
@@ -33,14 +33,17 @@ class Checkpoint:
 
     @property
     def promised(self) -> float:
-        """τ of a chain, were each draft accepted at the simulated rate."""
+        """τ of a chain, if each draft were accepted at the simulated rate."""
         return expected_acceptance_length(self.acceptance, self.num_drafts)
 
 
 @dataclass(frozen=True)
 class Parting:
-    """From `since` on the two disagree: `last` is worse than an earlier one though its simulated
-    acceptance is higher, or keeps less than `LEAST_KEPT` of what that promises."""
+    """Divergence of simulated acceptance and τ, from `since` on.
+
+    `last` is worse than an earlier checkpoint though its simulated acceptance is higher, or keeps
+    less than `LEAST_KEPT` of the promised drafts.
+    """
 
     since: Checkpoint
     last: Checkpoint
@@ -48,7 +51,7 @@ class Parting:
 
 
 def find_parting(checkpoints: Sequence[Checkpoint]) -> Parting | None:
-    """Where they part and stay apart up to the last one; None when they go together at the end."""
+    """Find where the two diverge up to the last checkpoint; None when they agree at the end."""
     ordered = sorted(checkpoints, key=lambda each: each.step)
     apart = [_is_apart(each, ordered[:index]) for index, each in enumerate(ordered)]
     if not ordered or not apart[-1]:
@@ -59,7 +62,7 @@ def find_parting(checkpoints: Sequence[Checkpoint]) -> Parting | None:
 
 
 def explain(parting: Parting) -> str:
-    """What happened, why, and what to do, in one paragraph."""
+    """Explain a divergence, its cause and its remedy in one paragraph."""
     last, best = parting.last, parting.best
     fell = f", down from {best.measured:.2f} at step {best.step}" if best.step != last.step else ""
     return (
@@ -74,27 +77,29 @@ def explain(parting: Parting) -> str:
 
 
 def parting_sentence(data: RunData) -> str:
-    """`explain` for a run, empty where the two go together or cannot be compared."""
+    """Explain a run's divergence; "" without one, or when the two cannot be compared."""
     parting = find_parting(compared(data))
     return explain(parting) if parting else ""
 
 
 def simulated_curve(data: RunData) -> list[tuple[float, float]]:
-    """(step, simulated acceptance), of validation where that was logged."""
+    """Return (step, simulated acceptance), of validation if it was logged."""
     return next((data.curves[name] for name in CURVES if data.curves.get(name)), [])
 
 
 def num_drafts_of(data: RunData) -> int:
-    """Depth of what τ is compared with: the chain that was measured, else the paper's."""
+    """Return the depth of the chain that τ is compared with: the measured one, else the paper's."""
     method = _compared_method(data)
     tree = data.tree(method) if method else None
     return tree.to_token_tree().max_depth if tree else CHAIN_DRAFTS
 
 
 def compared(data: RunData) -> list[Checkpoint]:
-    """Each export's τ with the simulated acceptance that was logged last by then. By the chain
-    where one was measured (a tree holds a chain and more), at the temperature next to 1, the
-    simulation's."""
+    """Pair each export's τ with the simulated acceptance logged last by then.
+
+    τ is the chain's if one was measured (a tree holds a chain and more), at the temperature nearest
+    to 1, the simulation's.
+    """
     method, curve = _compared_method(data), simulated_curve(data)
     if method is None or not curve:
         return []

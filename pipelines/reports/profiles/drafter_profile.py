@@ -1,4 +1,4 @@
-"""What the rows of an evaluation say of one drafter: the content of speculation_profile.json."""
+"""Make the content of speculation_profile.json for one drafter, from the rows of an evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stree_pipelines.reports.run_data import RunData, arrange, read_training
 from stree_pipelines.reports.settings import chosen, dtype_of
 from stree_pipelines.reports.tables.tables import advise
 
-# Device, dtype and batch size: a profile has figures of each that was measured.
+# Device, dtype and batch size: a profile has figures for each measured combination.
 Place = tuple[str, str, int]
 
 
@@ -34,14 +34,14 @@ def place_of(row: ResultRow) -> Place:
 
 
 def _rows_of(store: ResultStore, shown: Sequence[str]) -> list[ResultRow]:
-    """Of the decoding setting to take; a comparison's, without the chains that it tried."""
+    """Read the rows of the chosen decoding setting, without a comparison's trial chains."""
     return without_trials(chosen(store.results(), shown, store.directory))
 
 
 def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = ()) -> RunData:
-    """The run `folder`, as far as it was measured where its last row was.
+    """Read the run `folder`, with the rows measured at the place of its last row.
 
-    Raises UsageError when that is of several decoding settings.
+    Raises UsageError when those have several decoding settings.
     """
     rows = _rows_of(store, shown)
     data = read_training(folder, [row for row in rows if place_of(row) == place_of(rows[-1])])
@@ -56,11 +56,14 @@ def profile_of(
     num_nodes: int | None = None,
     shown: Sequence[str] = (),
 ) -> SpeculationProfile | None:
-    """The profile of the drafter with this checkpoint hash; None when no row is about it.
+    """Make the profile of the drafter with this checkpoint hash; None when no row is about it.
 
-    Args: store, the evaluation of the run `folder`; num_nodes of the suggested trees, by default
-    as many as the largest that was measured; shown, NAME=VALUE of the decoding setting to take.
-    Raises UsageError when the rows of a place are of several decoding settings.
+    Args:
+        store: the evaluation of the run `folder`.
+        num_nodes: size of the suggested trees, by default of the largest that was measured.
+        shown: NAME=VALUE pairs that choose the decoding setting.
+
+    Raises UsageError when the rows of a place have several decoding settings.
     """
     rows = _rows_of(store, shown)
     own = [row for row in rows if row.checkpoint_sha256 == sha256]
@@ -84,7 +87,7 @@ def profile_of(
         target=mine[-1].target,
         target_sha256=mine[-1].target_sha256,
         measurements=tuple(
-            _measurement(_beside(row, mine)) for data in places for row in data.rows
+            _measurement(_with_paired_speed(row, mine)) for data in places for row in data.rows
         ),
         recommendations=tuple(each for data in places for each in _recommendations(data)),
         suggested_trees=tuple(_suggestions(store, last, num_nodes)),
@@ -92,9 +95,12 @@ def profile_of(
 
 
 def _as_of_folder(row: ResultRow, sha256: str) -> ResultRow:
-    """A comparison's row of this folder in another form, such as `float8:FOLDER`, as a row of the
-    folder: arms are told apart by name. Others as they are, and forms with a corpus, too: a profile
-    names no file elsewhere."""
+    """Convert a comparison's row of this folder in another form, such as `float8:FOLDER`, to a row
+    of it.
+
+    Arms differ by name. Other rows stay, and forms with a corpus, too: a profile names no file
+    elsewhere.
+    """
     name = DrafterName.parse(row.checkpoint or "")
     is_form = name.folder and name.corpus is None and not name.is_plain
     if row.method in METHODS or not is_form or row.checkpoint_sha256 != form_sha256(name, sha256):
@@ -106,9 +112,11 @@ def _form(row: ResultRow) -> str | None:
     return None if row.checkpoint is None else DrafterName.parse(row.checkpoint).shown(FOLDER)
 
 
-def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
-    """A row of plain decoding with the speed that it had beside this drafter's own rows, which is
-    what their speedups are relative to."""
+def _with_paired_speed(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
+    """Give a row of plain decoding the speed that it had in this drafter's own pairs.
+
+    Their speedups are relative to it.
+    """
     if row.checkpoint_sha256 is not None:
         return row
     where = (row.benchmark, row.prompts_hash, row.temperature, *place_of(row))
@@ -141,12 +149,13 @@ def _measurement(row: ResultRow) -> Measurement:
 
 
 def _verifier(row: ResultRow) -> str | None:
-    """None in rows from before there were several, too: what they say is no verifier's name."""
+    """Return a row's verifier; None in rows from before there were several, whose name is no
+    verifier's."""
     return row.verifier if row.verifier in VERIFIERS else None
 
 
 def _recommendations(data: RunData) -> Iterator[Recommendation]:
-    """The report's, one for each temperature at which speeds can be compared."""
+    """Yield the report's recommendation for each temperature at which speeds can be compared."""
     device, dtype, batch_size = place_of(data.rows[0])
     for temperature in data.temperatures:
         advice = advise(data, temperature)
@@ -178,8 +187,10 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
 
 
 def _costs(data: RunData, won: ResultRow, temperature: float) -> StepTimesRecord | None:
-    """Those of a method's steps at this temperature, of whichever benchmark: rows that a resumed
-    run completed lack them."""
+    """Return the step times of a method at this temperature, of any benchmark.
+
+    Rows that a resumed run completed lack them.
+    """
     alike = (won.method, won.tree, temperature)
     rows = (row for row in data.rows if (row.method, row.tree, row.temperature) == alike)
     return next((row.costs for row in rows if row.costs is not None), None)
@@ -188,9 +199,11 @@ def _costs(data: RunData, won: ResultRow, temperature: float) -> StepTimesRecord
 def _suggestions(
     store: ResultStore, rows: Sequence[ResultRow], num_nodes: int | None
 ) -> Iterator[SuggestedTree]:
-    """By the place that was measured last, and where a comparison's arms sample with several
-    verifiers, by the first one's rows. None for temperatures whose rows are from before ends of
-    paths were recorded."""
+    """Suggest trees from the place that was measured last, a tree per temperature.
+
+    When a comparison's arms sample with several verifiers, the first one's rows count. Temperatures
+    whose rows do not record the ends of paths have none.
+    """
     told = [row for row in rows if tells_ranks(row)]
     for temperature in sorted({row.temperature for row in told}):
         here = [row for row in told if row.temperature == temperature]

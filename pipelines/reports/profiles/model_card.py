@@ -1,4 +1,4 @@
-"""The model card of an exported drafter: what was measured, and where it comes from."""
+"""Write the model card of an exported drafter: its measurements and its origin."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ MARKER = "<!-- Written by profile_drafter.py; without this line it leaves the ca
 
 
 def may_write_card(drafter: Path) -> bool:
-    """Whether the folder has no card, or one that was written here and nowhere else."""
+    """Return True when the folder has no card, or one that was written here."""
     card = drafter / CARD_NAME
     return not card.exists() or MARKER in card.read_text(encoding="utf-8", errors="replace")
 
 
 def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve: str | None) -> str:
-    """Markdown with YAML front matter, as the Hugging Face hub shows it.
+    """Format the card: Markdown with YAML front matter, as the Hugging Face hub shows it.
 
-    Args: data, the run that the drafter is of; curve, the file name of the figure beside the card.
+    Args:
+        data: the run of the drafter.
+        curve: file name of the figure in the card's folder.
+
     Raises CheckpointRefused or BadData when the drafter's config, its provenance or the run's
     config cannot be read.
     """
@@ -77,7 +80,7 @@ def _facts(
 def _provenance(
     origin: dict[str, Any], step: int | None, data: RunData
 ) -> Iterator[tuple[str, str]]:
-    """What made it, as far as the export and its run say."""
+    """Yield facts about the drafter's origin, as far as the export and its run have them."""
     for name, label in (("step", "distillation steps"), ("tokens_seen", "tokens")):
         if isinstance(origin.get(name), int):
             yield label, f"{origin[name]:,}"
@@ -105,8 +108,7 @@ def _provenance(
 
 
 def _places(measurements: tuple[Measurement, ...]) -> Iterator[dict[str, str]]:
-    """What was measured on each device, in each dtype and batch size: figures of two stand in no
-    one table."""
+    """Yield the measurements of each device, dtype and batch size, which share no table."""
     places: dict[tuple[str, str, int], list[Measurement]] = {}
     for each in _in_order(measurements):
         places.setdefault((each.device, each.dtype, each.batch_size), []).append(each)
@@ -153,7 +155,7 @@ def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
 
 
 def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
-    """An evaluation's methods in their order, a comparison's arms in that of its file."""
+    """Sort an evaluation's methods in their order, and a comparison's arms in that of its file."""
     places = dict.fromkeys((*METHODS, *(each.method for each in measurements)))
     order = {method: place for place, method in enumerate(places)}
     return sorted(
@@ -165,7 +167,7 @@ def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
 
 
 def _conditions(measurements: Sequence[Measurement]) -> str:
-    """How, each combination once."""
+    """Format the conditions of the measurements, each combination once."""
     said = dict.fromkeys(
         f"{counted(m.num_prompts, 'prompt')} of {m.benchmark}, "
         f"up to {m.max_new_tokens} new tokens a turn{' (EOS ignored)' if m.ignore_eos else ''}"
@@ -197,7 +199,7 @@ def _times(measurement: Measurement) -> str:
 
 
 def _licence(target: Path) -> str | None:
-    """What the front matter of the target's own card says."""
+    """Return the licence in the front matter of the target's own card."""
     card = target / CARD_NAME
     if not card.is_file():
         return None
@@ -213,7 +215,8 @@ def _licence(target: Path) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file's table, empty without the file; raises BadData for another content."""
+    """Read a JSON or YAML file's table, empty without the file; raises BadData for other
+    content."""
     if not path.is_file():
         return {}
     try:

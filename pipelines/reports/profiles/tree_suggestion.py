@@ -1,4 +1,4 @@
-"""The static tree with the longest expected acceptance, by where measured paths ended.
+"""Find the static tree with the longest expected acceptance, by where measured paths ended.
 
 The model: once its parent is accepted, a draft is accepted with a probability that depends on its
 depth d and its rank r among its siblings alone. The expected number of accepted drafts of a tree is
@@ -24,22 +24,25 @@ from stree.speculation_profile import SuggestedTree, Tree, TreeCheck
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 
-# A rate's own calls and this many at its rank's rate over all depths: steadies the rare ones.
+# Calls at the rank's rate over all depths that are added to a rate's own, to steady rare ones.
 PRIOR_CALLS = 10
-MAX_NODES = 256  # of a suggested tree: time goes with the cube, memory with the square
+MAX_NODES = 256  # of a suggested tree: time grows with the cube, memory with the square
 
 
 @dataclass(frozen=True)
 class AcceptanceRates:
-    """Counts behind the probabilities, [..., d − 1, r]: calls that accepted the parent of such a
-    draft, and calls that accepted it too. Leading dims are resamples of the prompts, or none."""
+    """Counts behind the acceptance probabilities, each [..., d − 1, r].
+
+    `reached` counts calls that accepted the parent of such a draft, `accepted` calls that accepted
+    the draft, too. Leading dims are resamples of the prompts, or none.
+    """
 
     reached_DR: NDArray[np.int64]
     accepted_DR: NDArray[np.int64]
 
     @classmethod
     def of(cls, measured: Iterable[tuple[TokenTree, Mapping[int, int]]]) -> AcceptanceRates:
-        """From trees and how many calls' paths ended at each of their nodes."""
+        """Count from trees and the number of calls whose paths ended at each of their nodes."""
         measured = list(measured)
         depth = max((tree.max_depth for tree, _ in measured), default=0)
         widest = max((len(nodes) for tree, _ in measured for nodes in tree.children), default=0)
@@ -59,8 +62,11 @@ class AcceptanceRates:
         return int(self.reached_DR.any(axis=-1).sum())
 
     def rates(self, num_depths: int) -> NDArray[np.float64]:
-        """[..., d − 1, r] for `num_depths` depths. Where no tree was so deep, the rank's rate over
-        all depths; 0 for a rank that was never tried."""
+        """Return the rates [..., d − 1, r] of `num_depths` depths.
+
+        A depth that no tree had gets the rank's rate over all depths; a rank that was never tried
+        gets 0.
+        """
         reached_R = self.reached_DR.sum(axis=-2, keepdims=True)
         prior_R = self.accepted_DR.sum(axis=-2, keepdims=True) / np.maximum(reached_R, 1)
         rates_DR = (self.accepted_DR + PRIOR_CALLS * prior_R) / (self.reached_DR + PRIOR_CALLS)
@@ -68,7 +74,7 @@ class AcceptanceRates:
         return np.concatenate([rates_DR, beyond], axis=-2)[..., :num_depths, :]
 
     def expected_drafts(self, tree: TokenTree) -> NDArray[np.float64]:
-        """Accepted drafts a call, [...]."""
+        """Return the expected accepted drafts per call, [...]."""
         rates = self.rates(tree.max_depth)
         probability = [np.ones(rates.shape[:-2])] * tree.num_nodes
         for parent, children in enumerate(tree.children):
@@ -82,9 +88,11 @@ class AcceptanceRates:
 def best_tree(
     rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None, name: str | None = None
 ) -> TokenTree:
-    """The tree with the most expected drafts among all of at most `num_nodes` nodes, the root
-    included, none deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError
-    for a size that no tree has."""
+    """Return the tree of at most `num_nodes` nodes, root included, with the most expected drafts.
+
+    None is deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError for a
+    size that no tree has.
+    """
     if not 2 <= num_nodes <= MAX_NODES:
         raise UsageError(f"a tree of {num_nodes} nodes was asked for, wanted 2 to {MAX_NODES}")
     num_drafts = num_nodes - 1
@@ -93,9 +101,9 @@ def best_tree(
         raise UsageError(f"a tree of depth {max_depth} was asked for, wanted at least 1")
     rates_DR = rates.rates(num_levels)
     widest = rates_DR.shape[1]
-    # below[n]: the most expected drafts below an accepted node of the depth, of n nodes in all.
-    # share[d, r, n]: what of n nodes the child of rank r and those below it get, the rest going to
-    # its later siblings; 0 ends the siblings.
+    # below[n]: the most expected drafts below an accepted node of the depth, with n nodes in all.
+    # share[d, r, n]: how many of n nodes go to the child of rank r and the nodes below it; the rest
+    # goes to its later siblings, and 0 ends the siblings.
     below = np.zeros(num_drafts + 1)
     share = np.zeros((num_levels, widest, num_drafts + 1), dtype=np.int64)
     for depth in reversed(range(num_levels)):
@@ -122,7 +130,7 @@ def best_tree(
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What trees accept, by rows that tell: own_tokens, of a call, are the target's own."""
+    """Acceptance of trees; own_tokens: the target's own tokens per call."""
 
     rates: AcceptanceRates
     own_tokens: float
@@ -134,22 +142,26 @@ class Acceptance:
         return cls(AcceptanceRates.of(measured), own / sum(map(_calls, told)))
 
     def length(self, tree: TokenTree) -> float:
-        """The predicted acceptance length."""
+        """Return the predicted acceptance length."""
         return self.own_tokens + float(self.rates.expected_drafts(tree))
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Milliseconds of a step, as rows had them: of each level of a draft, and of the rest by nodes.
-    A call of a size that no row has lies on the line between two; none is larger than theirs."""
+    """Measured milliseconds of a step: of each level of a draft, and of the rest by nodes.
+
+    A call of a size that no row has is interpolated; none is larger than theirs.
+    """
 
     level: float
     calls: Mapping[int, float]
 
     @classmethod
     def of(cls, rows: Sequence[ResultRow]) -> MeasuredTimes:
-        """Of rows at one temperature. Trees that grow tell what a call takes, but not what a level
-        of others does."""
+        """Average rows at one temperature.
+
+        Dynamic trees give the time of a call, but not that of a level of static ones.
+        """
         calls: dict[int, list[float]] = {}
         levels = []
         for row in rows:
@@ -176,7 +188,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class Fastest:
-    """Of all trees of as many levels the one with the most predicted tokens by time."""
+    """Tree of a number of levels with the most predicted tokens per second."""
 
     tree: TokenTree
     acceptance_length: float
@@ -193,9 +205,11 @@ def fastest(
     num_nodes: int | None = None,
     max_depth: int | None = None,
 ) -> list[Fastest]:
-    """By number of levels, from one on; with at most so many nodes and levels, by default as many
-    as were measured. Raises UsageError as `suggest` does, for a larger tree than was measured, and
-    where rows have no times."""
+    """Find the fastest tree of each number of levels, from one on.
+
+    Sizes and levels are limited, by default to the measured ones. Raises UsageError as `suggest`
+    does, for a larger tree than was measured, and when rows have no times.
+    """
     told = _that_tell(rows, temperature)
     model = Acceptance.of(told)
     times = MeasuredTimes.of([row for row in rows if row.temperature == temperature])
@@ -218,7 +232,7 @@ def fastest(
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """To try: all small ones, and of large ones few, since their times are nearly alike."""
+    """List the sizes to try: all small ones, and few large ones, whose times are nearly alike."""
     steps = ((1, 16), (4, 64), (16, MAX_NODES))
     return [
         size for size in range(least, most + 1)
@@ -227,8 +241,10 @@ def _sizes(least: int, most: int) -> list[int]:
 
 
 def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:
-    """Raises UsageError when no row of a tree of one shape says where its paths ended: in trees
-    that grow a rank is no place."""
+    """Return the rows of static trees that record where their paths ended.
+
+    In dynamic trees a rank is no place. Raises UsageError when there is none.
+    """
     told = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
     if not told:
         raise UsageError(
@@ -239,7 +255,7 @@ def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]
 
 
 def _call_ms(times: Mapping[str, float]) -> float:
-    """Of a step without its draft."""
+    """Return the ms of a step without its draft."""
     return sum(ms for phase, ms in times.items() if phase != "draft")
 
 
@@ -250,9 +266,10 @@ def suggest(
     samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
     max_depth: int | None = None,
 ) -> SuggestedTree:
-    """The best tree for rows of one checkpoint at one temperature; by default of as many nodes as
-    the largest tree that was measured, or MAX_NODES. The prediction has an interval where
-    `samples_of` has the prompts of all the rows.
+    """Suggest the best tree for rows of one checkpoint at one temperature.
+
+    By default it has the nodes of the largest measured tree, at most MAX_NODES. The prediction has
+    an interval when `samples_of` has the prompts of all the rows.
 
     Raises UsageError as `_that_tell` does.
     """
@@ -284,7 +301,7 @@ def suggest(
 
 
 def tells_ranks(row: ResultRow) -> bool:
-    """Whether a row says by depth and rank which drafts were accepted."""
+    """Return True when a row records accepted drafts by depth and rank."""
     if row.tree is None or not row.end_nodes:
         return False
     return not isinstance(row.tree.to_token_tree(), BeamTree)
@@ -293,9 +310,10 @@ def tells_ranks(row: ResultRow) -> bool:
 def _interval(
     tree: TokenTree, prompts: Sequence[tuple[TokenTree, SampleRow]]
 ) -> metrics.Interval | None:
-    """Of the predicted τ, by resampling the prompts; each with all the trees that it was run with.
+    """Bootstrap the predicted τ over prompts, each with all the trees that it was run with.
 
-    It says what the choice of prompts leaves open, not how far the model is from the truth."""
+    The interval covers the choice of prompts, not the model's error.
+    """
     groups: dict[tuple[str, str], list[tuple[TokenTree, SampleRow]]] = {}
     for each in prompts:
         groups.setdefault((each[1].benchmark, each[1].prompt_id), []).append(each)
@@ -334,5 +352,5 @@ def _accepted(histogram: Mapping[int, int]) -> int:
 
 
 def _tau(rows: Sequence[ResultRow]) -> float:
-    """τ over the calls of several rows."""
+    """Return τ over the calls of several rows."""
     return sum(map(_tokens, rows)) / sum(map(_calls, rows))

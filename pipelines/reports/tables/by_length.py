@@ -1,4 +1,4 @@
-"""τ by prompt length, of the same questions after more and more text; and what makes it fall.
+"""Measure τ by prompt length, with the same questions after more and more text.
 
 A ladder is several benchmarks of an evaluation that ask the same questions in prompts of other
 lengths (`ask_conversations.py --lengths`). Everything is paired by question.
@@ -20,13 +20,15 @@ from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
 from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import dtype_of
 
-REPEATED = 4  # tokens in a row: fewer come back in any text
+REPEATED = 4  # tokens in a row: fewer repeat in any text
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One length: a benchmark, its mean prompt in tokens, and the drafter's readings, by
-    question; none where the benchmark has no answers of the data."""
+    """A length: a benchmark, its mean prompt in tokens, and the drafter's readings by question.
+
+    readings: empty when the benchmark has no answers of the data.
+    """
 
     benchmark: str
     num_tokens: float
@@ -39,7 +41,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Change:
-    """A figure, and its difference to the shortest prompts' (a ratio, of perplexities)."""
+    """A figure, and its difference to the shortest prompts' (a ratio, for perplexities)."""
 
     value: float
     change: float
@@ -55,7 +57,7 @@ class Change:
 
 
 def ladders(data: RunData) -> list[list[Rung]]:
-    """Those of a run, shortest prompts first; none in most."""
+    """Return the ladders of a run, shortest prompts first; most runs have none."""
     found: dict[tuple[tuple[str, str], ...], list[Rung]] = {}
     rows = {row.benchmark: row for row in data.rows}
     for benchmark in data.benchmarks:
@@ -71,8 +73,8 @@ def ladders(data: RunData) -> list[list[Rung]]:
         there = tuple(data.readings[key] for key in keys if key in data.readings)
         mean = sum(turn.num_prompt_tokens for turn in first) / len(first)
         rung = Rung(benchmark, mean, there if len(there) == len(samples) else ())
-        asked = tuple((sample.prompt_id, sample.turns[0].user) for sample in samples)
-        found.setdefault(asked, []).append(rung)
+        questions = tuple((sample.prompt_id, sample.turns[0].user) for sample in samples)
+        found.setdefault(questions, []).append(rung)
     return [
         sorted(rungs, key=lambda rung: rung.num_tokens)
         for rungs in found.values()
@@ -81,7 +83,7 @@ def ladders(data: RunData) -> list[list[Rung]]:
 
 
 def _samples(data: RunData, benchmark: str) -> Sequence[SampleRow]:
-    """Of the drafter to judge by; of the target where none is there."""
+    """Return the samples of the drafter to judge by; of the target without a drafter."""
     cells = (
         data.cell(data.last, method, benchmark, temperature)
         for method in (*data.methods, AUTOREGRESSIVE)
@@ -93,7 +95,7 @@ def _samples(data: RunData, benchmark: str) -> Sequence[SampleRow]:
 def acceptance(
     data: RunData, rungs: Sequence[Rung], method: str, temperature: float
 ) -> list[Change | None]:
-    """τ at each length."""
+    """Return τ at each length."""
     cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
     taus = [None if cell is None else cell["acceptance_length"] for cell in cells]
     changes: list[Change | None] = []
@@ -110,7 +112,7 @@ def acceptance(
 
 
 def read(rungs: Sequence[Rung], name: str) -> list[Change | None]:
-    """The mean over an answer's tokens of what readings hold by this name."""
+    """Return the mean over an answer's tokens of the readings' field `name`."""
     read = [_sums(rung, name) for rung in rungs]
     return [_change(each, read[0]) for each in read]
 
@@ -121,7 +123,7 @@ def _sums(rung: Rung, name: str) -> Answers:
 
 
 def _question(row: Any) -> tuple[str]:
-    """Return what pairs rows of several lengths, whose benchmarks differ."""
+    """Return the key that pairs rows of several lengths, whose benchmarks differ."""
     return (row.prompt_id,)
 
 
@@ -135,8 +137,10 @@ def _change(mine: Answers, first: Answers) -> Change | None:
 
 
 def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
-    """Of the new tokens of the target's answers, the share that ends `REPEATED` tokens which the
-    same answer has had in this order before; what repeats itself is easy to draft."""
+    """Return the share of the target's new tokens that end a repeated run of `REPEATED` tokens.
+
+    The same answer had those tokens in this order before; repetition is easy to draft.
+    """
     found = [
         cell
         for method in (AUTOREGRESSIVE, *data.methods)

@@ -1,4 +1,4 @@
-"""Tables, sentences and the figure of τ by prompt length (`by_length`)."""
+"""Make tables, sentences and the figure of τ by prompt length (`by_length`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INTRO = (
 
 @dataclass(frozen=True)
 class LadderFindings:
-    """What is told of a ladder."""
+    """Findings on a ladder."""
 
     rungs: list[Rung]
     tables: list[Table]
@@ -50,14 +50,14 @@ class LadderFindings:
 
 
 def findings(data: RunData) -> list[LadderFindings]:
-    """Of all ladders; none in most runs."""
+    """Return the findings of all ladders; most runs have none."""
     return [
         LadderFindings(rungs, tables(data, rungs), verdicts(data, rungs)) for rungs in ladders(data)
     ]
 
 
 def introduction(data: RunData) -> str:
-    """What the tables show, and of which drafter: one of those that are there."""
+    """Explain the tables, and name their drafter: one of those that are there."""
     if not data.last:
         return INTRO
     title, count = checkpoint_title(data, data.last), len(data.checkpoints)
@@ -91,7 +91,7 @@ def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> 
 
 
 def reading_table(rungs: Sequence[Rung]) -> Table | None:
-    """None without readings."""
+    """Make the table of readings; None without any."""
     target, drafter = read(rungs, "target_loss"), read(rungs, "drafter_loss")
     if not any(target):
         return None
@@ -121,7 +121,8 @@ def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
 
 
 def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
-    """A sentence a method and temperature, and what the readings say of the reason."""
+    """Return a sentence per method and temperature, and one on the reason that the readings
+    show."""
     lines = []
     falls = False
     for temperature in data.temperatures:
@@ -146,7 +147,7 @@ def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
 
 
 def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) -> str:
-    """The first length from which on all are so; the longest is."""
+    """Return the first length from which on all changes have this property; the longest has it."""
     first = len(rungs) - 1
     while first > 1 and getattr(changes[first - 1], name, False):
         first -= 1
@@ -154,7 +155,7 @@ def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) ->
 
 
 def _reason(rungs: Sequence[Rung], falls: bool) -> str:
-    """Who reads worse at the longest prompts; `falls`, whether some τ does."""
+    """Say which model reads worse at the longest prompts; falls: True when some τ falls."""
     losses, overlaps = read(rungs, "target_loss"), read(rungs, "overlap")
     target, overlap = losses[-1], overlaps[-1]
     assert target is not None
@@ -185,7 +186,7 @@ def _reason(rungs: Sequence[Rung], falls: bool) -> str:
 
 
 def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
-    """τ against prompt length with its intervals."""
+    """Draw τ against prompt length with its intervals."""
     picture, axes = plots.new_figure()
     lengths = [max(rung.num_tokens, 1) for rung in rungs]
     for temperature in data.temperatures:
@@ -216,7 +217,7 @@ def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
 
 
 def markdown(data: RunData, found: Sequence[LadderFindings]) -> str:
-    """All ladders of a run."""
+    """Format all ladders of a run."""
     parts = []
     for each in found:
         parts += [f"- {line}" for line in each.verdicts]
@@ -241,7 +242,7 @@ def _difference(change: Change | None, form: str = ".2f") -> str:
 
 
 def _perplexity(loss: Change | None) -> tuple[str, str]:
-    """A perplexity, and how many times the shortest prompts' it is, given a loss."""
+    """Return a perplexity, and its ratio to the shortest prompts', given a loss."""
     if loss is None:
         return MISSING, MISSING
     interval = loss.interval and (math.exp(loss.interval[0]), math.exp(loss.interval[1]))

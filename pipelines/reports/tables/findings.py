@@ -1,4 +1,4 @@
-"""What a report says of a run, worked out once: its files, its page and the terminal show it."""
+"""Work out a report's findings once, for its files, its page and the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from stree_pipelines.reports.tables.tables import Advice, Table, advise, all_tab
 
 @dataclass(frozen=True)
 class Findings:
-    """Table 6 of each scope and temperature, the pooled ones first; what to decode with, by
-    temperature; and τ by prompt length, of each ladder."""
+    """Findings on a run: its tables, the advice by temperature, and τ by prompt length.
+
+    Tables are Table 6 of each scope and temperature, the pooled ones first.
+    """
 
     data: RunData
     tables: list[Table]
@@ -28,5 +30,5 @@ class Findings:
 
     @property
     def main_tables(self) -> list[Table]:
-        """Those over all benchmarks."""
+        """Tables over all benchmarks."""
         return self.tables[: len(self.data.temperatures)]

@@ -1,4 +1,4 @@
-"""Every comparison of a run's tokens with autoregressive decoding, as Markdown."""
+"""List every comparison of a run's tokens with autoregressive decoding, as Markdown."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from stree_pipelines.reports.tables.tables import MISSING, Table
 
 
 def lossless_markdown(run: Path) -> str:
-    """Checks and divergences of all evaluations of a run: RUN/eval, RUN/eval-fp32 and so on, or RUN
-    when it holds results itself. A decoding setting in which they differ has a column. Empty when
-    nothing was compared."""
+    """Format checks and divergences of all evaluations of a run; "" when nothing was compared.
+
+    The evaluations are RUN/eval, RUN/eval-fp32 and so on, or RUN when it holds results itself. A
+    decoding setting in which they differ has a column.
+    """
     rows = _compared(run)
     if not rows:
         return ""
@@ -34,7 +36,7 @@ def lossless_markdown(run: Path) -> str:
 
 
 def lossless_sentence(run: Path) -> str:
-    """Count the answers of a run that were plain decoding's. Empty when nothing was compared."""
+    """Count the answers of a run that equal plain decoding's; "" when nothing was compared."""
     identical, checked = _counts(_compared(run))
     rest = "; lossless.md has the others" if identical < checked else ""
     told = f"{identical} of {checked} answers are token for token plain decoding's{rest}."
@@ -49,7 +51,7 @@ def _compared(run: Path) -> list[ResultRow]:
 
 
 def _counts(rows: list[ResultRow]) -> tuple[int, int]:
-    """Return how many answers are identical, and how many were compared."""
+    """Return the number of identical answers, and of compared ones."""
     checks = [row.lossless for row in rows if row.lossless]
     return sum(each.num_identical for each in checks), sum(each.num_prompts for each in checks)
 

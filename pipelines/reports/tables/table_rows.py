@@ -1,5 +1,7 @@
-"""Table 6 as data: every figure and interval that it prints, and what they were computed from; as
-JSON with all that is known, and as CSV with a column a figure."""
+"""Format Table 6 as data: every printed figure and interval, and its inputs.
+
+JSON has everything that is known, CSV a column per figure.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from stree_pipelines.comparison.answers import Gain
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import common_setting
-from stree_pipelines.reports.tables.tables import acceptance_gain, chain_beside, speed_ratio
+from stree_pipelines.reports.tables.tables import acceptance_gain, chain_of_run, speed_ratio
 
 QUANTILES = (
     "a and 1 - a, where a = Phi(-t * sqrt(Q / (Q - 1))) and t is the 97.5 % quantile of Student's "
@@ -32,21 +34,24 @@ INTERVALS = {
 
 
 def table6_json(data: RunData, rows: Iterable[Mapping[str, Any]]) -> str:
-    """{setting, intervals, rows} of a run, given its `table_rows`."""
+    """Format {setting, intervals, rows} of a run, given its `table_rows`."""
     head = {"setting": common_setting(data.rows), "intervals": INTERVALS}
     return as_json(head, rows)
 
 
 def as_json(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
-    """{**head, rows}, a row a line."""
+    """Format {**head, rows}, with a line per row."""
     text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
     return f'{text},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line a row and a column a figure: NAME, NAME_low and NAME_high of what has an interval,
-    OVER_NAME of what is over something. Lists (files, folders) are left out."""
+    """Format a line per row and a column per figure.
+
+    A figure with an interval has NAME, NAME_low and NAME_high; one over something OVER_NAME. Lists
+    (files, folders) are left out.
+    """
     frame = pd.DataFrame([dict(_flat(row)) for row in rows], dtype=object)
     return frame.to_csv(index=False, lineterminator="\n")
 
@@ -63,8 +68,11 @@ def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def table_rows(data: RunData) -> Iterator[dict[str, Any]]:
-    """A row a method, checkpoint, temperature and benchmark, the pool of all benchmarks included,
-    under the names of `stree.metrics`."""
+    """Yield a row per method, checkpoint, temperature and benchmark, under the names of
+    `stree.metrics`.
+
+    The pool of all benchmarks is included.
+    """
     for benchmark in data.scopes:
         for temperature in data.temperatures:
             for checkpoint in ("", *data.checkpoints):
@@ -91,7 +99,7 @@ def _row(
         "speedup": _of(cell["speedup"], cell.interval("speedup")),
         "samples": cell.files,
     }
-    chain = chain_beside(data, method)
+    chain = chain_of_run(data, method)
     other = chain and data.cell(checkpoint, chain, benchmark, temperature)
     if other:
         row["over_chain"] = {

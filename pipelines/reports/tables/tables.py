@@ -1,4 +1,4 @@
-"""Table 6 of the STree paper from a run's rows, and the advice that follows from them."""
+"""Make Table 6 of the STree paper from a run's rows, and the advice that follows from them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ TERMINAL_WIDTH = 100  # characters
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first row holds the column heads, the first columns words, which stand to
-    the left. The note stands below."""
+    """Table of text cells; the first row holds the column heads.
+
+    The first `num_left` columns hold words, aligned to the left. The note stands below.
+    """
 
     title: str
     rows: tuple[tuple[str, ...], ...]
@@ -41,7 +43,7 @@ class Table:
     note: str = ""
 
     def to_markdown(self) -> str:
-        """A Markdown table whose columns also line up as plain text."""
+        """Format a Markdown table whose columns also line up as plain text."""
         widths = [max(len(row[column]) for row in self.rows) for column in range(len(self.rows[0]))]
         lines = [
             "| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |"
@@ -58,8 +60,10 @@ class Table:
     _repr_markdown_ = to_markdown  # in a notebook
 
     def to_text(self, width: int = TERMINAL_WIDTH) -> str:
-        """The table for a terminal: columns beyond `width` characters go into a block below, behind
-        the first columns again."""
+        """Format the table for a terminal.
+
+        Columns beyond `width` characters go into a block below, after the first columns again.
+        """
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
         left, right = list(range(self.num_left)), list(range(self.num_left, len(widths)))
         blocks: list[str] = []
@@ -85,7 +89,7 @@ class Table:
         return shown("\n\n".join([in_lines(self.title, width), *blocks, *note]) + "\n")
 
     def to_latex(self) -> str:
-        """A table of LaTeX with rules of booktabs, in ASCII but for names; intervals are small."""
+        """Format a LaTeX table with booktabs' rules, in ASCII except names; intervals are small."""
         columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
         head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in self.rows)
         body = [line for row in body for line in (row, r"\addlinespace[2pt]")]
@@ -99,7 +103,7 @@ class Table:
 
 
 def in_lines(text: str, width: int = TERMINAL_WIDTH) -> str:
-    """A sentence in lines for a terminal."""
+    """Wrap a sentence for a terminal."""
     return textwrap.fill(shown(text), width, break_long_words=False, break_on_hyphens=False)
 
 
@@ -111,7 +115,8 @@ _LATEX = str.maketrans({
 
 
 def _latex(text: str) -> str:
-    """A cell; an interval goes below its figure. In braces it is no argument of a line's end."""
+    """Format a cell, with an interval below its figure, in braces so that it is no line end's
+    argument."""
     text = text.translate(_LATEX)
     found = re.fullmatch(r"(.*?) ?(\[[^\]]*\])", text)
     if not found:
@@ -128,7 +133,7 @@ def figure(
     form: str = ".2f",
     unit: str = "",
 ) -> str:
-    """A number, with its interval in brackets, in a table or a sentence."""
+    """Format a number, with its interval in brackets, for a table or a sentence."""
     if value is None:
         return MISSING
     return f"{value:{form}}{unit}".replace("-", MINUS) + bracket(interval, form)
@@ -141,7 +146,7 @@ def bracket(interval: metrics.Interval | None, form: str = ".2f") -> str:
 
 
 def table6(data: RunData, benchmark: str, temperature: float) -> Table:
-    """Speed and τ against distillation steps, in the paper's layout.
+    """Make the table of speed and τ against distillation steps, in the paper's layout.
 
     A speed's bracket is the interval of its speedup, a τ's that of τ. The autoregressive speed of
     a column is the one that its speedups are relative to: measured in the same process. With a
@@ -168,17 +173,17 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
 
 
 def all_tables(data: RunData) -> list[Table]:
-    """The pooled ones first."""
+    """Make all tables, the pooled ones first."""
     return [table6(data, scope, t) for scope in data.scopes for t in data.temperatures]
 
 
 def to_latex(tables: Iterable[Table]) -> str:
-    """What needs no more than the package booktabs."""
+    """Format tables as LaTeX that needs only the package booktabs."""
     return "\n".join(["% \\usepackage{booktabs}\n", *(table.to_latex() for table in tables)])
 
 
 def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
-    """All tables of a run, with what the numbers mean."""
+    """Format all tables of a run, with an explanation of the numbers."""
     intro = (
         "# Speed and acceptance length against distillation steps\n\n"
         "Layout of the STree paper's Table 6. Speed: new tokens per second of decoding, with its "
@@ -192,8 +197,11 @@ def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
 
 
 class Advice(NamedTuple):
-    """What to decode with, and why. headline is empty when nothing can be compared; fastest is the
-    fastest speculation, method what to use: that, a simpler one, or autoregressive decoding."""
+    """Method to decode with, and the reason.
+
+    headline is empty when nothing can be compared; fastest is the fastest speculation, method the
+    one to use: that, a simpler one, or autoregressive decoding.
+    """
 
     headline: str
     reason: str
@@ -202,7 +210,7 @@ class Advice(NamedTuple):
 
 
 def advise(data: RunData, temperature: float) -> Advice:
-    """What to use at this temperature, judged at the last checkpoint over all benchmarks."""
+    """Advise on the method at this temperature, by the last checkpoint over all benchmarks."""
     scope = data.scopes[0]
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}
@@ -243,13 +251,13 @@ def advise(data: RunData, temperature: float) -> Advice:
 
 
 def _times(cell: Cell) -> str:
-    """ "1.46× plain decoding [1.29, 1.77], τ 2.44"."""
+    """Format a speed-up, such as "1.46× plain decoding [1.29, 1.77], τ 2.44"."""
     times = figure(cell["speedup"], cell.interval("speedup"), unit="× plain decoding")
     return f"{times}, τ {cell['acceptance_length']:.2f}"
 
 
 def _what_to_expect(cell: Cell) -> str:
-    """Where plain decoding wins: what would change that."""
+    """Explain what would change a win of plain decoding."""
     cost = cell["acceptance_length"] / cell["speedup"]
     parts = cell["time_ms"]
     costliest = ""
@@ -264,7 +272,7 @@ def _what_to_expect(cell: Cell) -> str:
 
 
 def _noun(method: str) -> str:
-    """ "chain", "tree", or the name of a comparison's arm."""
+    """Return "chain", "tree", or the name of a comparison's arm."""
     name, _, tree = method.partition(":")
     if name not in METHOD_LABELS:
         return f"arm {method}"
@@ -273,17 +281,17 @@ def _noun(method: str) -> str:
     return f"tree {tree}" if tree else "tree"
 
 
-def chain_beside(data: RunData, method: str) -> str | None:
-    """What a tree is compared with: the run's chain. None for other methods, or several chains."""
+def chain_of_run(data: RunData, method: str) -> str | None:
+    """Return the run's chain, to compare a tree with; None for other methods, or several chains."""
     chains = [each for each in data.methods if each.startswith(CHAIN)]
     return chains[0] if method.startswith(TREE) and len(chains) == 1 else None
 
 
 def _gains(data: RunData, benchmark: str, temperature: float) -> list[tuple[str, ...]]:
-    """A row for each tree: its τ minus the chain's, with the paired interval."""
+    """Make a row for each tree: its τ minus the chain's, with the paired interval."""
     rows = []
     for tree in data.methods:
-        chain = chain_beside(data, tree)
+        chain = chain_of_run(data, tree)
         if chain is None:
             continue
         texts = []
