@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,19 @@ def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
     return (max_length - context) // (tree.max_depth + 1) - NUM_UNTIMED
 
 
+def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
+    """Return tokens to time a row on: other ones at each position than any other row has.
+
+    Rows of equal tokens would choose the same experts in every layer, and steps of many rows would
+    take too little time.
+
+    Example:
+        >>> tokens_of_row(0, 3, 2048), tokens_of_row(1, 3, 2048)
+        ([1, 1776, 1503], [998, 725, 452])
+    """
+    return [(1 + 997 * row + 7919 * position) % vocab_size for position in range(num_tokens)]
+
+
 @torch.no_grad()
 def measure_step_times(
     decoder: Timed,
@@ -77,7 +91,8 @@ def measure_step_times(
     Args:
         decoder: All its rows must be free.
         trees: Trees to time.
-        context: Committed tokens before the first step.
+        context: Committed tokens before the first step, the same ones in all rows. Each row goes on
+            with a token and a seed of its own.
         num_steps: Steps to time in a turn, after NUM_UNTIMED others.
         counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
         generation: Settings of the rows: sampling takes longer, and top-k or top-p much longer.
@@ -87,7 +102,8 @@ def measure_step_times(
     """
     began = time.perf_counter()
     counts = row_counts(decoder.num_rows) if counts is None else counts
-    tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
+    tokens = torch.tensor(tokens_of_row(0, context, decoder.target.config.vocab_size))
+    tokens = tokens.to(decoder.target.device)
     decoder.cache.reset(0)
     first = decoder.cache.at(0)
     decoder.target.prefill(tokens[None], first)
@@ -143,15 +159,16 @@ def _begin_after(
     generation: GenerationConfig,
 ) -> float:
     """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
-    seconds = 0.0
+    seconds, vocab_size = 0.0, decoder.target.config.vocab_size
     for row in range(count):
         decoder.cache.reset(row)
         decoder.cache.narrow(row, 1).load(prefix)
-        decoder.rows.set(row, generation, tokens.tolist(), decoder.target.config.vocab_size)
+        decoder.rows.set(row, replace(generation, seed=row), tokens.tolist(), vocab_size)
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = decoder.now()
             decoder.prefill.let_drafter_read(row, tokens)
             seconds = decoder.now() - started
-        decoder.rows.begin(row, len(tokens), 0)
+        *_, root = tokens_of_row(row, len(tokens) + 1, vocab_size)
+        decoder.rows.begin(row, len(tokens), root)
     return seconds

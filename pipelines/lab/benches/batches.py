@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
+from stree.batching.step_timing import tokens_of_row
 from stree.generation import GenerationConfig
 from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import AttentionCache
@@ -201,8 +202,12 @@ def _decoded_ready(decoder: BatchDecoder, context: int, length: int) -> tuple[fl
 def _decoded(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:
     """Return tokens/s of all rows together, after the last prompt has been read, and µs per
     step."""
-    request = Request([1] * context, GenerationConfig(length, ignore_eos=True))
-    rows = [decoder.admit(request) for _ in range(decoder.num_rows)]
+    generation = GenerationConfig(length, ignore_eos=True)
+    vocab_size = decoder.target.config.vocab_size
+    rows = [
+        decoder.admit(Request(tokens_of_row(row, context, vocab_size), generation))
+        for row in range(decoder.num_rows)
+    ]
     decoder.step()
     while any(len(decoder.tokens_of(row)) == 0 for row in rows):
         decoder.step()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.state import BatchState
+from stree.batching.step_timing import tokens_of_row
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
@@ -126,7 +127,7 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
     """
     decoder = BatchDecoder(target, num_rows=1, max_length=max(lengths) + 1)
     for num_tokens in lengths:
-        tokens = torch.randint(target.config.vocab_size, (num_tokens,), device=target.device)
+        tokens = _tokens(target, 1, num_tokens)[0]
 
         def reading(read: Callable[..., Tensor], tokens: Tensor = tokens) -> Callable[[], Tensor]:
             def call() -> Tensor:
@@ -146,7 +147,7 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
     """Return calls that draft a tree after `context` tokens, greedy and sampled."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
-    model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
+    model.read(0, _tokens(drafter, 1, context)[0])
     rows, tree_batch = (
         BatchState.new(1, tree.num_nodes, drafter.device),
         make_tree_batch([tree], drafter.device),
@@ -359,7 +360,7 @@ def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) 
     it."""
     cache = model.new_cache(context + num_nodes, num_nodes, batch)
     one = model.new_cache(context + num_nodes, num_nodes)
-    model.prefill(torch.ones(1, context, dtype=torch.long, device=model.device), one)
+    model.prefill(_tokens(model, 1, context), one)
     for mine, theirs in zip(cache.layers, one.layers, strict=True):
         for name, tensor in vars(mine).items():
             if name in REMEMBERED:
@@ -369,13 +370,18 @@ def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) 
     return cache
 
 
+def _tokens(model: HybridModel, batch: int, num_tokens: int) -> Tensor:
+    """Return different tokens (batch, num_tokens), so that they choose different experts."""
+    rows = [tokens_of_row(row, num_tokens, model.config.vocab_size) for row in range(batch)]
+    return torch.tensor(rows, device=model.device)
+
+
 def _tree_call(
     model: HybridModel, tree: TokenTree, context: int, batch: int = 1
 ) -> Callable[[], Tensor]:
     num_nodes = tree.num_nodes
     cache = _filled_cache(model, context, num_nodes, batch)
-    # Different tokens, so that they choose different experts
-    tokens = torch.randint(model.config.vocab_size, (batch, num_nodes), device=model.device)
+    tokens = _tokens(model, batch, num_nodes)
 
     def call() -> Tensor:
         cache.length.fill_(context)  # the same in every run
@@ -389,7 +395,7 @@ def _prefill_call(
     model: HybridModel, num_tokens: int, context: int, batch: int
 ) -> Callable[[], Tensor]:
     cache = _filled_cache(model, context, num_tokens, batch)
-    tokens = torch.ones(batch, num_tokens, dtype=torch.long, device=model.device)
+    tokens = _tokens(model, batch, num_tokens)
 
     def call() -> Tensor:
         cache.num_committed = context

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.runners import GraphRunner
 from stree.batching.state import BatchState
+from stree.batching.step_timing import tokens_of_row
 from stree.decoder import Decoder
 from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
@@ -54,8 +56,8 @@ class GivenAcceptance(Coupled):
         line = tree.path_to(max(range(tree.num_nodes), key=tree.depths.__getitem__))
         inner, after = (index_tensor(tuple(each), best.device) for each in (line[:-1], line[1:]))
         place = torch.arange(len(inner), device=best.device)
-        # After the accepted drafts the target chooses a token that no tree has
-        other = (proposal.tokens.max() + 1) % logits.shape[-1]
+        # After the accepted drafts the target chooses a token that the row's tree has not
+        other = (proposal.tokens.amax(1, keepdim=True) + 1) % logits.shape[-1]
         drafted = proposal.tokens.index_select(1, after)
         return best.index_copy(1, inner, torch.where(place < count, drafted, other)), highest
 
@@ -85,7 +87,7 @@ def decode_at(
     tree = TokenTree.paper()
     longest = context + (tree.max_depth + 1) * (num_steps + 2)
     plain = Decoder(target, max_length=longest)
-    prompt = [1] * context
+    prompt = tokens_of_row(0, context, target.config.vocab_size)
     rows = []
     for tau in taus:
         verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
@@ -163,8 +165,9 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
             cache.path_length.zero_()
     generation = GenerationConfig(temperature=temperature)
     for row in range(decoder.num_rows):
-        decoder.rows.set(row, generation)
-        decoder.rows.begin(row, context, _first_token(decoder, row))
+        (first,) = tokens_of_row(row, 1, decoder.target.config.vocab_size)
+        decoder.rows.set(row, replace(generation, seed=row))
+        decoder.rows.begin(row, context, first)
     rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
     tree_batch = make_tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
     longest = decoder.tree.max_depth + 1
@@ -174,11 +177,6 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
         decoder.runner.drop()
 
     return launch
-
-
-def _first_token(decoder: BatchDecoder, row: int) -> int:
-    """Return a token of a row alone: rows of one token would share the experts of every layer."""
-    return (1 + 997 * row) % decoder.target.config.vocab_size
 
 
 def graphs_of(

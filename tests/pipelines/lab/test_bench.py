@@ -758,6 +758,19 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     assert "host share tree" in heads[2] and len(cells) == 2 * 3 + 8 + 2 + 1
 
 
-def test_rows_of_a_step_begin_at_tokens_of_their_own():
-    decoder = SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=2048)))
-    assert len({steps._first_token(decoder, row) for row in range(64)}) == 64
+def test_rows_are_timed_on_tokens_of_their_own(monkeypatch):
+    """In a model with experts equal rows would choose the same ones."""
+    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
+    decoder = batches._decoder(target, drafter, as_tree("chain-2"), 3, 64)
+    asked, admit = [], decoder.admit
+    monkeypatch.setattr(
+        decoder, "admit", lambda request: (asked.append(request.prompt_ids), admit(request))[1]
+    )
+    batches._decoded(decoder, 8, 4)
+    assert [len(set(tokens)) for tokens in zip(*asked, strict=True)] == [3] * 8
+    steps.launcher(decoder, 8)
+    for tensor in (decoder.rows.root, decoder.rows.seed):
+        assert len(tensor.unique()) == 3
+    read = calls._tokens(target, 5, 7)
+    assert all(len(set(tokens)) == 5 for tokens in read.T.tolist())
+    assert all(len(set(tokens)) == 7 for tokens in read.tolist())
