@@ -21,6 +21,7 @@ from stree.checkpoints.partners import TARGET_WEIGHTS
 from stree.checkpoints.tokenizer import fingerprint, require_same_tokenizer
 from stree.common.errors import exit_with_reason
 from stree.models.config import HybridConfig
+from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
@@ -37,7 +38,6 @@ from stree_pipelines.training.drafter_head import (
 from stree_pipelines.training.hidden_states import features_of
 from stree_pipelines.training.run.cli import TrainingCLI
 from stree_pipelines.training.run.console import say
-from stree_pipelines.training.run.estimates import ModelPlan
 from stree_pipelines.training.run.parser import TrainingParser
 from stree_pipelines.training.teachers.cache import TeacherCache
 from stree_pipelines.training.teachers.frozen_target import held_dtype, require_placeable

@@ -41,7 +41,7 @@ from stree_pipelines.lab.benches.options import device_of, require_numbers, requ
 from stree_pipelines.lab.benches.timing import require_green, save_rows, write_rows
 from stree_pipelines.lab.benches.training_step import PRECISION, TEACHERS, TeacherKind, step_row
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
-from stree_pipelines.resources.estimates import training_memory
+from stree_pipelines.resources.estimates import ModelPlan, training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
 from stree_pipelines.training.parallel.sharding import require_supported
@@ -131,10 +131,11 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
                 target, model["drafter"], model["drafter_layers"], model["start_from"],
                 model["features"], model["head"],
             )  # fmt: skip
-            memory = training_memory(
-                drafter, (rows, length), PRECISION, on_cuda, target if teacher == "live" else None,
-                held_dtype(model["target_dtype"]), compiled=on_cuda,
+            plan = ModelPlan(
+                drafter, target, held_dtype(model["target_dtype"]), cached=teacher != "live",
+                compiled=on_cuda,
             )  # fmt: skip
+            memory = training_memory(plan, (rows, length), PRECISION, on_cuda)
             all_needs.append(MemoryNeeds(memory, on_cuda))
             yield model_line("drafter", drafter)
             in_8_bits = " in 8 bits" if model["target_dtype"] == "float8" else ""
@@ -143,7 +144,8 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
         several = _runs(options.strategies, options.processes)
         runs = ", ".join(f"{strategy} on {count}" for strategy, count in several)
         drafter = drafter_config_from(target)
-        memory = training_memory(drafter, (rows, length), "32-true", on_cuda, target)
+        plan = ModelPlan(drafter, target)
+        memory = training_memory(plan, (rows, length), "32-true", on_cuda)
         all_needs.append(MemoryNeeds(memory, on_cuda))
         rows *= max(options.processes)
         yield f"runs: {runs}; each {options.steps} steps of {rows} rows of {length} tokens"

@@ -1,4 +1,4 @@
-"""Estimate a command's parameters, memory and disk from configs alone.
+"""Estimate parameters, memory, disk and arithmetic of a command from its configs alone.
 
 Nothing is loaded: models are built without data (meta or fake tensors), so an 8 B target is sized
 up on a laptop in seconds. Weights, gradients, moments, caches and files are exact to a percent;
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ from stree_pipelines.training.parallel.precision import AUTOCAST
 GRADIENT_BYTES = 4  # per weight
 LOSS_BUFFERS = 5  # (C, V) fp32, see distillation_loss.py
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
+# bf16 products without sparsity a second, by NVIDIA's data sheets, of the SXM modules
+PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
 def num_parameters(config: HybridConfig) -> int:
@@ -89,72 +92,77 @@ def activation_bytes(
     return sum(sizes.values())
 
 
-def training_memory(
-    trained: HybridConfig,
-    shape: tuple[int, int],
-    precision: str,
-    on_cuda: bool,
-    target: HybridConfig | None = None,
-    target_dtype: torch.dtype = torch.float32,
-    checkpointing: bool = False,
-    reference: HybridConfig | None = None,
-    passes: int = 1,
-    compiled: bool = False,
-    optimizer: OptimizerKind = "adamw",
-) -> dict[str, int]:
-    """Estimate the bytes by part of a training on one device, at its fullest moment.
+@dataclass(frozen=True)
+class ModelPlan:
+    """Architectures of a training, and the options that decide its memory.
 
-    Micro-batches have `shape` (B, T). The moments are: while the target runs, while tokens are
-    chosen, and in the loss, where the drafter's activations wait. Gradients, of the step or
-    micro-batch before, are there in each.
-
-    Args:
-        target: the frozen target that runs, too; None when there is none (or it is cached).
-        checkpointing: activations are computed again in the backward pass.
-        reference: a drafter in fp32 that tokens are chosen by.
-        passes: passes of the trained model over each micro-batch, whose activations all stay.
-        compiled: the trained model's layers are compiled.
-        optimizer: the kind whose moments are kept.
+    `target` runs with the trained model; `cached` says that its outputs come from a cache instead,
+    `beside` that it has a GPU of its own. `reference` is the drafter that tokens are chosen by;
+    `passes`, how often the trained model reads each token.
     """
-    parameters = num_parameters(trained)
-    kept = checkpoint_bytes(trained, optimizer)
-    always = {"weights, gradients, moments": kept + GRADIENT_BYTES * parameters}
-    if reference is not None:
-        always["reference"] = 4 * num_parameters(reference)
+
+    trained: HybridConfig
+    target: HybridConfig | None = None
+    target_dtype: torch.dtype = torch.float32
+    cached: bool = False
+    beside: bool = False
+    activation_checkpointing: bool = False
+    reference: HybridConfig | None = None
+    passes: int = 1
+    compiled: bool = False  # the layers of what is trained
+    optimizer: OptimizerKind = "adamw"
+
+    @property
+    def live_target(self) -> HybridConfig | None:
+        return None if self.cached else self.target
+
+
+def training_memory(
+    plan: ModelPlan, shape: tuple[int, int], precision: str, on_cuda: bool
+) -> dict[str, int]:
+    """Count the bytes by part of a training on one device, in micro-batches of `shape` (B, T).
+
+    They are those of the fullest of three moments: while the target runs, while tokens are chosen,
+    and in the loss, where the drafter's activations wait. Gradients are there in each, of the step
+    or micro-batch before. A target on a GPU of its own is not counted (`forward_memory` is its
+    part), but its head is, which the loss reads.
+    """
+    trained, target = plan.trained, plan.live_target
+    kept = checkpoint_bytes(trained, plan.optimizer) + GRADIENT_BYTES * num_parameters(trained)
+    always = {"weights, gradients, moments": kept}
+    if plan.reference is not None:
+        always["reference"] = 4 * num_parameters(plan.reference)
     head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
     loss = {"the head's gradient": 4 * head_numbers}
     dtype = AUTOCAST[precision]
     if dtype is not None:
         loss["the head for products"] = dtype.itemsize * head_numbers
-    activations = passes * _trained_activations(trained, shape, precision, checkpointing, compiled)
-    moments = []
-    if target is not None:
-        before = forward_memory(target, shape, precision, on_cuda, target_dtype)
-        always["target"], loss["loss"] = before.pop("target"), before.pop("loss")
-        moments.append(before)
-    else:
-        loss["loss"] = _loss_bytes(trained.head_size, shape, on_cuda)
-    moments.append({"activations": activations, **loss})
-    if reference is not None:
-        chosen = _one_layer_bytes(reference, shape, precision)
-        moments.append({"activations": activations, "reference's activations": chosen})
+    loss["loss"] = _loss_bytes(target.vocab_size if target else trained.head_size, shape, on_cuda)
+    activations = {"activations": plan.passes * _trained_activations(plan, shape, precision)}
+    moments = [{**activations, **loss}]
+    if target is not None and plan.beside and on_cuda:
+        itemsize = max(2, plan.target_dtype.itemsize)
+        loss_only = {"target's head": itemsize * target.vocab_size * target.d_model}
+        moments = [{**activations, **loss, **loss_only}]
+    elif target is not None:
+        always["target"] = held_bytes(target, plan.target_dtype)
+        moments.insert(0, {"target's activations": _one_layer_bytes(target, shape, precision)})
+    if plan.reference is not None:
+        chosen = _one_layer_bytes(plan.reference, shape, precision)
+        moments.append({**activations, "reference's activations": chosen})
     return always | max(moments, key=lambda parts: sum(parts.values()))
 
 
 def forward_memory(
-    target: HybridConfig,
-    shape: tuple[int, int],
-    precision: str,
-    on_cuda: bool,
-    dtype: torch.dtype,
+    target: HybridConfig, shape: tuple[int, int], precision: str, on_cuda: bool, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Estimate the bytes by part of a target that only predicts (B, T) tokens."""
+    """Count the bytes by part of a frozen target that predicts (B, T) tokens."""
     return {
         "target": held_bytes(target, dtype),
         # Without gradients one layer's activations live at a time.
         "target's activations": _one_layer_bytes(target, shape, precision),
         "loss": _loss_bytes(target.vocab_size, shape, on_cuda),
-    }  # fmt: skip
+    }
 
 
 def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
@@ -167,15 +175,10 @@ def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
     return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
 
 
-def _trained_activations(
-    config: HybridConfig,
-    shape: tuple[int, int],
-    precision: str,
-    checkpointing: bool,
-    compiled: bool,
-) -> int:
-    if not checkpointing:
-        return activation_bytes(config, shape, precision, compiled)
+def _trained_activations(plan: ModelPlan, shape: tuple[int, int], precision: str) -> int:
+    config = plan.trained
+    if not plan.activation_checkpointing:
+        return activation_bytes(config, shape, precision, plan.compiled)
     # The input of each layer, and one layer's activations while it is computed again.
     inputs = 4 * config.num_layers * config.d_model * shape[0] * shape[1]
     return inputs + _one_layer_bytes(config, shape, precision)
@@ -222,6 +225,33 @@ def cache_bytes(config: HybridConfig, max_length: int, max_nodes: int, dtype: to
     attention = (each for each in cache.layers if isinstance(each, AttentionCache))
     shared = next((each.rotary.nbytes for each in attention), 0)
     return sum(cache.sequence_bytes().values()) + shared
+
+
+def distillation_operations(plan: ModelPlan, num_tokens: int, num_counted: int) -> dict[str, int]:
+    """Count multiplications and additions by part, of which `num_counted` tokens have a loss.
+
+    2 a weight and token for the target's pass, 6 for the drafter's two; of the heads for tokens
+    with a loss alone. Attention, scans, experts and what a backward pass computes again are left
+    out, so that a share of a GPU's peak is what training needs, not what it does.
+    """
+    in_layers, head = _weights(plan.trained)
+    parts = {"drafter": 6 * (plan.passes * num_tokens * in_layers + num_counted * head)}
+    if plan.live_target is not None:
+        in_layers, head = _weights(plan.live_target)
+        parts["target"] = 2 * num_tokens * in_layers + 2 * num_counted * head
+    return parts
+
+
+def _weights(config: HybridConfig) -> tuple[int, int]:
+    """Count the weights of the matrices that each token is multiplied with, and of the head."""
+    with torch.device("meta"):
+        model = HybridModel(config)
+    in_layers = sum(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if weight.ndim == 2 and "embed_tokens" not in name and weight is not model.head_weight
+    )
+    return in_layers, model.head_weight.numel()
 
 
 def training_disk(

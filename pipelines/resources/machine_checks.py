@@ -17,7 +17,7 @@ from stree.common.words import counted, size
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
 from stree_kernels.mamba.chunk_scan import mamba_ssm_kernel
-from stree_pipelines.resources.estimates import num_parameters, training_memory
+from stree_pipelines.resources.estimates import ModelPlan, num_parameters, training_memory
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()
@@ -151,12 +151,9 @@ def check_memory(target: HybridConfig) -> str:
     row."""
     drafter, dtype = _drafter_of(target), torch.bfloat16 if HAS_CUDA else torch.float32
     precision = "bf16-mixed" if HAS_CUDA else "32-true"
+    plan = ModelPlan(drafter, target, dtype)
     wanted, of_two = (
-        sum(
-            training_memory(
-                drafter, (rows, ROW_TOKENS), precision, HAS_CUDA, target, dtype
-            ).values()
-        )
+        sum(training_memory(plan, (rows, ROW_TOKENS), precision, HAS_CUDA).values())
         for rows in (1, 2)
     )
     free = free_memory_bytes(HAS_CUDA)

@@ -16,7 +16,7 @@ from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree_pipelines import doctor
 from stree_pipelines.resources import machine_checks
-from stree_pipelines.resources.estimates import training_memory
+from stree_pipelines.resources.estimates import ModelPlan, training_memory
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_memory_counts_target_drafter_and_activations(monkeypatch):
     """Just enough passes, a byte less does not."""
     config = HybridConfig(**{**ARCHITECTURE, "num_layers": 6})
     drafter = config.replace(num_layers=2, attn_layers=())
-    wanted = sum(training_memory(drafter, (1, 1024), "32-true", False, config).values())
+    wanted = sum(training_memory(ModelPlan(drafter, config), (1, 1024), "32-true", False).values())
     weights = 4 * HybridModel(config).num_parameters() + 16 * HybridModel(drafter).num_parameters()
     assert wanted > weights
     monkeypatch.setattr(machine_checks, "HAS_CUDA", False)

@@ -23,8 +23,12 @@ from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.lab.benches.models import random_model
 from stree_pipelines.lab.benches.timing import interleave, release_memory
-from stree_pipelines.resources.estimates import num_parameters
-from stree_pipelines.resources.operations import PEAKS, distillation_operations
+from stree_pipelines.resources.estimates import (
+    PEAKS,
+    ModelPlan,
+    distillation_operations,
+    num_parameters,
+)
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.teachers.cache import CachedTargets, CacheSpec, TeacherCache
 from stree_pipelines.training.teachers.cache_writer import CacheWriter
@@ -94,9 +98,8 @@ def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]
         parts = interleave(step.parts(), device, repeats)
     seconds = whole["median"] * 1e-6
     drafter = module.exported.config
-    operations = distillation_operations(
-        None if module.frozen is None else target, drafter, num_tokens, step.num_counted
-    )
+    plan = ModelPlan(drafter, target, cached=module.frozen is None)
+    operations = distillation_operations(plan, num_tokens, step.num_counted)
     total = sum(operations.values())
     row = dict(
         what="distillation step", batch_size=tokens.shape[0], sequence_length=tokens.shape[1],

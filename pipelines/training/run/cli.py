@@ -33,6 +33,7 @@ from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, r
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.resources.dry_run import config_lines, require_writable
+from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import (
     SafeCheckpointIO,
@@ -44,7 +45,7 @@ from stree_pipelines.training.module import Training
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.run.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.run.console import has_cursor, quieten, say
-from stree_pipelines.training.run.estimates import SMALLER_TRAINING, ModelPlan, describe_training
+from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_training
 from stree_pipelines.training.run.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.run.progress import TrainingBar
 from stree_pipelines.training.run.rank_watchdog import PeerWatch

@@ -6,29 +6,28 @@ The model is not made: `ModelPlan` stands where LightningCLI would instantiate i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 
-from stree.models.config import HybridConfig
 from stree_pipelines.console.progress import clock
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import count_rows
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_disk
 from stree_pipelines.resources.estimates import (
+    PEAKS,
+    ModelPlan,
     checkpoint_bytes,
+    distillation_operations,
     forward_memory,
     training_disk,
     training_memory,
 )
-from stree_pipelines.resources.operations import PEAKS, distillation_operations
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
-from stree_pipelines.training.optimization import OptimizerKind
 from stree_pipelines.training.parallel.precision import AUTOCAST
 from stree_pipelines.training.teachers.frozen_target import device_beside
 
@@ -36,27 +35,6 @@ SMALLER_TRAINING = (
     "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, unless "
     "the run has a checkpoint to go on from) or data.sequence_length"
 )
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """Architectures of a training, and the options that decide its memory.
-
-    `target` runs with the trained model; `cached` says that its outputs come from a cache instead,
-    `beside` that it has a GPU of its own. `reference` is the drafter that tokens are chosen by;
-    `passes`, how often the trained model reads each token.
-    """
-
-    trained: HybridConfig
-    target: HybridConfig | None = None
-    target_dtype: torch.dtype = torch.float32
-    cached: bool = False
-    beside: bool = False
-    activation_checkpointing: bool = False
-    reference: HybridConfig | None = None
-    passes: int = 1
-    compiled: bool = False  # the layers of what is trained
-    optimizer: OptimizerKind = "adamw"
 
 
 def describe_training(
@@ -86,24 +64,18 @@ def describe_training(
     num_rows = len(data.micro_batches().packing)
     steps = exports.export_steps(max_steps)
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    shape, beside = (data.batch_size, length), plan.beside and on_cuda
-    memory = training_memory(
-        plan.trained, shape, trainer.precision, on_cuda,
-        None if plan.cached or beside else plan.target, plan.target_dtype,
-        plan.activation_checkpointing, plan.reference, plan.passes, plan.compiled,
-        plan.optimizer,
-    )  # fmt: skip
+    shape = data.batch_size, length
+    memory = training_memory(plan, shape, trainer.precision, on_cuda)
     if exports.branches(max_steps) and not on_cuda:
         memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer)
     own_gpu = {}
-    if beside and plan.target is not None:
+    if plan.beside and on_cuda and plan.live_target is not None:
         if is_here:
             device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
-        own_gpu = forward_memory(plan.target, shape, trainer.precision, on_cuda, plan.target_dtype)
-        memory["loss"] = own_gpu.pop("loss")  # computed on the drafter's GPU, with a copy of
-        memory["target's head"] = (
-            max(2, plan.target_dtype.itemsize) * plan.target.vocab_size * plan.target.d_model
+        own_gpu = forward_memory(
+            plan.live_target, shape, trainer.precision, on_cuda, plan.target_dtype
         )
+        del own_gpu["loss"]  # computed on the drafter's GPU
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
@@ -151,10 +123,8 @@ def arithmetic_line(
     The time is that of this machine's GPUs, or of H200s without any.
     """
     counted_tokens = count_rows(data.table, data.packing)["assistant"].mean() * rows
-    parts = distillation_operations(
-        None if plan.cached else plan.target, plan.trained, rows * data.packing.sequence_length,
-        round(counted_tokens), plan.passes,
-    )  # fmt: skip
+    num_tokens = rows * data.packing.sequence_length
+    parts = distillation_operations(plan, num_tokens, round(counted_tokens))
     total = sum(parts.values())
     shares = ", ".join(f"{name} {count / total:.0%}" for name, count in parts.items())
     line = f"arithmetic: {total / 1e12:,.3g} TFLOP a step ({shares})"

@@ -42,8 +42,11 @@ from stree_pipelines.lab.benches import (
 )
 from stree_pipelines.lab.papers import order_bench as orders
 from stree_pipelines.resources import estimates
-from stree_pipelines.resources.estimates import num_parameters
-from stree_pipelines.resources.operations import distillation_operations
+from stree_pipelines.resources.estimates import (
+    ModelPlan,
+    distillation_operations,
+    num_parameters,
+)
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
 
@@ -611,9 +614,8 @@ def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         step.whole()
-    operations = distillation_operations(
-        target.config if teacher == "live" else None, module.exported.config, 80, step.num_counted
-    )
+    plan = ModelPlan(module.exported.config, target.config, cached=teacher != "live")
+    operations = distillation_operations(plan, 80, step.num_counted)
     counted = counter.get_flop_counts()["Global"]
     products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm_]
     assert sum(operations.values()) == products

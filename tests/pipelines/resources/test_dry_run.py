@@ -11,8 +11,9 @@ import json
 import re
 import shutil
 from collections import namedtuple
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ from stree_pipelines import (
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.lab import bench_decode, bench_kernels, bench_training, study
-from stree_pipelines.resources import dry_run, estimates, operations
+from stree_pipelines.resources import dry_run, estimates
+from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
 from stree_pipelines.training.run import estimates as needs
@@ -49,6 +51,7 @@ from stree_pipelines.training.teachers.frozen_target import held_dtype
 CONFIG = HybridConfig(**ARCHITECTURE)
 TINY = bench_training.TINY
 RESULTS = Path(__file__).parents[3] / "docs/results"
+CONFIGS = Path(__file__).parents[3] / "configs"
 MAMBA_KEYS = (
     "num_ssm_heads", "ssm_head_dim", "d_state", "num_x_groups", "num_b_groups", "num_c_groups"
 )  # fmt: skip
@@ -213,13 +216,13 @@ def test_time_of_the_arithmetic():
     tokens, mask = np.zeros(200, np.int32), np.arange(200) % 100 >= 40
     table = TokenTable(tokens, mask, np.array([0, 100, 200]))
     batches = MicroBatches(table, pack(table, 100, [0, 1]), 1, seed=0, pad_id=0)
-    parts = operations.distillation_operations(CONFIG, CONFIG, 400, 240)
-    steps = round(7200 * operations.PEAKS["NVIDIA H200"] / sum(parts.values()))
+    parts = estimates.distillation_operations(ModelPlan(CONFIG, CONFIG), 400, 240)
+    steps = round(7200 * estimates.PEAKS["NVIDIA H200"] / sum(parts.values()))
     for plan, processes, time in (
-        (needs.ModelPlan(CONFIG, CONFIG), 1, "2:00:00"),
-        (needs.ModelPlan(CONFIG, CONFIG), 2, "1:00:00"),
-        (needs.ModelPlan(CONFIG, CONFIG, beside=True), 1, "1:00:00"),
-        (needs.ModelPlan(CONFIG, CONFIG, cached=True), 1, "1:30:00"),  # 6 of 8 operations
+        (ModelPlan(CONFIG, CONFIG), 1, "2:00:00"),
+        (ModelPlan(CONFIG, CONFIG), 2, "1:00:00"),
+        (ModelPlan(CONFIG, CONFIG, beside=True), 1, "1:00:00"),
+        (ModelPlan(CONFIG, CONFIG, cached=True), 1, "1:30:00"),  # 6 of 8 operations
     ):
         line = needs.arithmetic_line(plan, batches, 4, steps, processes)
         assert f"at least {time} at" in line and ("target" in line) != plan.cached
@@ -524,8 +527,10 @@ def test_caches_and_weights_are_counted_as_they_are(config):
 
 
 def test_a_cached_target_takes_no_memory():
-    live = estimates.training_memory(CONFIG, (2, 48), "32-true", False, CONFIG)
-    cached = estimates.training_memory(CONFIG, (2, 48), "32-true", False)
+    live, cached = (
+        estimates.training_memory(ModelPlan(CONFIG, CONFIG, cached=each), (2, 48), "32-true", False)
+        for each in (False, True)
+    )
     assert live["target"] == 4 * HybridModel(CONFIG).num_parameters()
     assert sum(live.values()) - sum(cached.values()) == live["target"]
 
@@ -534,11 +539,12 @@ def test_of_the_target_s_pass_and_the_drafter_s_the_fuller_counts():
     wide = CONFIG.replace(num_heads=256, head_dim=64)  # its layer keeps more than a whole drafter
     narrow = CONFIG.replace(num_layers=1, attn_layers=())
     shape = 2, 48
-    while_it_runs = estimates.training_memory(narrow, shape, "32-true", False, wide)
+    plan = ModelPlan(narrow, wide)
+    while_it_runs = estimates.training_memory(plan, shape, "32-true", False)
     alone = estimates.forward_memory(wide, shape, "32-true", False, torch.float32)
     assert while_it_runs["target's activations"] == alone["target's activations"]
     assert "activations" not in while_it_runs and "loss" not in while_it_runs
-    later = estimates.training_memory(narrow, shape, "32-true", False, wide, passes=100)
+    later = estimates.training_memory(replace(plan, passes=100), shape, "32-true", False)
     assert "activations" in later and "target's activations" not in later
 
 
@@ -580,23 +586,32 @@ def test_a_step_at_8b_takes_what_was_measured():
     rows = RESULTS / "h200-training/8b.jsonl"
     target = bench_training.TARGETS["8b"]
     for row in map(json.loads, rows.read_text().splitlines()):
-        drafter = drafter_config_from(target)
+        drafter, kind = drafter_config_from(target), "adamw"
         if row["features"]:
             drafter = FeatureConfig(row["features"]).added_to(drafter, target)
-        live = target if row["teacher"] == "live" else None
+        if "recipe" in row:
+            file = CONFIGS / f"distill/{row['recipe']}.yaml"
+            options = SimpleNamespace(recipe=str(file), more=row["options"])
+            model = bench_training.recipe(options, row["teacher"])
+            parts = ("drafter", "drafter_layers", "start_from", "features", "head")
+            drafter = distillation.drafter_config_of(target, *(model[part] for part in parts))
+            kind = model["optimizer"].kind
+        assert estimates.num_parameters(drafter) == row["drafter_parameters"]
         shape = row["batch_size"], row["sequence_length"]
-        parts = estimates.training_memory(
-            drafter, shape, bench_training.PRECISION, True, live,
-            held_dtype(row.get("target_dtype", "bfloat16")), compiled=True,
+        plan = ModelPlan(
+            drafter, target, held_dtype(row.get("target_dtype", "bfloat16")),
+            cached=row["teacher"] != "live", compiled=True, optimizer=kind,
         )  # fmt: skip
+        parts = estimates.training_memory(plan, shape, bench_training.PRECISION, True)
         estimated = sum(parts.values()) - 4 * row["drafter_parameters"]
-        assert row["peak_bytes"] < estimated < 1.125 * row["peak_bytes"]
+        assert row["peak_bytes"] < estimated < 1.125 * row["peak_bytes"], row
 
 
 def test_recomputed_activations_take_less():
+    plan = ModelPlan(CONFIG)
     kept, again = (
-        estimates.training_memory(CONFIG, (2, 48), "32-true", False, checkpointing=each)
-        for each in (False, True)
+        estimates.training_memory(each, (2, 48), "32-true", False)
+        for each in (plan, replace(plan, activation_checkpointing=True))
     )
     assert again["activations"] < kept["activations"] / 2
 
@@ -606,9 +621,8 @@ def test_one_kind_of_layer_is_enough(layers):
     """A config without Mamba-2 layers need not say how such a layer would look."""
     unused = dict.fromkeys(MAMBA_KEYS if layers else ATTENTION_KEYS, 0)
     config = CONFIG.replace(attn_layers=layers, **unused)
-    live = estimates.training_memory(
-        config, (2, 48), "32-true", False, config, checkpointing=True
-    )  # fmt: skip
+    plan = ModelPlan(config, config, activation_checkpointing=True)
+    live = estimates.training_memory(plan, (2, 48), "32-true", False)
     one_layer = config.replace(num_layers=1, attn_layers=layers[:1])
     alone = estimates.activation_bytes(one_layer, (2, 48), "32-true")
     asked = estimates.forward_memory(config, (2, 48), "32-true", False, torch.float32)
