@@ -12,8 +12,10 @@ files nor Python, but it may run for as long, and ask for as much memory, as it 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +63,8 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Llama 3's template prints today's date unless told one; training data must not change at midnight.
 FIXED_DATE = "26 Jul 2024"
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # never in well-formed interchange
+# Answers of a conversation whose borders are each rendered, where the template has no marks.
+FEW_ANSWERS = 3
 
 # The conversation is not to blame for these.
 _ERRORS_OF_TEMPLATES = (
@@ -69,6 +73,7 @@ _ERRORS_OF_TEMPLATES = (
 )  # fmt: skip
 
 Message = tuple[str, str] | Mapping[str, Any]  # (role, text), or as `transformers` has it
+Borders = tuple[int, int]  # in a text: where an answer's opening ends, and all of its turn
 
 
 class Piece(NamedTuple):
@@ -87,7 +92,7 @@ class Rendering(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """Two characters that no message contains; they enclose each control token in a message."""
+    """Two characters that no message contains; they enclose what is to be found again."""
 
     opening: str
     closing: str
@@ -140,7 +145,8 @@ class ChatEncoder:
 
     With `{% generation %}` in the template its marks say what the assistant speaks. Without, each
     assistant turn is what the template adds to the rendering of the turns before it (generation
-    prompt included); renderings that are not prefixes of one another are refused.
+    prompt included); renderings that are not prefixes of one another are refused. Of many answers
+    in the same surroundings the first and the last are rendered so, and the others looked up.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None):
@@ -219,11 +225,10 @@ class ChatEncoder:
         texts = list(_texts(given))
         if not any(map(self.special_pattern.search, texts)):
             return None
-        everything = "".join(texts)
-        unused = [mark for mark in NONCHARACTERS if mark not in everything]
-        if len(unused) < 2:
+        fence = _unused_marks("".join(texts))
+        if fence is None:
             raise BadData("a text with control tokens and all of Unicode's noncharacters")
-        return Fence(*unused[:2])
+        return fence
 
     def _fenced(self, given: Any, fence: Fence) -> Any:
         """Copy messages (nested mappings and lists of texts) with their control tokens fenced."""
@@ -287,13 +292,13 @@ class ChatEncoder:
                 ],
             )
         text = rendering.text
+
+        def render(turns: Sequence[dict[str, Any]], opened: bool = prompt) -> str:
+            return self._render(turns, opened, variables).text
+
         spans = []
-        for number, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self._render(messages[:number], True, variables).text
-            through = self._render(messages[: number + 1], False, variables).text
-            if not (through.startswith(before) and text.startswith(through)):
+        for number, borders in self._borders(messages, text, render):
+            if borders is None:
                 if prompt:  # nobody asks which tokens are the assistant's
                     return rendering
                 raise UsageError(
@@ -301,8 +306,31 @@ class ChatEncoder:
                     "so its tokens cannot be told apart; use a template with {% generation %} "
                     f"marks or one of {', '.join(TEMPLATES)}"
                 )
-            spans.append((len(before), self._end_of_turn(through)))
+            start, through = borders
+            spans.append((start, start + self._end_of_turn(text[start:through])))
         return Rendering(text, spans)
+
+    def _borders(
+        self, messages: Sequence[dict[str, Any]], text: str, render: Callable[..., str]
+    ) -> Iterator[tuple[int, Borders | None]]:
+        """Yield each assistant turn's number and its borders in `text`, the rendering of all; None
+        where the template renders the turn differently when more turns follow. The number of
+        renderings does not grow with the turns, unless the template changes their texts."""
+        answers = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
+
+        @functools.cache
+        def rendered(number: int) -> Borders | None:
+            before, through = render(messages[:number], True), render(messages[: number + 1], False)
+            is_prefix = through.startswith(before) and text.startswith(through)
+            return (len(before), len(through)) if is_prefix else None
+
+        found: dict[int, Borders] = {}
+        if len(answers) > FEW_ANSWERS:
+            places = _places(messages, text, render)
+            for numbers in _alike(messages, answers, places, text):
+                found |= _look_up(numbers, places, text, rendered)
+        for number in answers:
+            yield number, found.get(number) or rendered(number)
 
     def _end_of_turn(self, through: str) -> int:
         """Where the assistant's turn stops in a rendering that ends with it. Whitespace behind the
@@ -349,6 +377,91 @@ class ChatEncoder:
                     )
                 ids[number] = piece_ids[len(self._anchor_ids) :] if behind else piece_ids
         return ids
+
+
+def _places(
+    messages: Sequence[dict[str, Any]], text: str, render: Callable[..., str]
+) -> dict[int, tuple[int, int]]:
+    """Find the messages' texts, without space around them, in `text`, the rendering of all, by one
+    rendering with marks around each. Return {number: (start, stop)} of the messages whose text is
+    there as it was given, once."""
+    unused = _unused_marks("".join([text, *_texts(messages)]))
+    if unused is None:
+        return {}
+    inner: dict[int, str] = {}
+    marked = [dict(each) for each in messages]
+    for number, message in enumerate(marked):
+        content = message.get("content")
+        if isinstance(content, str) and (inside := content.strip()):
+            mark = f"{unused.opening}{number}{unused.closing}"
+            message["content"] = content.replace(inside, f"{mark}{inside}{mark}", 1)
+            inner[number] = inside
+    try:
+        parts = re.split(f"{unused.opening}([0-9]+){unused.closing}", render(marked))
+    except BadData:  # the template looks into the texts
+        return {}
+    if "".join(parts[::2]) != text:
+        return {}
+    marks: dict[int, list[int]] = {}
+    ends = itertools.accumulate(map(len, parts[::2]))
+    for number, end in zip(map(int, parts[1::2]), ends, strict=False):
+        marks.setdefault(number, []).append(end)
+    return {
+        number: (at[0], at[1])
+        for number, at in marks.items()
+        if len(at) == 2 and text[at[0] : at[1]] == inner[number]
+    }
+
+
+def _alike(
+    messages: Sequence[Mapping[str, Any]], answers: Sequence[int],
+    places: Mapping[int, tuple[int, int]], text: str,
+) -> Iterable[list[int]]:  # fmt: skip
+    """Group the answers by all that surrounds their texts: roles and keys of each message and the
+    one before it, and the rendered text up to its neighbours' texts, any number for any other."""
+    places = {len(messages): (len(text), len(text)), **places}
+    groups: dict[Any, list[int]] = {}
+    for number in answers:
+        if places.keys() >= {number - 1, number, number + 1}:
+            (_, behind), (start, stop), (ahead, _) = (places[number + i] for i in (-1, 0, 1))
+            around = re.sub("[0-9]+", "0", f"{text[behind:start]}\0{text[stop:ahead]}")
+            kinds = (
+                (each.get("role"), frozenset(key for key, value in each.items() if value))
+                for each in messages[number - 1 : number + 1]
+            )
+            groups.setdefault((around, *kinds), []).append(number)
+    return groups.values()
+
+
+def _look_up(
+    numbers: Sequence[int], places: Mapping[int, tuple[int, int]], text: str,
+    rendered: Callable[[int], Borders | None],
+) -> dict[int, Borders]:  # fmt: skip
+    """Return the borders of answers of one group that stand between the same texts as the first and
+    the last of them; nothing where those two differ."""
+
+    def around(number: int) -> tuple[str, str] | None:
+        (_, behind), (start, stop) = places[number - 1], places[number]
+        before, through = rendered(number) or (-1, -1)
+        if not behind <= before <= start < stop <= through:
+            return None
+        return text[behind:before], text[stop:through]
+
+    texts = around(numbers[0])
+    if texts is None or texts != around(numbers[-1]):
+        return {}
+    found = {}
+    for number in numbers:
+        (_, behind), (_, stop) = places[number - 1], places[number]
+        if text.startswith(texts[0], behind) and text.startswith(texts[1], stop):
+            found[number] = behind + len(texts[0]), stop + len(texts[1])
+    return found
+
+
+def _unused_marks(text: str) -> Fence | None:
+    """Choose two characters that are not in a text; None where all are."""
+    unused = [mark for mark in NONCHARACTERS if mark not in text]
+    return Fence(*unused[:2]) if len(unused) > 1 else None
 
 
 def _texts(given: Any) -> Iterator[str]:
