@@ -13,8 +13,7 @@ from stree.common.errors import UsageError, exit_with_reason
 
 
 class Entry(NamedTuple):
-    """A command: its module in `stree_pipelines`, its line of the help, and what it is always
-    given first."""
+    """A command: its module in `stree_pipelines`, its line of the help, and its first arguments."""
 
     module: str
     summary: str
@@ -60,7 +59,7 @@ HELP = "\n".join(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Raises what it raises, `UsageError` when there is none of that name."""
+    """Run a command. Raises its errors, and `UsageError` for an unknown name."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(HELP)
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     exit_with_reason(main)
 
 

@@ -108,8 +108,10 @@ class EncodedChat:
 
 
 def resolve_template(tokenizer: Any, template: str | None = None) -> str:
-    """The Jinja text of a template: None is the tokenizer's own, anything else is for
-    `named_template`. Raises `UsageError`."""
+    """Return the Jinja text of a template; None is the tokenizer's own.
+
+    Any other is looked up by `named_template`. Raises `UsageError`.
+    """
     if template is not None:
         return named_template(template)
     own = tokenizer.chat_template
@@ -124,8 +126,10 @@ def resolve_template(tokenizer: Any, template: str | None = None) -> str:
 
 
 def named_template(template: str) -> str:
-    """The Jinja text of a name in `TEMPLATES`, of a path to a .jinja file, or the text itself.
-    Raises `NotFound`, and `UsageError` for a file that cannot be read."""
+    """Return the Jinja text of a name in `TEMPLATES`, of a .jinja file, or the text itself.
+
+    Raises `NotFound`, and `UsageError` for a file that cannot be read.
+    """
     if template in TEMPLATES:
         return TEMPLATES[template]
     if "{%" in template or "{{" in template:
@@ -141,7 +145,7 @@ def named_template(template: str) -> str:
 
 
 class ChatEncoder:
-    """Encodes conversations with one tokenizer and one template.
+    """Encoder of conversations with one tokenizer and one template.
 
     With `{% generation %}` in the template its marks say what the assistant speaks. Without, each
     assistant turn is what the template adds to the rendering of the turns before it (generation
@@ -333,8 +337,10 @@ class ChatEncoder:
             yield number, found.get(number) or rendered(number)
 
     def _end_of_turn(self, through: str) -> int:
-        """Where the assistant's turn stops in a rendering that ends with it. Whitespace behind the
-        end-of-turn token is the template's: generation is over by then."""
+        """Return where the assistant's turn stops in a rendering that ends with it.
+
+        Whitespace after the end-of-turn token is the template's: generation is over by then.
+        """
         trimmed = through.rstrip()
         return len(trimmed) if trimmed.endswith(self.specials) else len(through)
 
@@ -480,7 +486,7 @@ _encoders: WeakKeyDictionary[Any, dict[tuple, ChatEncoder]] = WeakKeyDictionary(
 
 
 def chat_encoder(tokenizer: Any, template: str | None = None) -> ChatEncoder:
-    """The encoder of a tokenizer and template, made once: copying a vocabulary takes time."""
+    """Return the encoder of a tokenizer and template, cached: copying a vocabulary takes time."""
     key = (template, str(tokenizer.chat_template), len(tokenizer))
     known = _encoders.setdefault(tokenizer, {})
     if key not in known:

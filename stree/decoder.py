@@ -1,4 +1,4 @@
-"""One sequence: a batch of one row, with a streamer and with times by phase."""
+"""Decode one sequence: a batch of one row, with a streamer and with times by phase."""
 
 from __future__ import annotations
 
@@ -34,28 +34,36 @@ from stree_kernels import ops
 
 
 class Decoder:
-    """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
+    """Decoder of one sequence: a target, optionally a drafter and a tree, and their caches.
 
-    Several threads may ask: each answer waits for the end of the one before.
+    Several threads may call it: each answer waits for the end of the one before.
 
     Args:
         target: A `HybridModel`.
-        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
-            one, decoding is plain.
-        tree: The token tree (default with a drafter: the paper's), or `AdaptiveTrees`, whose costs
-            are measured first (`measure_step_times`).
+        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`); None
+            decodes without drafts.
+        tree: The token tree, or `AdaptiveTrees`, whose step times are measured first
+            (`measure_step_times`). None is the paper's tree with a drafter, else the root alone.
         max_length: Tokens of the longest sequence, prompt included; none goes beyond the target's
             positions.
-        tokenizer: For texts, and for stop strings.
-        verifier: By name (`stree.verifiers.named`), or one of your own.
+        tokenizer: Encodes texts and chats, and finds stop strings; None takes token ids only.
+        verifier: A name (`stree.verifiers.named`), or a verifier of your own.
         backtracking: "replay" or "joint", as in `BatchDecoder`.
-        num_prefixes: How many prefixes are held of what was read and generated, two a generation,
-            so that a conversation's next turn does not read them again. Each has the memory of a
-            state and its keys.
+        num_prefixes: Prefixes to keep, two a generation (the prompt, and the prompt with its
+            answer), so that a conversation's next turn does not read them again. Each has the
+            memory of a state and its keys; 0 keeps none.
 
     Raises:
         UsageError: When target and drafter have different vocabularies, or different tokenizers by
             the fingerprints in their checkpoints' manifests.
+
+    Example:
+        >>> import stree
+        >>> sizes = dict(attn_layers=(0,), num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> target = stree.HybridModel(stree.HybridConfig(64, d_model=16, num_layers=1, **sizes))
+        >>> decoder = stree.Decoder(target, max_length=32)
+        >>> len(decoder.generate([1, 2, 3], max_new_tokens=4).tokens)
+        4
     """
 
     def __init__(
@@ -219,7 +227,7 @@ class Decoder:
         streamer: Any = None,
         **options: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Go on after a text, or after each of a list, as `generate` does after tokens."""
+        """Continue a text, or each text of a list, as `generate` continues tokens."""
         several = isinstance(text, list | tuple)
         return self._serve(
             partial(self._read, text_ids, text, several, generation_config, options), streamer

@@ -1,4 +1,4 @@
-"""What is asked of a generation, when it ends, and what comes of it."""
+"""Settings of a generation, the rule by which it stops, its output and its statistics."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _FRESH_SEED_BITS = 48  # of a seed that nobody gave: equal seeds are improbable,
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How to generate, under the names of `transformers`' GenerationConfig.
+    """Settings of a generation, under the names of `transformers`' GenerationConfig.
 
     Generation stops at EOS (also inside an accepted block), at the first token that completes a
     stop string, or after max_new_tokens.
 
     Attributes:
-        max_new_tokens: The most that are generated after the prompt.
-        temperature: 0 is greedy.
+        max_new_tokens: The most tokens to generate after the prompt, at least 1.
+        temperature: 0 is greedy, else at least 0.00001.
         top_k: Sample from the k best tokens only; 0 is off.
         top_p: Sample from the best tokens that have this probability together; 1 is off.
-        eos_token_id: One or several. None means all that the model's config files and its
-            tokenizer name (`Decoder.eos_token_ids`).
+        eos_token_id: One or several tokens that end the answer. None is all that the model's config
+            files and its tokenizer name (`Decoder.eos_token_ids`).
         stop_strings: Texts that end the answer.
-        seed: Of sampling. It gives the same text with and without drafts. None draws a fresh one
-            for each request that samples; `GenerationOutput.seed` says which.
+        seed: Seed of sampling, which gives the same text with and without drafts. None draws a
+            fresh seed for each request that samples; `GenerationOutput.seed` has it.
         ignore_eos: Go on after EOS, for measuring speed.
         min_p: Sample from tokens with at least this share of the best one's probability; 0 is off.
         repetition_penalty: Divides the positive logits of all tokens of prompt and answer so far,
@@ -54,6 +54,12 @@ class GenerationConfig:
 
     Raises:
         UsageError: For values out of range, and for several greedy answers, which are equal.
+
+    Example:
+        >>> import stree
+        >>> sampled = stree.GenerationConfig(max_new_tokens=64, temperature=0.7, top_p=0.9, seed=1)
+        >>> sampled.max_new_tokens
+        64
     """
 
     max_new_tokens: int = 256
@@ -118,7 +124,7 @@ class GenerationConfig:
             object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
 
     def seeded(self) -> GenerationConfig:
-        """Return these settings with a fresh seed where they sample and have none."""
+        """Return these settings, with a fresh seed if they sample without one."""
         if self.temperature == 0 or self.seed is not None:
             return self
         return dataclasses.replace(self, seed=secrets.randbits(_FRESH_SEED_BITS))
@@ -134,6 +140,7 @@ class GenerationConfig:
         return [dataclasses.replace(self, seed=seed, num_return_sequences=1) for seed in seeds]
 
     def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that end an answer, given those of the model."""
         if self.ignore_eos:
             return frozenset()
         if self.eos_token_id is None:
@@ -148,7 +155,10 @@ def _seed_of_sample(seed: int | None, number: int) -> int:
 
 
 def _token_ids(given: Any) -> tuple[int, ...]:
-    """One id or several, of Python, NumPy or torch; raises `UsageError` for anything else."""
+    """Return one or several token ids of Python, NumPy or torch as ints.
+
+    Raises `UsageError` for anything else.
+    """
     several = given.tolist() if hasattr(given, "tolist") else given
     several = several if isinstance(several, list | tuple | set | frozenset) else [several]
     if not several:
@@ -165,12 +175,19 @@ def _token_ids(given: Any) -> tuple[int, ...]:
 class DecodingStats:
     """Counts and times of one generation; counts follow the kept tokens. `print` shows a table.
 
-    num_new_tokens leaves out the prefill's token and whatever a stop dropped;
-    accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
-    end (0, the root: none was kept); depth_per_call has the depth of each call's tree (0: a plain
-    step), tree_max_depth the deepest that a call may have; num_reused_tokens of the prompt were
-    read before; time_ms are totals over the calls; calls_by_tree, where each step's tree was
-    chosen, says how often which.
+    Attributes:
+        num_new_tokens: New tokens, without the prefill's and those that a stop dropped.
+        num_calls: Target calls.
+        num_nodes: Nodes of all calls' trees, roots included.
+        accepted_per_call: Kept drafts of each call.
+        end_node_per_call: Node of the tree at which they end; 0, the root, if none was kept.
+        depth_per_call: Depth of each call's tree; 0 for a plain step.
+        tree_max_depth: Depth of the deepest tree that a call may have.
+        prefill_s: Seconds until the first token.
+        decode_s: Seconds of decoding, after the prefill.
+        time_ms: Milliseconds of all calls by phase.
+        num_reused_tokens: Tokens of the prompt that were taken from a kept prefix.
+        calls_by_tree: Number of calls with each tree; empty unless trees were chosen by step.
     """
 
     num_new_tokens: int = 0
@@ -188,17 +205,22 @@ class DecodingStats:
 
     @property
     def acceptance_length(self) -> float:
-        """New tokens a target call (τ)."""
+        """New tokens per target call (τ); NaN without calls."""
         return self.num_new_tokens / self.num_calls if self.num_calls else float("nan")
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens a second of decoding, the prefill left out."""
+        """New tokens per second of decoding, without the prefill; NaN without a time."""
         return self.num_new_tokens / self.decode_s if self.decode_s else float("nan")
 
     def count_call(self, tree: TokenTree, path: Sequence[int], num_kept: int) -> int:
-        """Count a call that has accepted a path, the root first, and of whose tokens so many were
-        kept; returns how many of these are drafts."""
+        """Count a call; return its number of kept drafts.
+
+        Args:
+            tree: The call's tree.
+            path: Accepted nodes, the root first.
+            num_kept: New tokens that the stop rule kept.
+        """
         num_accepted = len(path) - 1
         if num_kept < num_accepted:
             num_accepted, path = num_kept, path[: num_kept + 1]
@@ -246,16 +268,16 @@ def _figure(value: float) -> str:
 
 @dataclass(repr=False)
 class GenerationOutput:
-    """What was generated after a prompt.
+    """Output of a generation after a prompt.
 
     Attributes:
-        tokens: The new tokens, without the prompt; the EOS included when it came.
+        tokens: The new tokens, without the prompt; the EOS included if it came.
         finish_reason: Why they end: "eos", "stop_string" or "length"; of rows of a batch also
             "released" or "error".
-        stats: Calls, accepted drafts and times; printed, a table.
-        tokenizer: The decoder's.
-        seed: Of sampling: the request's, or the fresh one that it got. Given again, it gives the
-            same answer. None where the answer is greedy.
+        stats: Calls, accepted drafts and times; `print` shows a table.
+        tokenizer: The decoder's, for `text`; None without one.
+        seed: Seed of sampling: the request's, or the fresh one that it got. The same seed gives the
+            same answer again. None for a greedy answer.
     """
 
     tokens: list[int]
@@ -266,7 +288,7 @@ class GenerationOutput:
 
     @property
     def text(self) -> str:
-        """The tokens as text, without special ones. Raises `UsageError` without a tokenizer."""
+        """Text of the tokens, without special ones. Raises `UsageError` without a tokenizer."""
         if self.tokenizer is None:
             raise UsageError(
                 "the decoder has no tokenizer, so there is no text: make it with tokenizer=…"
@@ -283,7 +305,7 @@ class GenerationOutput:
 
 
 class StopRule:
-    """Decides, token by token, how much of a block is kept and why generation ends."""
+    """Rule that decides, token by token, how much of a block is kept and why generation ends."""
 
     def __init__(
         self, generation: GenerationConfig, model_eos_ids: Sequence[int], tokenizer: Any
@@ -297,7 +319,10 @@ class StopRule:
         self.tokens: list[int] = []
 
     def keep(self, block: list[int]) -> tuple[list[int], str]:
-        """The kept head of a block of new tokens and the reason to stop, or ""."""
+        """Return the tokens of a block that are kept, from its beginning, and the reason to stop.
+
+        The reason is "" while generation goes on.
+        """
         for index, token in enumerate(block):
             self.tokens.append(token)
             self.left -= 1
@@ -310,13 +335,13 @@ class StopRule:
         return block, ""
 
     def _completes_stop_string(self) -> bool:
-        # A token is at least one byte: this tail covers any stop string that just ended
+        # A token is at least one byte: these last tokens cover any stop string that just ended
         longest = max(len(each.encode()) for each in self.stop_strings)
         text = self.tokenizer.decode(self.tokens[-longest - 4 :])
         return any(each in text for each in self.stop_strings)
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise `UsageError` unless it is a whole number of at least `least`."""
+    """Raise `UsageError` unless a value is a whole number of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name} is {value!r}, wanted a whole number of at least {least}")

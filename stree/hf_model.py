@@ -1,4 +1,4 @@
-"""A door from transformers: its `generate`, asked of a model that it has loaded, with speculation.
+"""Speculative decoding of a model that transformers has loaded, by its own `generate`.
 
 transformers itself reads the arguments, by its own rules and defaults, and hands over prompts,
 logits processors and stopping criteria; only the loop over tokens is ours.
@@ -94,7 +94,7 @@ def from_transformers(
 
 
 def _require_tensor(ids: Any) -> None:
-    """As `model.generate` takes prompts, or leaves them out."""
+    """Raise `UsageError` for prompts that `model.generate` does not take."""
     if ids is None or isinstance(ids, Tensor):
         return
     unpacked = ": generate(**batch) takes a tokenizer's" if isinstance(ids, Mapping) else ""
@@ -119,9 +119,10 @@ def _drafter(
 
 
 class TransformersDecoder:
-    """A model of transformers, the same weights as `target`, and what drafts for it.
+    """Decoder of a model of transformers, with the same weights as `target`, and a drafter.
 
-    outputs, what the last `generate` did for each prompt: tokens, and statistics such as τ.
+    Attributes:
+        outputs: Output of the last `generate` for each prompt: tokens, and statistics such as τ.
     """
 
     def __init__(
@@ -159,28 +160,41 @@ class TransformersDecoder:
 
     @property
     def room(self) -> MemoryReport | None:
-        """How many sequences the last call had buffers for, how many more there is memory for, and
-        why; None before the first. A call with more, or longer ones, makes larger buffers."""
+        """Report of the last call's buffers and of the free memory; None before the first call.
+
+        A call with more sequences, or longer ones, makes larger buffers.
+        """
         return None if self._batch is None else self._batch.room
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, **arguments: Any
     ) -> Tensor:
-        """`model.generate`: the same arguments, the same (B, T) tensor of prompts and what follows,
-        padded with the padding token; greedy, the same tokens.
+        """Generate as `model.generate` does, from the same arguments.
 
-        Sampling follows the same distribution; seeds come from PyTorch's generator, so
-        `torch.manual_seed` repeats it, with other tokens than transformers'. A stopping criterion
-        is asked about one sequence at a time, after each of its tokens, without scores. A streamer
-        takes one prompt. Raises `UsageError`, naming it, for what cannot be honoured: beams, logits
-        processors other than temperature, top-k, top-p, min-p and repetition penalty, outputs
-        beside tokens, inputs that are no tokens.
+        Greedy decoding gives the same tokens. Sampling follows the same distribution; seeds come
+        from PyTorch's generator, so `torch.manual_seed` repeats an answer, with other tokens than
+        transformers'.
+
+        Args:
+            inputs: Prompts (B, T), padded at the left; or None with input_ids.
+            generation_config: transformers' GenerationConfig; None is the model's.
+            **arguments: Other arguments of `model.generate`. A stopping criterion is called with
+                one sequence at a time, after each of its tokens, without scores. A streamer takes
+                one prompt.
+
+        Returns:
+            Prompts and answers (B, T'), padded with the padding token.
+
+        Raises:
+            UsageError: For an argument that is not supported, which it names: beams, logits
+                processors other than temperature, top-k, top-p, min-p and repetition penalty,
+                other outputs than tokens, other inputs than tokens.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         with ExitStack() as stack:
             streamer = given.pop("streamer", None)
             if streamer is not None:
-                stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
+                stack.callback(end_of(streamer))  # also after an error: a thread may wait for it
             for ids in (inputs, given.get("input_ids")):
                 _require_tensor(ids)
             _require_supported(given, generation_config, self.model.generation_config)
@@ -192,11 +206,10 @@ class TransformersDecoder:
             return self.model.generate(inputs, generation_config, custom_generate=decode, **given)
 
     def _follow(self) -> None:
-        """Take the model's weights anew where it was trained or moved: some of ours are made of
-        them."""
+        """Share the model's weights anew if it was trained or moved: some of ours are copies."""
         weights = _weights(self.model)
         if weights != self._made_of:
-            self._batch = None  # its buffers go before there is another model
+            self._batch = None  # frees its buffers before another model is made
             self.target, self._made_of = shared_model(self.model), weights
 
     def _decode(
@@ -209,7 +222,7 @@ class TransformersDecoder:
         generation_config: Any = None,
         **prepared: Any,
     ) -> Tensor:
-        """What transformers calls in place of its own loop, with all that it has prepared."""
+        """Decode in place of transformers' own loop, which calls it with all that it prepared."""
         if streamer is not None and len(input_ids) > 1:
             raise UsageError(f"got {len(input_ids)} prompts: a streamer shows one answer at a time")
         if streamer is not None:
@@ -243,7 +256,7 @@ class TransformersDecoder:
     def _serve(
         self, requests: list[Request], input_ids: Tensor, stops: _Stops, streamer: Any
     ) -> list[list[int]]:
-        """The new tokens of each request."""
+        """Return the new tokens of each request."""
         batch = self._batch_for(requests)
         tokens: list[list[int]] = [[] for _ in requests]
         ends: list[int | None] = [None] * len(requests)  # after so many tokens
@@ -278,7 +291,7 @@ class TransformersDecoder:
         return [row[:last] for row in tokens]
 
     def _batch_for(self, requests: Sequence[Request]) -> BatchDecoder:
-        """Buffers that are large enough; those of the last call where they are."""
+        """Return a batch with large enough buffers, that of the last call if it fits."""
         longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )  # fmt: skip
@@ -305,7 +318,7 @@ class TransformersDecoder:
 
 
 class _Stops:
-    """transformers' stopping criteria: lengths and ends of sequence as ours, others asked."""
+    """transformers' stopping criteria: lengths and EOS become settings, others are called."""
 
     def __init__(self, criteria: Any, prompt_length: int) -> None:
         from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -320,7 +333,7 @@ class _Stops:
         self.others = [each for each in criteria if not isinstance(each, own)]
 
     def asked(self, prompt: Tensor, tokens: list[int]) -> bool:
-        """Whether a criterion ends a sequence (T,) here."""
+        """Return whether a criterion ends the sequence (T,) here."""
         if not self.others:
             return False
         so_far = torch.cat([prompt, prompt.new_tensor(tokens)])[None]
@@ -328,7 +341,7 @@ class _Stops:
 
 
 def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -> dict[str, Any]:
-    """Ours for logits processors, of which transformers makes a list; empty when greedy."""
+    """Return our settings for transformers' list of logits processors; empty for greedy ones."""
     from transformers.generation import logits_process as theirs
 
     names = {
@@ -353,8 +366,10 @@ def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -
 
 
 def _stop_strings_as_criterion(generation_config: Any, given: dict[str, Any]) -> Any:
-    """Let stop strings, in the arguments or the config, be one of the stopping criteria; returns
-    the config without them."""
+    """Turn stop strings, in the arguments or the config, into a stopping criterion.
+
+    Returns the config without them.
+    """
     from transformers import StoppingCriteriaList, StopStringCriteria
 
     tokenizer = given.pop("tokenizer", None)
@@ -372,8 +387,11 @@ def _stop_strings_as_criterion(generation_config: Any, given: dict[str, Any]) ->
 
 
 def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
-    """Raise `UsageError` for an argument that is no setting and not taken, and for settings, the
-    first that is given counts, of another search than token by token or answer than ids."""
+    """Raise `UsageError` for unknown arguments, and for settings that are not supported.
+
+    Those ask for another search than token by token, or for other answers than ids. The first value
+    of arguments and configs counts.
+    """
     from transformers import GenerationConfig as Theirs
 
     known = {*_TAKEN, *_PLAIN, *vars(Theirs())}
@@ -389,8 +407,10 @@ def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
 
 
 def _require_no_hooks(model: Any) -> None:
-    """Raise `UsageError` for a hook that might change what a module computes; transformers' own
-    only take notes."""
+    """Raise `UsageError` for a hook that might change a module's outputs.
+
+    Hooks of transformers only record them, and are allowed.
+    """
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not str(getattr(hook, "__module__", None)).startswith("transformers."):
@@ -401,7 +421,7 @@ def _require_no_hooks(model: Any) -> None:
 
 
 def _weights(model: Any) -> tuple[Any, ...]:
-    """Another value when a weight was trained, moved or replaced (through `.data`: not)."""
+    """Return a key that differs when a weight was trained, moved or replaced (but by `.data`)."""
     versions = (
         (id(each), 0 if each.is_inference() else each._version)
         for each in chain(model.parameters(), model.buffers())
@@ -425,16 +445,18 @@ def generate(
     num_prefixes: int = 0,
     **arguments: Any,
 ) -> Tensor:
-    """What transformers runs for `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)`, with
-    the arguments of `from_transformers` beside its own. The decoder stays with the model, for the
-    next call with the same ones."""
+    """Run `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)` for transformers.
+
+    It takes the arguments of `from_transformers` in addition to those of `model.generate`. The
+    decoder is kept with the model, for the next call with the same arguments.
+    """
     options: dict[str, Any] = dict(
         verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes
     )
     made_of = (drafter, tree, options, model.device, model.dtype)
     kept = model.__dict__.get(_KEPT)
     if kept is None or kept[0] != made_of:
-        model.__dict__.pop(_KEPT, None)  # its buffers go before there are others
+        model.__dict__.pop(_KEPT, None)  # frees its buffers before others are made
         kept = made_of, from_transformers(model, drafter, tree, **options)
         model.__dict__[_KEPT] = kept
     return kept[1].generate(**arguments)

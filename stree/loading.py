@@ -1,4 +1,4 @@
-"""A target and its drafter by name, as a decoder that uses what was measured to be fastest."""
+"""Load target and drafter by name, as a decoder with the settings that were measured fastest."""
 
 from __future__ import annotations
 
@@ -186,7 +186,10 @@ def load(
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """A CPU or a GPU by its name in PyTorch. Raises `UsageError` when it is none, or not here."""
+    """Return a CPU or GPU by its name in PyTorch; "auto" is a GPU if there is one.
+
+    Raises `UsageError` for another name, or a GPU that is not there.
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -210,9 +213,15 @@ def _floating_point(dtype: torch.dtype | str) -> torch.dtype:
 
 
 class _Measured(NamedTuple):
-    """What to decode with: in which form the folder drafts; a tree, or a choice among several;
-    verifier and backtracking that it was measured with, if that is known; and what the user did not
-    ask for in all that."""
+    """Settings to decode with, from a drafter's profile.
+
+    Attributes:
+        drafter: The drafter's folder, and in which form it drafts.
+        tree: A tree or tree policy.
+        verifier: The verifier that was measured; None if unknown.
+        backtracking: The backtracking that was measured; None if unknown.
+        remark: Where the settings differ from those asked for, and why; "" for nowhere.
+    """
 
     drafter: DrafterName
     tree: TokenTree | AdaptiveTrees
@@ -229,8 +238,10 @@ def _measured(
     dtype: torch.dtype,
     asked: DrafterName,
 ) -> _Measured:
-    """What a drafter's profile recommends here, or the paper's tree. A form other than the folder's
-    own is kept where it was asked for."""
+    """Return the settings that a drafter's profile recommends here, or the paper's tree.
+
+    A form of the drafter that was asked for is kept.
+    """
     profile, unmeasured = load_profile(drafter), _Measured(asked, TokenTree.paper())
     otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
     if profile is None:
@@ -279,7 +290,10 @@ def _measured(
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
-    """The checkpoint's folder, fetched first if that is what the name asks for."""
+    """Return a checkpoint's folder, fetched from the Hugging Face hub if it is a name there.
+
+    Raises `NotFound` for neither a folder nor a name on the hub.
+    """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UsageError(f"a checkpoint is {name!r}, wanted a folder or a name on the hub")
     path = Path(name)

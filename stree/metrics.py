@@ -1,12 +1,11 @@
-"""What an evaluation measures, each figure defined once.
+"""Figures of an evaluation, each defined once.
 
 Everything is computed from per-prompt counts, so that a figure can be pooled over any set of
 prompts and bootstrapped over them. Dims: R resamples, Q prompts.
 
-The counts follow one convention: the prompt's prefill yields the first token, which no
-verification call produced, so it is not counted; a call's bonus (or correction) token is;
-whatever the stop rule cuts off is not. Autoregressive decoding therefore has an acceptance
-length of exactly 1.
+The counts follow one convention: the first token, which the prefill yields and no verification call
+produced, is not counted; a call's bonus (or correction) token is; tokens that the stop rule cuts
+off are not. Autoregressive decoding therefore has an acceptance length of exactly 1.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ CLOCK_TOLERANCE = 0.02
 
 
 class Timing(Protocol):
-    """Tokens, calls and times of one prompt: all that a speed needs.
+    """Tokens, calls and times of one prompt, from which speeds are computed.
 
     A prompt that was decoded in a batch has shares of the batch's wall time: a call that decoded n
-    prompts adds 1/n of its seconds to decode_s of each, and the time that went into reading prompts
-    is shared in the same way among prefill_s of those that were read. Summed over prompts that is
-    the wall time of decoding, in which every second counts once, whatever the batch size: speeds
-    are the throughput of the batch, and those of a batch of one are those of one prompt alone.
+    prompts adds 1/n of its seconds to decode_s of each, and the time of prefills is shared in the
+    same way among prefill_s of the prompts that were read. Their sum is the wall time of decoding,
+    in which every second counts once at any batch size: speeds are the throughput of the batch.
     """
 
     @property
@@ -55,7 +53,7 @@ class Timing(Protocol):
 
 
 class PromptCounts(Timing, Protocol):
-    """What decoding one prompt (all its turns) took."""
+    """Counts and times of decoding one prompt (all its turns)."""
 
     @property
     def num_nodes(self) -> int: ...
@@ -67,36 +65,38 @@ class PromptCounts(Timing, Protocol):
     def tree_max_depth(self) -> int: ...
     @property
     def depth_per_call(self) -> Sequence[int] | None:
-        """Depth of each call's tree where trees are chosen; None elsewhere or if not recorded."""
+        """Depth of each call's tree if trees are chosen by step; None else, or if not recorded."""
 
     @property
     def calls_by_tree(self) -> Mapping[str, int]:
-        """Where each step's tree was chosen among several; empty elsewhere."""
+        """Number of calls with each tree, if trees are chosen by step; else empty."""
 
     @property
     def call_share(self) -> float | None:
-        """Of the target's calls, each shared among the prompts that it decoded; None is alone."""
+        """Sum over the target's calls of 1 / prompts in the call; None for a prompt alone."""
 
 
 def acceptance_length(prompts: Sequence[PromptCounts]) -> float | None:
-    """τ: new tokens per verification call, pooled. None when there was no call."""
+    """Return τ: new tokens per verification call, pooled. None when there was no call."""
     return _ratio(sum(p.num_new_tokens for p in prompts), sum(p.num_calls for p in prompts))
 
 
 def acceptance_length_prompt_mean(prompts: Sequence[PromptCounts]) -> float | None:
-    """τ of each prompt, averaged: every prompt weighs the same however long its answer."""
+    """Return the mean of the prompts' τ: answers of any length weigh the same."""
     lengths = [p.num_new_tokens / p.num_calls for p in prompts if p.num_calls]
     return _ratio(sum(lengths), len(lengths))
 
 
 def acceptance_histogram(prompts: Sequence[PromptCounts]) -> dict[int, int]:
-    """{draft tokens accepted in a call: number of such calls}; the bonus token is not a draft."""
+    """Count calls by their number of accepted drafts; the bonus token is not a draft."""
     return dict(sorted(Counter(a for p in prompts for a in p.accepted_per_call).items()))
 
 
 def end_nodes(prompts: Sequence[PromptCounts]) -> dict[int, int]:
-    """{tree node at which a call's accepted path ended: number of such calls}, 0 being the root.
-    Empty when some prompt does not say (rows of version 1 without it)."""
+    """Count calls by the tree node at which their accepted path ended, 0 being the root.
+
+    Empty when some prompt does not have it (rows of version 1).
+    """
     ends = [p.end_node_per_call for p in prompts]
     if any(nodes is None for nodes in ends):
         return {}
@@ -132,58 +132,65 @@ def call_depths(prompt: PromptCounts) -> Sequence[int] | None:
 
 
 def expected_acceptance_length(acceptance: float, num_drafts: int) -> float:
-    """τ of a chain when each draft is accepted with this probability, independently: the geometric
-    sum 1 + α + … + α^n (Leviathan et al. 2023, Eq. 1)."""
+    """Return τ of a chain when each draft is accepted with probability α, independently.
+
+    It is the geometric sum 1 + α + … + α^n (Leviathan et al. 2023, Eq. 1).
+    """
     return sum(acceptance**depth for depth in range(num_drafts + 1))
 
 
 def nodes_per_call(prompts: Sequence[PromptCounts]) -> float | None:
-    """Mean tree nodes verified in a call, the root included."""
+    """Return the mean number of tree nodes verified in a call, the root included."""
     return _ratio(sum(p.num_nodes for p in prompts), sum(p.num_calls for p in prompts))
 
 
 def tree_shares(prompts: Sequence[PromptCounts]) -> dict[str, float]:
-    """The share of steps that each tree had, where it was chosen step by step, the most used
-    first; a batch's step counts once for each of its prompts. Empty elsewhere."""
+    """Return each tree's share of the steps, the most used first, if trees are chosen by step.
+
+    A batch's step counts once for each of its prompts. Empty if trees are not chosen.
+    """
     calls = sum((Counter(p.calls_by_tree) for p in prompts), Counter[str]())
     return {tree: count / calls.total() for tree, count in calls.most_common()}
 
 
 def rows_per_call(prompts: Sequence[PromptCounts]) -> float | None:
-    """Mean prompts that a target call decoded: how full a batch was on average. 1 without one."""
+    """Return the mean number of prompts that a target call decoded; 1 without a batch."""
     shares = (p.num_calls if p.call_share is None else p.call_share for p in prompts)
     return _ratio(sum(p.num_calls for p in prompts), sum(shares))
 
 
 def tokens_per_second(prompts: Sequence[Timing]) -> float | None:
-    """New tokens per second of decoding; prefill is outside, on both sides of the fraction. Of a
-    batch: all its new tokens over the wall time of decoding."""
+    """Return new tokens per second of decoding, without the prefill's token and time.
+
+    For a batch it is all its new tokens over the wall time of decoding.
+    """
     return _ratio(sum(p.num_new_tokens for p in prompts), sum(p.decode_s for p in prompts))
 
 
 def tokens_per_second_e2e(prompts: Sequence[Timing]) -> float | None:
-    """The same new tokens per second of prefill and decoding together."""
+    """Return new tokens per second of prefill and decoding together."""
     seconds = sum(p.prefill_s + p.decode_s for p in prompts)
     return _ratio(sum(p.num_new_tokens for p in prompts), seconds)
 
 
 def speedup(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> float | None:
-    """tokens_per_second over that of the autoregressive run of the same prompts."""
+    """Return tokens_per_second over that of the autoregressive run of the same prompts."""
     _require_pairs(prompts, baseline)
     mine, theirs = tokens_per_second(prompts), tokens_per_second(baseline)
     return None if mine is None or not theirs else mine / theirs
 
 
 def speedup_per_tau(prompts: Sequence[PromptCounts], baseline: Sequence[Timing]) -> float | None:
-    """How much of the acceptance the machinery turns into speed (STree paper, Table 5)."""
+    """Return the speed-up over τ: the share of acceptance that becomes speed (STree, Table 5)."""
     faster, length = speedup(prompts, baseline), acceptance_length(prompts)
     return None if faster is None or not length else faster / length
 
 
 def time_ms(prompts: Sequence[Timing]) -> dict[str, float]:
-    """Milliseconds per call of each part of a step. `host` is what the other parts leave of the
-    decode time, so the parts add up to the step by construction. Empty without calls, or when some
-    prompt does not say what its parts took.
+    """Return the milliseconds per call of each part of a step.
+
+    `host` is the decode time without the other parts, so that the parts add up to the step. Empty
+    without calls, or when some prompt has no times of its parts.
 
     Raises:
         InvariantBroken: the measured parts exceed the decode time: something was timed twice.
@@ -207,8 +214,10 @@ def time_ms(prompts: Sequence[Timing]) -> dict[str, float]:
 
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Position of the first token that differs, or None when the sequences are equal. When one
-    is a prefix of the other they differ at the shorter one's end."""
+    """Return the position of the first token that differs, or None for equal sequences.
+
+    When one is a prefix of the other, they differ at the end of the shorter one.
+    """
     for position, (mine, theirs) in enumerate(zip(tokens, reference, strict=False)):
         if mine != theirs:
             return position
@@ -257,7 +266,7 @@ def quantiles_of(num_prompts: int, level: float = LEVEL) -> tuple[float, float]:
 
 
 def acceptance_length_interval(prompts: Sequence[PromptCounts], seed: int = 0) -> Interval | None:
-    """Interval of pooled τ."""
+    """Return the interval of pooled τ."""
     tokens_Q, calls_Q = _column(prompts, "num_new_tokens"), _column(prompts, "num_calls")
     return bootstrap_interval(
         lambda i_RQ: tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1), len(prompts), seed
@@ -265,7 +274,7 @@ def acceptance_length_interval(prompts: Sequence[PromptCounts], seed: int = 0) -
 
 
 def tokens_per_second_interval(prompts: Sequence[Timing], seed: int = 0) -> Interval | None:
-    """Interval of tokens_per_second."""
+    """Return the interval of tokens_per_second."""
     tokens_Q, seconds_Q = _column(prompts, "num_new_tokens"), _column(prompts, "decode_s")
     return bootstrap_interval(
         lambda i_RQ: tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1), len(prompts), seed
@@ -275,14 +284,14 @@ def tokens_per_second_interval(prompts: Sequence[Timing], seed: int = 0) -> Inte
 def speedup_interval(
     prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int = 0
 ) -> Interval | None:
-    """Interval of the ratio of two speeds, paired: element q of both is the same prompt."""
+    """Return the interval of the ratio of two speeds; element q of both is the same prompt."""
     return _ratio_to_speed_interval("num_new_tokens", prompts, baseline, seed)
 
 
 def speedup_per_tau_interval(
     prompts: Sequence[PromptCounts], baseline: Sequence[Timing], seed: int = 0
 ) -> Interval | None:
-    """Interval of speedup_per_tau, paired as in `speedup_interval`."""
+    """Return the interval of speedup_per_tau, paired as in `speedup_interval`."""
     # speedup / τ = (tokens / s) / baseline / (tokens / calls): the method's own tokens cancel.
     return _ratio_to_speed_interval("num_calls", prompts, baseline, seed)
 
@@ -290,8 +299,10 @@ def speedup_per_tau_interval(
 def summarise(
     prompts: Sequence[PromptCounts], baseline: Sequence[Timing] | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """Every figure under its published name, and `confidence_intervals` of those that have one.
-    Without a baseline the relative ones are None."""
+    """Return every figure under its published name, and their `confidence_intervals`.
+
+    Without a baseline, figures relative to it are None.
+    """
     intervals: dict[str, Interval | None] = {
         "acceptance_length": acceptance_length_interval(prompts, seed),
         "tokens_per_second": tokens_per_second_interval(prompts, seed),
@@ -321,7 +332,7 @@ def summarise(
 def _ratio_to_speed_interval(
     counted: str, prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int
 ) -> Interval | None:
-    """Interval of what the prompts `counted` per second over the baseline's tokens per second."""
+    """Return the interval of `counted` per second over the baseline's tokens per second."""
     _require_pairs(prompts, baseline)
     counts_Q, seconds_Q = _column(prompts, counted), _column(prompts, "decode_s")
     others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")

@@ -1,4 +1,4 @@
-"""Models and trees in a few words, as decoders' reprs have them."""
+"""Describe models and trees in a few words, for decoders' reprs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def placed(model: Any) -> str:
 
 
 def _size(model: Any) -> str:
-    """Return the size of a model; of anything else its type."""
+    """Return the size of a model, or the type of any other object."""
     if not hasattr(model, "parameters"):
         return type(model).__name__
     num_parameters = sum(each.numel() for each in model.parameters())

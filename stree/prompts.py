@@ -1,4 +1,4 @@
-"""Prompts in the forms in which tokenizers and `transformers`' users have them, as token ids."""
+"""Turn prompts, in all forms that tokenizers and users of `transformers` have, into token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # what it ret
 
 
 def one_prompt(inputs: Any) -> Tensor:
-    """Token ids (T,) of one sequence, in any form that `prompts_of` takes."""
+    """Return the token ids (T,) of one sequence, in any form that `prompts_of` takes."""
     prompts, _ = prompts_of(inputs)
     if len(prompts) != 1:
         raise UsageError(f"got {len(prompts)} prompts, wanted one: make a request of each")
@@ -32,13 +32,17 @@ def one_prompt(inputs: Any) -> Tensor:
 def prompts_of(
     inputs: Any, attention_mask: Any = None, pad_token_id: int | None = None
 ) -> tuple[list[Tensor], bool]:
-    """The token ids (T,) of each prompt without padding, and whether they came as several.
+    """Return the token ids (T,) of each prompt without padding, and whether they came as several.
 
-    Args: inputs, the ids of one sequence (a list, an array or tensor (T,) or (1, T)), of several (a
-    list of such, a tensor (B, T)), or what a tokenizer returns (a mapping with `input_ids`).
-    attention_mask, of the same shape, is 0 where a prompt is padded, left or right. pad_token_id:
-    rows of a tensor that begin or end with it and have no mask are refused.
-    Raises `UsageError` for anything else.
+    Args:
+        inputs: Ids of one sequence (a list, an array or tensor (T,) or (1, T)) or of several (a
+            list of such, a tensor (B, T)); or a tokenizer's output (a mapping with `input_ids`).
+        attention_mask: Of the same shape, 0 where a prompt is padded, left or right; None for no
+            padding.
+        pad_token_id: Without a mask, rows of a tensor that begin or end with it are refused.
+
+    Raises:
+        UsageError: For other inputs.
     """
     if isinstance(inputs, Mapping):
         inputs, attention_mask = _of_tokenizer(inputs, attention_mask)
@@ -62,7 +66,7 @@ def prompts_of(
 
 
 def text_ids(tokenizer: Any, text: Any) -> list[int]:
-    """A text's ids, with the special tokens that its tokenizer puts around it."""
+    """Return a text's ids, with the special tokens that its tokenizer adds."""
     if not isinstance(text, str):
         raise UsageError(f"got {_named(text)}, wanted a text, or a list of texts")
     with refusing_panics():
@@ -156,7 +160,7 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_read(template: str, variables: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for a variable that the template does not read, and for what is ours."""
+    """Raise `UsageError` for a variable that the template does not read, or that we set."""
     for name in variables:
         if name in _SET_HERE:
             raise UsageError(
@@ -171,7 +175,7 @@ def _require_read(template: str, variables: Mapping[str, Any]) -> None:
 
 
 def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """The ids and the mask of what a tokenizer returned."""
+    """Return the ids of a tokenizer's output, and its mask unless another is given."""
     unknown = sorted(str(key) for key in inputs.keys() - _OF_TOKENIZER)
     if "input_ids" not in inputs or unknown:
         told = f"a mapping of {', '.join(map(str, inputs))}" if inputs else "an empty mapping"
@@ -183,12 +187,12 @@ def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, 
 
 
 def _is_encoding(value: Any) -> bool:
-    """What a tokenizer returns for one text: of `transformers`, or of `tokenizers`."""
+    """Return whether a value is the output of a tokenizer (`transformers` or `tokenizers`)."""
     return isinstance(value, Mapping) or hasattr(value, "ids")
 
 
 def _is_several_ids(value: Any) -> bool:
-    """Whether an item of a list is a prompt, not a token; a text or message is told later."""
+    """Return whether an item of a list is a prompt, not a token; texts are refused later."""
     if type(value) is int:  # most of all that is asked for
         return False
     one_of_many = isinstance(value, list | tuple | range | str) or _is_encoding(value)
@@ -196,7 +200,7 @@ def _is_several_ids(value: Any) -> bool:
 
 
 def _ids(given: Any) -> Tensor:
-    """(T,) of ids in a list, an array or a tensor."""
+    """Return ids in a list, an array or a tensor as a tensor (T,)."""
     given = given.ids if hasattr(given, "ids") else given
     if isinstance(given, str):
         raise UsageError(
@@ -217,7 +221,7 @@ def _ids(given: Any) -> Tensor:
 
 
 def _masks(given: Any, count: int) -> list[Any]:
-    """The mask of each prompt."""
+    """Return the mask of each prompt."""
     is_one = isinstance(given, list | tuple) and not any(map(_is_several_ids, given))
     masks = [given] if is_one or getattr(given, "ndim", 0) == 1 else given
     if not hasattr(masks, "__len__") or len(masks) != count:
@@ -228,7 +232,7 @@ def _masks(given: Any, count: int) -> list[Any]:
 
 
 def _unpadded(ids: Tensor, given: Any) -> Tensor:
-    """The ids where the mask is not 0."""
+    """Return the ids where the mask is not 0."""
     try:
         mask = torch.as_tensor(given, device=ids.device) != 0
     except (TypeError, ValueError, RuntimeError):

@@ -1,6 +1,6 @@
-"""How to generate, as callers say it: our GenerationConfig, `transformers`' own, or keywords.
+"""Read settings of a generation: our GenerationConfig, `transformers`' own, or keywords.
 
-What is asked for and cannot be done is refused by name; nothing is left out silently.
+Settings that are not supported are refused by name; none is ignored silently.
 """
 
 from __future__ import annotations
@@ -62,13 +62,21 @@ Asked: TypeAlias = tuple[list[tuple[Tensor, GenerationConfig]], bool]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate, but for a length that counts the prompt."""
+    """Settings of a generation before its prompt is known.
+
+    Attributes:
+        generation: All settings, except a length that counts the prompt.
+        max_length: Tokens, prompt included; None if max_new_tokens sets the length.
+    """
 
     generation: GenerationConfig
-    max_length: int | None = None  # tokens, prompt included; None: max_new_tokens says it
+    max_length: int | None = None
 
     def after(self, prompt: Tensor) -> GenerationConfig:
-        """For a prompt (T,). Raises `UsageError` when max_length leaves no room after it."""
+        """Return the settings for a prompt (T,).
+
+        Raises `UsageError` when max_length leaves no room after it.
+        """
         if self.max_length is None:
             return self.generation
         left = self.max_length - len(prompt)
@@ -143,7 +151,7 @@ def asked_of_texts(
 
 
 def end_of(streamer: Any) -> Callable[[], Any]:
-    """What ends a streamer. Raises `UsageError` for an object that is none."""
+    """Return the method that ends a streamer. Raises `UsageError` for an object that is none."""
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise UsageError(
             f"streamer is {streamer!r:.60}, wanted an object with put(tokens) and end(), such as "
@@ -153,7 +161,7 @@ def end_of(streamer: Any) -> Callable[[], Any]:
 
 
 def _of_transformers(given: Any) -> dict[str, Any]:
-    """What a GenerationConfig of `transformers` sets."""
+    """Return the values that a GenerationConfig of `transformers` sets."""
     from transformers import GenerationConfig as Theirs
 
     if not isinstance(given, Theirs):
@@ -169,7 +177,7 @@ def _of_transformers(given: Any) -> dict[str, Any]:
 
 
 def _complete_sampling(asked: dict[str, Any]) -> None:
-    """What is not set, as `transformers` takes it."""
+    """Set the sampling defaults of `transformers` where nothing is set."""
     if asked.get("do_sample") is True:
         asked.setdefault("top_k", _TOP_K_OF_TRANSFORMERS)
     elif "do_sample" not in asked:
@@ -192,7 +200,7 @@ def _temperature(sample: Any, given: Any, base: GenerationConfig) -> Any:
 
 
 def _refuse_others(asked: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for what is neither ours nor without effect."""
+    """Raise `UsageError` for settings that are neither ours nor without effect."""
     known = {*_OURS, *_WITHOUT_EFFECT}
     refused = [
         name for name, value in asked.items() if name not in known and not _is_neutral(name, value)

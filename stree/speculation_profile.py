@@ -1,4 +1,4 @@
-"""speculation_profile.json in a drafter's folder: what was measured of it, and what to decode with.
+"""Profile of a drafter (speculation_profile.json): its measurements, and recommended settings.
 
 `pipelines/profile_drafter.py` writes it from an evaluation's rows, `stree.load` reads it. The
 metrics' names mean what `stree.metrics` says.
@@ -34,8 +34,10 @@ Form = Annotated[
 
 
 class Record(BaseModel):
-    """A saved row: no field too many, none of the wrong type, no NaN or infinity (which JSON cannot
-    say: they would come back as null)."""
+    """Base of saved rows: no unknown field, no wrong type, no NaN or infinity.
+
+    JSON has neither, and they would come back as null.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
@@ -43,8 +45,11 @@ class Record(BaseModel):
 
 
 class Tree(Record):
-    """A token tree: its name and, as its shape, every node's parent. Of a choice among several,
-    whose name is all of theirs (`stree.tree_policy.names`), a shape that holds them."""
+    """A saved token tree: its name, and every node's parent.
+
+    A tree policy has the names of all its trees (`stree.tree_policy.names`), and a shape that
+    holds them.
+    """
 
     name: str
     parents: tuple[int, ...]
@@ -55,7 +60,7 @@ class Tree(Record):
 
 
 class TreeStepTimes(Record):
-    """Seconds of a step with a tree (`plain`: without), by number of rows."""
+    """Seconds of a step with a tree (named `plain`: without drafts), by number of rows."""
 
     tree: Tree
     seconds: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
@@ -64,7 +69,7 @@ class TreeStepTimes(Record):
 class StepTimesRecord(Record):
     """Saved step times (`stree.tree_policy.step_times`), with device, dtype and temperature.
 
-    catch_up_s: seconds that a drafter takes to read, for one row, what plain steps left.
+    catch_up_s is the drafter's seconds to catch up after plain steps, for one row.
     """
 
     device: str
@@ -75,10 +80,15 @@ class StepTimesRecord(Record):
 
 
 class Measurement(Record):
-    """One method on one benchmark at one temperature. time_ms is what each part of a step takes;
-    draft_length is the tree's depth, 0 for plain decoding; verifier, what judged its drafts (None
-    for plain decoding, and in profiles from before it was recorded); drafter, in which form the
-    folder drafted, as in a recommendation; batch_size is how many prompts were decoded at once."""
+    """Figures of one method on one benchmark at one temperature.
+
+    Attributes:
+        verifier: None for plain decoding, and in profiles from before it was recorded.
+        drafter: Form in which the folder drafted, as in a recommendation.
+        draft_length: Depth of the tree; 0 for plain decoding.
+        batch_size: Prompts that were decoded at once.
+        time_ms: Milliseconds of each part of a step.
+    """
 
     benchmark: str
     temperature: float
@@ -109,11 +119,17 @@ class Measurement(Record):
 
 
 class Recommendation(Record):
-    """What to decode with under these conditions: the fastest method, by its tree, verifier,
-    backtracking and the form in which the folder drafts (`float8:FOLDER`, `FOLDER+ngram:6`); plain
-    decoding (all four None) when none is faster beyond noise. Profiles from before forms were
-    recorded have None: the folder as it is. The figures are the fastest speculation's. costs, where
-    the tree is a choice among several: what its steps were chosen by."""
+    """The fastest method under some conditions; plain decoding if none is faster beyond noise.
+
+    Its figures are those of the fastest speculation.
+
+    Attributes:
+        tree: None for plain decoding, as the next three.
+        drafter: Form in which the folder drafts (`float8:FOLDER`, `FOLDER+ngram:6`); None also in
+            profiles from before it was recorded, which used the folder as it is.
+        costs: Step times by which trees were chosen, if `tree` is a tree policy.
+        reason: For people.
+    """
 
     device: str
     device_type: str
@@ -135,7 +151,7 @@ class Recommendation(Record):
 
 
 class TreeCheck(Record):
-    """A measured tree's τ beside what the model behind a suggestion says of it."""
+    """A tree's measured τ, and the τ that the model of a suggestion predicts."""
 
     tree: Tree
     predicted_acceptance_length: float
@@ -143,10 +159,12 @@ class TreeCheck(Record):
 
 
 class SuggestedTree(Record):
-    """The tree of its size with the longest expected acceptance, by the measured rates.
+    """The tree with the longest expected acceptance of its size, by the measured rates.
 
-    num_calls: how many target calls the rates rest on. num_extrapolated: nodes deeper than any that
-    was measured. checks: the same prediction for the trees that were.
+    Attributes:
+        num_calls: Target calls from which the rates were measured.
+        num_extrapolated: Nodes deeper than any that was measured.
+        checks: Predictions for trees that were measured.
     """
 
     temperature: float
@@ -159,7 +177,7 @@ class SuggestedTree(Record):
 
 
 class SpeculationProfile(Record):
-    """The whole file; of one drafter with one target."""
+    """The whole file: the profile of one drafter with one target."""
 
     version: int = PROFILE_VERSION
     step: int | None
@@ -178,10 +196,11 @@ class SpeculationProfile(Record):
         device: str = "",
         batch_size: int = 1,
     ) -> Recommendation | None:
-        """The recommendation for a kind of device ("cpu", "cuda"), None where none was measured.
+        """Return the recommendation for a kind of device ("cpu", "cuda"), or None.
 
-        Greedy and sampled decoding never stand in for each other, nor do batch sizes; among those
-        that fit, this very `device` comes first, then this `dtype`, then the nearest temperature.
+        Greedy and sampled decoding never stand in for each other, nor do batch sizes. Among the
+        recommendations that fit, the same `device` comes first, then the same `dtype`, then the
+        nearest temperature.
         """
         fitting = [
             each
@@ -201,9 +220,9 @@ class SpeculationProfile(Record):
 
 
 def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None:
-    """The profile in a drafter's folder, None without one.
+    """Return the profile in a drafter's folder, or None without one.
 
-    Raises CheckpointRefused, naming the file, when it cannot be read or its trees are none.
+    Raises `CheckpointRefused`, naming the file, when it cannot be read or its trees are invalid.
     """
     path = Path(directory) / PROFILE_NAME
     require_own_files(directory)
@@ -227,7 +246,7 @@ def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None
 
 
 def first_fault(error: ValidationError) -> str:
-    """Where a record is wrong first, and why."""
+    """Return where a record is wrong first, and why."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 

@@ -1,1 +1,1 @@
-"""Checkpoints of every layout as models, and back."""
+"""Load checkpoints of every layout as models, and save models as checkpoints."""

@@ -1,4 +1,4 @@
-"""A JSON config of someone else's making, read with every doubt named."""
+"""Read a JSON config from an untrusted file, with every doubt named."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _TOKEN_IDS: TypeAdapter[int | list[int]] = TypeAdapter(_TokenId | list[_TokenId]
 
 
 class CheckedJson(Mapping[str, Any]):
-    """A JSON object that knows its file, so that every refusal can name it. Null is absent.
+    """A JSON object that knows its file, so that every refusal can name it; null counts as absent.
 
-    It also knows which keys were asked for: `refuse_unread` and `pass_over_unread` are about the
-    others. passed_over: names of keys without effect, those of its sections included.
+    It records the keys that were read: `refuse_unread` and `pass_over_unread` are about the others.
+    `passed_over` lists the keys without effect, also those of its sections.
     """
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
@@ -77,12 +77,12 @@ class CheckedJson(Mapping[str, Any]):
         return len(self._content)
 
     def is_null(self, name: str) -> bool:
-        """Tell a key that is there, and null: to some readers that is another thing than absent."""
+        """Return whether a key is there and null, which some layouts tell from an absent key."""
         self._read.add(name)
         return name in self._given and self._given[name] is None
 
     def set(self, name: str, value: Any) -> None:
-        """Let what another file says of a key be what this one does."""
+        """Set a key to the value that another file has."""
         self._content[name] = value
 
     def section(self, name: str) -> CheckedJson:
@@ -127,7 +127,7 @@ class CheckedJson(Mapping[str, Any]):
         return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if i >= 0)
 
     def require(self, name: str, wanted: Any, default: Any) -> None:
-        """Refuse any value but one; null is another, for what takes null to be false."""
+        """Refuse any value but `wanted`, null included; an absent key has the value `default`."""
         self._read.add(name)
         value = self._given.get(name, default)
         if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):  # 0 is no false
@@ -140,18 +140,18 @@ class CheckedJson(Mapping[str, Any]):
             raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r:.99}: {remedy}")
 
     def refuse_unread(self, without_effect: Container[str] = ()) -> None:
-        """Refuse each key that nobody asked for and that is not among those without effect."""
+        """Refuse each key that was not read and that is not among those without effect."""
         self.pass_over_unread(lambda: self._given, without_effect)
 
     def pass_over_unread(
         self, known: Callable[[], Container[str]], without_effect: Container[str] = ()
     ) -> None:
-        """Refuse each key that nobody asked for and that is known to whoever wrote the config.
+        """Refuse each key that was not read and that the config's own class knows.
 
         Args:
-            known: returns the keys that the config's own class knows; asked only where a key is in
-                doubt. Others have no effect there; those that are not null join `passed_over`.
-            without_effect: known keys on which no logit depends.
+            known: Returns the keys that the class knows; called only if a key is in doubt. Other
+                keys have no effect; those that are not null join `passed_over`.
+            without_effect: Known keys on which no logit depends.
         """
         names = [name for name in self._given if name not in self._read]
         for name in [name for name in names if name not in without_effect]:
@@ -166,5 +166,5 @@ class CheckedJson(Mapping[str, Any]):
 
 
 def json_number(value: float) -> Any:
-    """JSON has no infinity; transformers' spelling is read by every JSON parser."""
+    """Return a number as JSON; infinity, which JSON lacks, in the spelling of transformers."""
     return _INFINITY if math.isinf(value) else value

@@ -44,8 +44,10 @@ def of_every_config() -> frozenset[str]:
 
 @functools.cache
 def of_family(model_type: str) -> frozenset[str]:
-    """Return the keys that the config class of a `model_type` knows beyond those of every config:
-    its fields, their other names, and what its constructor takes out of the rest."""
+    """Return the keys of a `model_type`'s config class beyond those of every config.
+
+    They are its fields, their other names, and further arguments of its constructor.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]

@@ -1,4 +1,4 @@
-"""What configs of several layouts say alike: rotary positions, heads, Mamba-2, special tokens."""
+"""Read parts that configs of several layouts share: rotary positions, heads, Mamba-2, tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def rope(
     usual_theta: float = 10000.0,
     ignored: Collection[str] = (),
 ) -> tuple[float, dict[str, Any] | None, float]:
-    """Base, scaling and rotated share of a head, from transformers 4's two keys or transformers 5's
-    `rope_parameters`. Where a layout rotates all of a head, no other share is read.
+    """Return base, scaling and rotated share of a head.
 
-    ignored, keys of the table on which nothing depends.
+    They are read from transformers 4's two keys or transformers 5's `rope_parameters`. If both are
+    given they must agree, because the one that counts depends on the version of transformers.
 
-    Which of the two tables counts where both are given depends on the version of transformers, so
-    they have to say the same.
+    Args:
+        values: The config.
+        usual_share: Rotated share of a head without a key; 1 refuses any other share.
+        usual_theta: Base without a key.
+        ignored: Keys of the table without effect.
     """
     theta = values.number("rope_theta", usual_theta)
     values.require("partial_rotary_factor", usual_share, default=usual_share)
@@ -68,7 +71,7 @@ def _rope_table(
     if kind == "llama3":
         numbers = {name: rope.number(name) for name in ROPE_NUMBERS}
         length = rope.integer(ROPE_LENGTH)
-        # One beside the table wins over the one in it, at least in some versions of transformers.
+        # The key outside the table wins over the one in it, in some versions of transformers.
         values.require(ROPE_LENGTH, length, default=length)
         scaling = {"rope_type": "llama3", **numbers, ROPE_LENGTH: length}
     elif kind != "default":
@@ -80,6 +83,7 @@ def _rope_table(
 
 
 def special_tokens(values: CheckedJson) -> dict[str, Any]:
+    """Read the ids of special tokens."""
     return {
         "eos_token_ids": values.token_ids("eos_token_id"),
         "bos_token_id": next(iter(values.token_ids("bos_token_id")), None),
@@ -88,7 +92,7 @@ def special_tokens(values: CheckedJson) -> dict[str, Any]:
 
 
 def num_layers(values: CheckedJson) -> int:
-    """Checked before a description of that many layers is made."""
+    """Read the number of layers, checked before any list of that length is made."""
     count = values.integer("num_hidden_layers")
     if count > MAX_LAYERS:
         raise CheckpointRefused(
@@ -98,8 +102,11 @@ def num_layers(values: CheckedJson) -> int:
 
 
 def heads(values: CheckedJson, d_model: int, usual_kv_heads: int | None = None) -> dict[str, Any]:
-    """An attention layer's heads; of keys and values there are as many as of queries where the
-    config says null, or says nothing and the layout has no usual number."""
+    """Read the heads of attention layers.
+
+    Without a number of key heads there are usual_kv_heads; with null, or if that is None, as many
+    as query heads.
+    """
     values.require("sliding_window", None, default=None)
     num_heads = values.integer("num_attention_heads", 32)
     if usual_kv_heads is None or values.is_null("num_key_value_heads"):
@@ -112,7 +119,7 @@ def heads(values: CheckedJson, d_model: int, usual_kv_heads: int | None = None) 
 
 
 def mamba(values: CheckedJson, d_model: int, d_inner: int | None = None) -> dict[str, Any]:
-    """A Mamba-2 mixer as Bamba's config, and those made after it, describe one."""
+    """Read a Mamba-2 mixer as Bamba's config, and those modelled on it, describe it."""
     expand = values.integer("mamba_expand", 2)
     d_inner = expand * d_model if d_inner is None else d_inner
     num_heads = values.integer("mamba_n_heads", 128)
@@ -146,7 +153,7 @@ def mamba(values: CheckedJson, d_model: int, d_inner: int | None = None) -> dict
 
 
 def mamba_ssm(ssm: CheckedJson) -> dict[str, Any]:
-    """The keyword arguments of mamba-ssm's Mamba2, as `ssm_cfg` has them."""
+    """Read the keyword arguments of mamba-ssm's Mamba2 from `ssm_cfg`."""
     for name, only in (
         ("bias", False),
         ("rmsnorm", True),
@@ -164,7 +171,7 @@ def mamba_ssm(ssm: CheckedJson) -> dict[str, Any]:
 
 
 def factor(values: CheckedJson, name: str, default: float = 1.0) -> float:
-    """A multiplier, which must be one: not 0, not infinite."""
+    """Read a multiplier. Refuse 0 and infinity."""
     number = values.number(name, default)
     if not math.isfinite(number) or number == 0:
         raise CheckpointRefused(f"{values.path} has {name} = {number}, wanted a multiplier")
@@ -172,7 +179,7 @@ def factor(values: CheckedJson, name: str, default: float = 1.0) -> float:
 
 
 def factors(values: CheckedJson, name: str, count: int) -> list[float]:
-    """Several multipliers, 1 where there are none."""
+    """Read `count` multipliers; all are 1 without the key."""
     given = values.get(name, [1.0] * count)
     if not isinstance(given, list) or len(given) != count:
         raise CheckpointRefused(
@@ -182,7 +189,7 @@ def factors(values: CheckedJson, name: str, count: int) -> list[float]:
 
 
 def layer_list(values: CheckedJson, name: str, known: Mapping[str, str]) -> list[str]:
-    """What `layer_types` (or the like) says of each layer, in our words."""
+    """Read a list of layer kinds, such as `layer_types`, and translate each by `known`."""
     kinds = values.get(name)
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointRefused(f"{values.path} has {name} = {kinds!r:.99}, wanted a list of names")
@@ -195,7 +202,7 @@ def layer_list(values: CheckedJson, name: str, known: Mapping[str, str]) -> list
 
 
 def require_count(values: CheckedJson, name: str, layers: list[str]) -> None:
-    """Refuse a number of layers that is not the list's."""
+    """Refuse a number of layers that is not the length of the list."""
     if values.integer("num_hidden_layers", len(layers)) != len(layers):
         raise CheckpointRefused(
             f"{values.path} has {len(layers)} {name} for num_hidden_layers = "

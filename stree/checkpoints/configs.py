@@ -1,4 +1,4 @@
-"""A checkpoint folder's config.json (and mamba_config.json) to HybridConfig, and back.
+"""Read a checkpoint folder's config.json (and mamba_config.json) as a HybridConfig, and write it.
 
 Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
 Mamba2, state-spaces/mamba2, our own for what MambaInLlama's cannot say (layouts/), and the families
@@ -37,8 +37,14 @@ LAYOUTS = tuple(
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The layout of a folder, the model in it, how many rows its vocabulary is padded to, and with
-    the names that are stored, where each parameter comes from."""
+    """The config of a checkpoint folder.
+
+    Attributes:
+        layout: Kind of checkpoint.
+        model: Config of the model.
+        padded_vocab_size: Rows of the stored embedding, padding included.
+        rename: Given the stored names, returns the map from our parameters to stored tensors.
+    """
 
     layout: Layout
     model: HybridConfig
@@ -65,9 +71,9 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
 
 
 def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
-    """What a config.json of transformers' own layouts says, without a folder.
+    """Read a config.json of transformers' own layouts, without a folder.
 
-    Raises CheckpointRefused as `read_checkpoint_config`.
+    Raises `CheckpointRefused` as `read_checkpoint_config`.
     """
     return _read(values, _layout_by_type(values))
 
@@ -100,7 +106,7 @@ def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
 
 
 def _say_passed_over(values: CheckedJson) -> None:
-    """Warn of the keys without effect in one line; not of those that every config has."""
+    """Warn in one line of keys without effect, except those that every config has."""
     names = values.passed_over and [k for k in values.passed_over if k not in of_every_config()]
     if not names:
         return
@@ -112,7 +118,7 @@ def _say_passed_over(values: CheckedJson) -> None:
 
 
 def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:
-    """Return the keys that whatever wrote such a config can give an effect."""
+    """Return the keys that have an effect in the library that wrote such a config."""
     if layout is mamba2.STATE_SPACES:
         return mamba2.STATE_SPACES_KEYS
     kind = values.get("model_type")
@@ -148,7 +154,7 @@ def _layout_by_type(values: CheckedJson) -> Layout:
 
 
 def _with_generation_eos(directory: Path, checkpoint: CheckpointConfig) -> CheckpointConfig:
-    """Add the ends that generation_config.json names: some chat models list theirs only there."""
+    """Add the EOS tokens of generation_config.json: some chat models name theirs only there."""
     path = directory / "generation_config.json"
     if not path.exists():
         return checkpoint
@@ -159,7 +165,7 @@ def _with_generation_eos(directory: Path, checkpoint: CheckpointConfig) -> Check
 
 
 def _require_reachable(eos: Sequence[int], padded_vocab_size: int, path: Path) -> None:
-    """No token beyond the logits is ever chosen, so an answer would not end."""
+    """Refuse an EOS token beyond the logits: it is never chosen, so that no answer would end."""
     if beyond := [index for index in eos if index >= padded_vocab_size]:
         raise CheckpointRefused(
             f"{path} has eos_token_id {beyond[0]}, the vocabulary has {padded_vocab_size} tokens: "
@@ -168,10 +174,10 @@ def _require_reachable(eos: Sequence[int], padded_vocab_size: int, path: Path) -
 
 
 def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
-    """The JSON files, by name, from which `read_checkpoint_config` gets `config` back.
+    """Return the JSON files, by name, from which `read_checkpoint_config` reads `config`.
 
-    Llama's config.json alone for a pure attention model, else one with a model type that only we
-    know, and mamba_config.json beside it. Other layers than those two have are written as they
+    A model of attention layers has Llama's config.json alone; a model of Mamba-2 and attention
+    layers one with a model type of our own, and mamba_config.json. Other models are written as they
     are, in a table of config.json.
     """
     if not mamba_in_llama.has_words_for(config):

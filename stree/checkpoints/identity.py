@@ -1,4 +1,4 @@
-"""What identifies a checkpoint: a hash of the files on which depends what it computes."""
+"""Identity of a checkpoint: a hash of all files on which its results depend."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from stree.speculation_profile import PROFILE_NAME
 
 CURVE_NAME = "tau_vs_step.svg"  # beside a model card
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
-# Files of an export that say something about it, and change nothing that it computes.
+# Files of an export that describe it, and change none of its results.
 _UNCOUNTED = (MANIFEST_NAME, "provenance.json", PROFILE_NAME, CURVE_NAME)
 
 
 def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
-    """What identifies a checkpoint: a sha256 over those of all its files, so weights, configs,
-    tokenizer and chat template. Only where it comes from (provenance.json), what was measured of
-    it, and what it says to people (*.md) do not count.
+    """Return the sha256 that identifies a checkpoint.
 
-    Taken from the manifest where there is one (loading verifies that it is true), else read from
-    the files. Raises NotFound without the folder, CheckpointRefused without weights.
+    It is a hash of the sha256 of all files (weights, configs, tokenizer, chat template) except
+    provenance.json, measurements and *.md. The files' hashes are taken from the manifest if there
+    is one (loading verifies it), else computed. Raises `NotFound` without the folder, and
+    `CheckpointRefused` without weights.
     """
     directory = Path(directory)
     manifest = directory / MANIFEST_NAME

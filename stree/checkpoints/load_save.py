@@ -1,13 +1,13 @@
-"""Checkpoint folders to HybridModel and back.
+"""Load a checkpoint folder as a HybridModel, and save a model as a checkpoint folder.
 
-Read: every layout of checkpoint_configs.py; safetensors in one file or sharded with an index, and
-pickled `.bin` files as plain tensors only. Names, shapes and number formats are checked against the
-config before a single weight is read. Written: MambaInLlama's layout (Llama's own when there are
-only attention layers, ours for layers that it has no words for), whole or not at all.
+Loading reads every layout of configs.py, from safetensors in one file or shards, or pickled `.bin`
+files with plain tensors only. Names, shapes and number formats are checked against the config
+before any weight is read. Saving writes MambaInLlama's layout (Llama's own for attention layers
+alone, ours for layers that it cannot describe), whole or not at all.
 
-dt_bias, A_log and D stay in fp32 whatever the rest is in: they are a few numbers per layer that
-act through exponentials, and the recurrence compounds their rounding over the whole sequence. So
-does the correction of experts' scores, which decides between near equals.
+dt_bias, A_log and D stay in fp32 in a model of any dtype: they are a few numbers per layer that act
+through exponentials, and the recurrence compounds their rounding over the whole sequence. The
+correction of experts' scores stays in fp32, too, because it decides between near equals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 def load_config(path: str | os.PathLike[str]) -> HybridConfig:
-    """The config of the checkpoint folder `path`; raises as `load_model` does."""
+    """Return the config of the checkpoint folder `path`. Raises as `load_model` does."""
     return read_checkpoint_config(Path(path)).model
 
 
@@ -176,7 +176,7 @@ def _match(
     stored: _StoredTensors,
     directory: Path,
 ) -> dict[str, Source]:
-    """Where each parameter comes from, after checking that names, shapes and formats all fit."""
+    """Return each parameter's source, after checking that names, shapes and formats all fit."""
     rename = checkpoint.rename(stored.shapes)
     sources = {name: rename(name) for name in expected}
     wanted_names = [each for source in sources.values() for each in source.names]
@@ -225,7 +225,7 @@ def _require_head_ids(model: HybridModel, directory: Path) -> None:
 
 
 def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path) -> None:
-    """Tied checkpoints may repeat the embedding as lm_head.weight; it must be the same."""
+    """Refuse a tied checkpoint whose lm_head.weight differs from its embedding."""
     if _HEAD in stored.shapes and not (
         stored.shapes[_HEAD] == stored.shapes[embedding]
         and torch.equal(stored.read(_HEAD), stored.read(embedding))
@@ -237,7 +237,7 @@ def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path)
 
 
 def kept_dtype(name: str, dtype: torch.dtype, source: Source | None = None) -> torch.dtype:
-    """What a parameter is kept in by a model that is loaded in `dtype`."""
+    """Return the dtype of a parameter in a model that is loaded in `dtype`."""
     if name == _HEAD_IDS:
         return torch.long
     wide = name.endswith(_ALWAYS_FP32) or (source is not None and source.wide)
@@ -256,7 +256,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 class _StoredTensors:
-    """Shapes and formats of the tensors in a folder's weight files; data only when asked for."""
+    """Shapes and formats of the tensors in a folder's weight files; `read` loads one's data."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -300,7 +300,7 @@ class _StoredTensors:
 
 @contextmanager
 def _open_weights(directory: Path) -> Iterator[_StoredTensors]:
-    """The folder's weight files: one file before an index, safetensors before pickles."""
+    """Open a folder's weight files: one file before an index, safetensors before pickles."""
     stored = _StoredTensors()
     with ExitStack() as stack:
         for name in ("model.safetensors", "pytorch_model.bin"):
@@ -323,7 +323,7 @@ def _open_weights(directory: Path) -> Iterator[_StoredTensors]:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
-        # Hidden files are in no manifest, and what they are was not looked at.
+        # Hidden files are in no manifest, and were not checked.
         if outside := [name for name in names if Path(name).name != name or name.startswith(".")]:
             raise ValueError(f"it names {outside[0]!r:.99}, wanted files beside it")
         paths = [index.parent / name for name in names]
@@ -343,7 +343,7 @@ def _damaged(path: Path, reason: object) -> CheckpointRefused:
 
 
 def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
-    """File name to tensor names, in the model's order, each file at most `shard_bytes`."""
+    """Return the tensors' names by file, in the model's order, each file at most `shard_bytes`."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

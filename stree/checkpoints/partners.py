@@ -1,4 +1,4 @@
-"""A drafter folder beside a target folder: the weights that it was made for, and its context."""
+"""Check a drafter folder against a target folder: weights that it was made for, and context."""
 
 from __future__ import annotations
 

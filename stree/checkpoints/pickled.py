@@ -1,4 +1,4 @@
-"""Tensors from a `.bin` file, which is a pickle: PyTorch's reader of weights runs no code of it."""
+"""Load tensors from a `.bin` file, which is a pickle, by PyTorch's loader that runs no code."""
 
 from __future__ import annotations
 

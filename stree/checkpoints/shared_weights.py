@@ -1,9 +1,9 @@
-"""A model that transformers has loaded, run by us: the same tensors, not copies of them.
+"""Share the weights of a model that transformers has loaded, instead of copying them.
 
-A parameter that is one of theirs as it is becomes ours, the very object: when our products join its
-weights with others, theirs are joined, too. Halves of a fused projection are views of it. Only
-what a layout has to reorder or scale (q and k of partial rotary, Qwen's gated q, embeddings with a
-multiplier, everything in Falcon-H1) is a tensor of its own.
+A parameter that equals one of theirs is the same object: when our products join its weights with
+others, theirs are joined, too. Halves of a fused projection are views of it. Only weights that must
+be reordered or scaled (q and k of partial rotary, Qwen's gated q, embeddings with a multiplier,
+everything in Falcon-H1) are tensors of their own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from stree.models.model import HybridModel
 
 @torch.no_grad()
 def shared_model(theirs: Any) -> HybridModel:
-    """A `HybridModel` of the weights of a model of transformers, on its device, in its dtype.
+    """Return a `HybridModel` with the weights of a model of transformers, on its device.
 
-    Weights that are trained or replaced afterwards need a new one. Raises `UsageError` for what is
-    no such model or not on one device, CheckpointRefused for one of no known family, or whose
-    tensors are not those that its config describes (adapters, quantised layers).
+    After its weights are trained or replaced, call it again. Raises `UsageError` for an object that
+    is no such model or not on one device, and `CheckpointRefused` for a model of no known family,
+    or with other tensors than its config describes (adapters, quantised layers).
     """
     from transformers import PreTrainedModel
 
@@ -93,7 +93,7 @@ def _require_all_used(
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make it the model's tensor of that name; a parameter as the object that it is."""
+    """Set the model's tensor of a name; a parameter is set as the same object."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:

@@ -1,8 +1,8 @@
-"""What a parameter is made of: which stored tensors, and what is done with them when they are read.
+"""Sources of parameters: the stored tensors, and the function that makes a parameter of them.
 
-Multipliers that a layout keeps beside its weights are folded into them, so that no call pays for
-them; fused projections are cut, lists of experts stacked, channels of a head put in our order.
-All that happens after names and shapes were checked: before, a size is what a stranger's file says.
+A layout's multipliers are folded into the weights, so that no call pays for them; fused projections
+are cut, lists of experts stacked, channels of a head put in our order. All that happens after names
+and shapes were checked: before, sizes are those that an untrusted file claims.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ Make = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Source:
-    """The stored tensors of a parameter, and what makes it of them.
+    """The stored tensors of a parameter.
 
-    shape, each stored tensor's; None: that of the parameter. wide: it stays in fp32 whatever the
-    rest is loaded in.
+    Attributes:
+        names: Names of the stored tensors.
+        make: Makes the parameter of them.
+        shape: Shape of each stored tensor; None is the parameter's.
+        wide: Whether the parameter stays in fp32 in a model of any dtype.
     """
 
     names: tuple[str, ...]
@@ -36,17 +39,21 @@ class Source:
     wide: bool = False
 
 
-Rename = Callable[[str], Source]  # our parameter's name to where it comes from
+Rename = Callable[[str], Source]  # maps a parameter's name to its source
 
 
 @dataclass(frozen=True)
 class Layout:
     """One kind of checkpoint.
 
-    spec reads its config; rename says, with the names that are stored, where each of our parameters
-    comes from; without_effect, keys that transformers' class of the config knows and that change no
-    logit (beside `config_keys.TRAINING_AND_GENERATION`); dropped, names of stored tensors that the
-    model does without.
+    Attributes:
+        name: For people.
+        model_types: Values of `model_type` in config.json.
+        spec: Reads the config.
+        rename: Given config and stored names, returns the map from parameters to sources.
+        without_effect: Keys that transformers' config class knows and that change no logit, in
+            addition to `config_keys.TRAINING_AND_GENERATION`.
+        dropped: Names of stored tensors that the model does not need.
     """
 
     name: str
@@ -57,17 +64,17 @@ class Layout:
     dropped: re.Pattern[str] | None = None
 
     def matches(self, values: CheckedJson) -> bool:
-        """Whether config.json is one of this layout."""
+        """Return whether config.json is one of this layout."""
         return values.get("model_type") in self.model_types
 
 
 def as_it_is(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
-    """Of a layout whose names are ours."""
+    """Return the map of a layout that has our names."""
     return lambda name: Source((name,))
 
 
 def translated(name: str, words: Mapping[str, str]) -> str:
-    """A parameter's name with words in it replaced, in the order given."""
+    """Replace words in a parameter's name, in the order given."""
     return reduce(lambda text, word: text.replace(word, words[word]), words, name)
 
 
@@ -76,14 +83,14 @@ def after_each_other(*steps: Make) -> Make:
 
 
 def scaled(factor: float) -> Make:
-    """Times a number, in fp32 or wider, so that it is rounded once."""
+    """Return a function that multiplies by a number in fp32 or wider, so that it rounds once."""
     if factor == 1:
         return lambda tensor: tensor
     return lambda tensor: tensor.to(naive.accumulation_dtype(tensor.dtype)) * factor
 
 
 def scaled_rows(factors: Sequence[float], sizes: Sequence[int]) -> Make:
-    """`scaled`, with each factor for as many rows as its size."""
+    """Return `scaled` with several factors, each for as many rows as its size."""
 
     def make(tensor: Tensor) -> Tensor:
         wide = tensor.to(naive.accumulation_dtype(tensor.dtype))
@@ -94,28 +101,33 @@ def scaled_rows(factors: Sequence[float], sizes: Sequence[int]) -> Make:
 
 
 def plus_one(tensor: Tensor) -> Tensor:
-    """The scale 1 + w of a norm that is stored as w, in fp32 or wider: in bf16 most of w's digits
-    would be lost beside the 1 (load it `wide`)."""
+    """Return the scale 1 + w of a norm that is stored as w, in fp32 or wider.
+
+    In bf16 the sum would lose most digits of w, so the source must be `wide`.
+    """
     return tensor.to(naive.accumulation_dtype(tensor.dtype)) + 1
 
 
 def half(second: bool) -> Make:
-    """One of two projections that are stored one above the other."""
+    """Return a function that takes one of two projections, stacked along their outputs."""
     return lambda tensor: tensor.chunk(2)[second]
 
 
 def stacked(*tensors: Tensor) -> Tensor:
+    """Stack tensors, such as those of experts."""
     return torch.stack(tensors)
 
 
 def stacked_pairs(*tensors: Tensor) -> Tensor:
-    """Each first of two above its second."""
+    """Join pairs of tensors along their outputs, and stack the results."""
     return torch.stack([torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)])
 
 
 def rotary_order(config: HybridConfig) -> Make:
-    """A projection of q or k whose rotated channels are the first of a head, as ours: the first of
-    each of its halves."""
+    """Return a function that reorders a projection of q or k.
+
+    The stored rotated channels are the first of a head, ours the first of each of its halves.
+    """
     dim, rotated = config.head_dim, config.rotary_dim
     if rotated is None or rotated in (0, dim):
         return scaled(1)

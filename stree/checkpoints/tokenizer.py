@@ -1,7 +1,7 @@
-"""Loading a tokenizer from a checkpoint folder, and telling whether two are the same one.
+"""Load a tokenizer from a checkpoint folder, and compare two tokenizers.
 
-Equal vocabulary sizes prove nothing: a drafter whose ids mean other words drafts nonsense
-silently. Target and drafter are therefore compared by a fingerprint of what gives ids meaning.
+Equal vocabulary sizes prove nothing: a drafter whose ids mean other words drafts nonsense silently.
+Target and drafter are therefore compared by a fingerprint of the data that give ids their meaning.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
 
 
 def _refuse_what_lies_elsewhere(path: Path) -> None:
-    """Code that comes with a tokenizer, and files that its config names outside of its folder."""
+    """Refuse code in a tokenizer's folder, and files that its config names outside of it."""
     config = read_json(path) if path.exists() else {}
     if not isinstance(config, dict) or config.get("auto_map"):
         raise ValueError(f"{path.name} asks for code of its own, which is not run, or is no object")
@@ -90,7 +90,7 @@ def _require_text_templates(tokenizer: Any) -> None:
 
 
 def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: all that a model's config or its tokenizer names.
+    """Return the tokens that end an answer: all that the model's config or its tokenizer names.
 
     Published folders name several, each in another file: an end of the text in config.json, an end
     of the turn in the tokenizer. Empty when neither names one.
@@ -101,7 +101,7 @@ def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Hex sha256 of what gives a token id its meaning and a conversation its form.
+    """Return the hex sha256 of the data that give token ids and conversations their meaning.
 
     Covers the sorted (id, token) pairs, the special tokens, the normaliser and the chat template.
     """
@@ -149,7 +149,7 @@ def _first_difference(target: Any, drafter: Any) -> str:
 
 
 def _normalizer(tokenizer: Any) -> Any:
-    """The normaliser's parameters as data; None for tokenizers without (or not in) Rust."""
+    """Return the normaliser's parameters as data; None for tokenizers without one, or in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return json.loads(backend.to_str())["normalizer"] if backend is not None else None
 
@@ -159,15 +159,18 @@ def _text(value: Any) -> Any:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text, without any that mark its begin or end."""
+    """Return the token ids of plain text, without tokens that mark its begin or end."""
     with refusing_panics():
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 @contextmanager
 def refusing_panics() -> Iterator[None]:
-    """Raises `CheckpointRefused` where the tokenizer's Rust code gives up, which is no `Exception`
-    of Python's: a regular expression that explodes on a text, say."""
+    """Raise `CheckpointRefused` for a panic of the tokenizer's Rust code inside the block.
+
+    A panic is no `Exception` of Python. A regular expression that explodes on a text causes one,
+    for example.
+    """
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Where the time of a generation goes."""
+"""Clock of a generation: measure the prefill, and decoding by phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 PHASES = ("draft", "verify", "accept", "host")
-PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
+PAUSED = "paused"  # the caller (a streamer, for example) runs: its time is not decoding
 
 
 class HostEvent:
@@ -28,18 +28,18 @@ class HostEvent:
 
 
 def recorded(device: torch.device) -> Any:
-    """An event of now: of a GPU's stream, when all that was started before is done."""
+    """Record an event: on a GPU's stream it happens when all work started before is done."""
     event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
     event.record()
     return event
 
 
 class PhaseClock:
-    """Times the prefill, and decoding phase by phase: by events of the stream on a GPU.
+    """Clock that times the prefill, and decoding by phase (on a GPU by events of its stream).
 
-    There a call is launched before the last one has been read, so one call more than counts is
-    always under way at the end. Decoding ends with the last call that counts, and nothing waits
-    for the one behind it; a prefill begins when the device is done with what came before.
+    On a GPU a call is launched before the report of the last one is read, so that one extra call is
+    in flight at the end. Decoding ends with the last call that counts, and nothing waits for the
+    extra one. The prefill begins when the device has finished earlier work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,16 +56,18 @@ class PhaseClock:
         return prefill_s
 
     def mark(self, phase: str) -> None:
-        """The phase ends here; the next begins."""
+        """End the phase of that name here, and begin the next."""
         self.marks.append((phase, recorded(self.device)))
 
     def end_call(self) -> None:
-        """What was marked last is the end of a call."""
+        """Note that the last mark is the end of a call."""
         self.ends.append(len(self.marks))
 
     def stop(self, num_calls: int) -> tuple[float, dict[str, float]]:
-        """Seconds from the start of decoding to the end of its call number num_calls, and ms by
-        phase; `host` takes what no other accounts for."""
+        """Return the seconds of the first `num_calls` calls of decoding, and their ms by phase.
+
+        `host` takes the time that no other phase has.
+        """
         marks = self.marks[: self.ends[num_calls - 1]]
         (_, first), (_, last) = marks[0], marks[-1]
         last.synchronize()

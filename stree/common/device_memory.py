@@ -1,4 +1,4 @@
-"""What this machine has left for a command: memory, within what its control groups grant, and disk.
+"""Free memory and disk of this machine for a command, within the limits of its control groups.
 
 Slurm, containers and systemd limit a job's memory by control groups (cgroups, version 1 or 2); a
 process above its group's limit is killed, however much the machine has.
@@ -15,8 +15,10 @@ import torch
 
 
 def free_memory_bytes(on_cuda: bool) -> int:
-    """Of the current GPU, with what PyTorch holds of it but does not use; or of the host as far as
-    this process may use it."""
+    """Return the free bytes of the current GPU, or of the host for this process.
+
+    Memory that PyTorch holds on the GPU and does not use counts as free.
+    """
     if on_cuda:
         return torch.cuda.mem_get_info()[0] + _unused_bytes(torch.cuda.current_device())
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -25,8 +27,10 @@ def free_memory_bytes(on_cuda: bool) -> int:
 
 
 def _unused_bytes(device: int) -> int:
-    """Of the segments that PyTorch's allocator would use again for any tensor. Those of CUDA graphs
-    stay theirs."""
+    """Return the unused bytes that PyTorch's allocator may use for any tensor.
+
+    Segments of CUDA graphs serve no other tensors, and do not count.
+    """
     if torch.cuda.get_allocator_backend() != "native":  # others cannot list what they hold
         return 0
     return sum(
@@ -39,9 +43,9 @@ def _unused_bytes(device: int) -> int:
 def granted_memory_bytes(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """What each control group above this process leaves of its limit, where it has one.
+    """Yield the bytes that each control group of this process leaves of its limit, if it has one.
 
-    Pages of files that nobody has used lately are not counted as taken: the kernel frees them.
+    File pages that were not used lately do not count as taken: the kernel frees them.
     """
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
     for line in lines:
@@ -64,14 +68,14 @@ def granted_memory_bytes(
 
 
 def free_disk_bytes(path: str | os.PathLike[str]) -> int:
-    """Free where `path` is, or is to be."""
+    """Return the free bytes of the disk of `path`, which need not exist yet."""
     absolute = Path(path).absolute()
     folder = next(each for each in (absolute, *absolute.parents) if each.is_dir())
     return shutil.disk_usage(folder).free
 
 
 def _number(file: Path) -> int | None:
-    """None where it says "max", or is not there: a container may not see its own group's folder."""
+    """Read a number; None for "max" or no file (a container may not see its group's folder)."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

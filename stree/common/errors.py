@@ -1,4 +1,4 @@
-"""What can go wrong for a user, and the exit code that each kind ends a command with."""
+"""Errors that a user can act on, and the exit code with which each kind ends a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_REASON = 2000
 
 
 class StreeError(ValueError):
-    """A reason to stop that the user can act on: says what was got, what was wanted, what to do.
+    """Error that the user can act on: it says what was got, what was wanted, and what to do.
 
     Its message may quote files: control characters in it are replaced.
     """
@@ -33,8 +33,7 @@ class UsageError(StreeError):
 
 
 class NotFound(UsageError):
-    """A file or folder that was named and is not there, whatever it was to hold: what is there and
-    is wrong has the code of its kind."""
+    """A named file or folder that does not exist (a wrong one has the error of its kind)."""
 
 
 class BadData(StreeError):
@@ -80,21 +79,26 @@ class Interrupted(Preempted):
 
 
 def kind_of_code(code: int) -> type[StreeError]:
-    """The kind of error that ended a command with this exit code; InvariantBroken for others."""
+    """Return the kind of error that ends a command with an exit code; else InvariantBroken."""
     kinds = (UsageError, BadData, CheckpointRefused, OutOfMemory, CannotWrite, Preempted)
     return next((kind for kind in kinds if kind.exit_code == code), InvariantBroken)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: a GPU's, the host's under PyTorch (which has no type for that), or
-    Python's own."""
+    """Return whether an error says that memory ran out: on a GPU, in PyTorch or in Python.
+
+    PyTorch has no type of its own for the host's memory.
+    """
     is_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     return is_torch or isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager
 def naming_what_does_not_fit(remedy: str, what: str = "") -> Iterator[None]:
-    """Turn running out of memory in here into an `OutOfMemory`: what it was for, what to do."""
+    """Turn running out of memory inside the block into an `OutOfMemory`.
+
+    Its message has `what` the memory was for, and the `remedy`.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -105,13 +109,14 @@ def naming_what_does_not_fit(remedy: str, what: str = "") -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, without its explanations; its type when it says nothing."""
+    """Return the first line of a library's error, or its type if it has no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def exit_with_reason(main: Callable[[], object]) -> None:
-    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code, and so does
-    a library that is not installed.
+    """Run an entry point, and end the process with its exit code.
+
+    A `StreeError`, or a library that is not installed, becomes one line on stderr and a code.
 
     One of several processes leaves without the interpreter's own shutdown: a thread of PyTorch's
     that asks for the interpreter then aborts the process (seen, rarely, on a busy machine), and the
@@ -126,7 +131,7 @@ def exit_with_reason(main: Callable[[], object]) -> None:
     except StreeError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = error.exit_code
-    except BrokenPipeError:  # `… | head` has seen enough; what would have come is not known
+    except BrokenPipeError:  # `… | head` has seen enough
         _drop_output()
         code = 128 + signal.SIGPIPE
     except ModuleNotFoundError as error:
@@ -162,7 +167,7 @@ def exit_with_reason(main: Callable[[], object]) -> None:
 
 
 def _drop_output() -> None:
-    """What is still to be flushed, and can't be, goes nowhere: the interpreter would fail of it."""
+    """Discard output that cannot be flushed: the interpreter's own flush at exit would fail."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -174,8 +179,11 @@ def warn(message: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """A reason as one line that a terminal can show: what libraries and files say may be of many
-    lines, of any length, or move the cursor."""
+    """Return a reason as one line that a terminal can show.
+
+    Texts of libraries and files may have many lines, any length, or characters that move the
+    cursor.
+    """
     line = " ".join(shown(text[: 4 * _LONGEST_REASON], " ").split())
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + " …"
 

@@ -1,8 +1,8 @@
-"""Writing so that a kill or a full disk leaves the old file or the new one, never half of one.
+"""Write files so that a kill or a full disk leaves the old one or the new one, never a part.
 
-Everything is written beside its destination (same folder, hence same filesystem) under a name
-that starts with `.tmp-`, synced, and renamed. A published directory carries MANIFEST.json with
-size and sha256 of every file: renames do not notice flipped bits, the manifest does.
+Everything is written into the destination's folder (hence the same filesystem) under a name that
+starts with `.tmp-`, synced, and renamed. A published directory has a MANIFEST.json with size and
+sha256 of every file, which shows flipped bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _in_use: set[Path] = set()
 def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
     """Replace the file `path` by `data` (text as UTF-8), creating parent folders.
 
-    A reader, or whoever comes after a SIGKILL, finds the old content or the new, whole.
+    Other processes, also after a SIGKILL, find the old content or the new, whole.
     Raises CannotWrite on a full disk or an unwritable folder; the old content is then intact.
     """
     path = Path(path)
@@ -85,8 +85,11 @@ def point_to(link: str | os.PathLike[str], name: str) -> None:
 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:
-    """Rename a folder, then delete it: a reader never sees half of it, and what a kill in between
-    leaves goes with `sweep_leftovers`. Raises CannotWrite when it cannot even be renamed."""
+    """Rename a folder, then delete it, so that no other process sees a part of it.
+
+    `sweep_leftovers` removes the remains after a kill. Raises `CannotWrite` when the folder cannot
+    be renamed.
+    """
     path = Path(path)
     with reporting_refusals(path, codes=None):
         doomed = _temporary_path(path.parent)
@@ -98,7 +101,7 @@ def remove_directory(path: str | os.PathLike[str]) -> None:
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
-    """Create a folder and those above it; CannotWrite when that is refused."""
+    """Create a folder and those above it. Raises `CannotWrite` when that is refused."""
     path = Path(path)
     with reporting_refusals(path, codes=None):
         path.mkdir(parents=True, exist_ok=True)
@@ -267,7 +270,7 @@ def sweep_leftovers(parent: str | os.PathLike[str]) -> list[Path]:
 
 
 def sha256_of_file(path: str | os.PathLike[str]) -> str:
-    """Hex sha256 of a file's bytes."""
+    """Return the hex sha256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -278,8 +281,10 @@ def reporting_refusals(
     needed_bytes: int = 0,
     codes: set[int] | None = _REFUSED_WRITE,
 ) -> Iterator[None]:
-    """Turn the disk's refusals into CannotWrite with what was needed and what is free. `codes`
-    None: any error of the system's is one, since nothing but writing happens inside."""
+    """Turn the disk's refusals inside the block into `CannotWrite`, with needed and free bytes.
+
+    codes are the error numbers that count as refusals; None is all, for blocks that only write.
+    """
     try:
         yield
     except CannotWrite:
@@ -309,8 +314,10 @@ def _write_manifest(directory: Path, extra: Mapping[str, object]) -> None:
 
 
 def read_manifest(directory: Path) -> dict:
-    """The parsed MANIFEST.json of a folder, its files not looked at. Raises CheckpointRefused when
-    it is missing or malformed."""
+    """Return the parsed MANIFEST.json of a folder, without checking its files.
+
+    Raises `CheckpointRefused` when it is missing or malformed.
+    """
     path = directory / MANIFEST_NAME
     try:
         manifest = read_json(path)
@@ -334,8 +341,10 @@ def read_manifest(directory: Path) -> dict:
 
 
 def _is_inside(file: Path, directory: Path) -> bool:
-    """Whether a file's bytes lie in the folder, or where the Hub's cache keeps those of all its
-    snapshots (snapshots/REVISION/NAME links to ../../blobs/SHA)."""
+    """Return whether a file's bytes lie in the folder, or in the blobs of the Hub's cache.
+
+    There snapshots/REVISION/NAME links to ../../blobs/SHA.
+    """
     folder = directory.resolve()
     cache = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
     # realpath, because Path.resolve raises for links in a circle.
@@ -351,7 +360,7 @@ def _opened_files(directory: Path) -> Iterator[str]:
 
 
 def _relative_files(directory: Path) -> list[str]:
-    """Names of all files below `directory` but the manifest, without hidden ones, sorted."""
+    """Return the sorted names of all files below `directory`, without manifest and hidden files."""
     names = []
     for folder, subfolders, files in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]

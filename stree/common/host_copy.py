@@ -1,4 +1,4 @@
-"""What a device hands to the host, which may do something else until it is there."""
+"""Copies of a device's values to the host, which may do other work until they are there."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Values on their way to the host."""
+    """Values for the host, copied when they are asked for."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
     def is_there(self) -> bool:
-        """Whether `tolist` does not wait."""
+        """Return whether `tolist` returns without waiting."""
         return True
 
     def tolist(self) -> list[Any]:
@@ -23,7 +23,7 @@ class HostCopy:
 
 
 class AsyncHostCopy(HostCopy):
-    """Values that a GPU copies to the host, behind all that was started before."""
+    """Values that a GPU copies to the host after all work that was started before."""
 
     def __init__(self, values: Tensor) -> None:
         pinned = torch.zeros(values.shape, dtype=values.dtype, pin_memory=True)

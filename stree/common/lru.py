@@ -1,4 +1,4 @@
-"""What was used last is kept, by a dictionary or of a function's results: it takes memory."""
+"""LRU cache as a dictionary, and one for functions of trees, which keeps fewer large trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = 256  # nodes above which a tree's mask is counted in megabytes
 
 
 class LRUCache(dict[K, V]):
-    """Holds the `most` values that were last set or got by []; the one used longest ago goes."""
+    """Dictionary of the `most` values that were last set or got by []; older ones are dropped."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class LRUCache(dict[K, V]):
 
 
 def kept_by_trees(make: Callable[P, V]) -> Callable[P, V]:
-    """A function of a tree, or of a batch of them, first, that keeps what it made last."""
+    """Cache the last results of a function whose first argument is a tree, or several trees."""
     few, many = (functools.lru_cache(most)(make) for most in (MOST_LARGE, MOST))
 
     @functools.wraps(make)

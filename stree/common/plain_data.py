@@ -1,7 +1,7 @@
-"""JSON and YAML of someone else's making: plain data, with its size, depth and keys in doubt.
+"""Parse JSON and YAML from untrusted files: plain data of limited size and depth, unique keys.
 
-The parsers themselves recurse, repeat what an alias stands for, and let the last of two equal keys
-win; text that makes them do so is refused here before they see it, as a `ValueError` with a reason.
+The parsers themselves recurse, repeat the values of aliases, and let the last of two equal keys
+win. Text that makes them do so is refused before, by a `ValueError` with a reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_text(path: Path) -> str:
-    """A regular file's text. Raises OSError, or ValueError when it is none, too large or no UTF-8.
+    """Return the text of a regular file.
 
-    A named pipe would be waited for, a device read without end.
+    Raises `OSError`, or `ValueError` for a file that is not regular (a pipe would be waited for, a
+    device read without end), too large or no UTF-8.
     """
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
@@ -37,13 +38,16 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's content. Raises as `read_text` and `parse_json` do."""
+    """Return a JSON file's content. Raises as `read_text` and `parse_json` do."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError also for NaN, keys given twice and too deep
-    nesting; an infinity, which configs of transformers spell so, is a number."""
+    """Return the value of a JSON text.
+
+    Raises `ValueError` also for NaN, keys given twice and too deep nesting. An infinity, as configs
+    of transformers spell it, is a number.
+    """
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_infinity)
     except RecursionError:
@@ -51,8 +55,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text, without tags of Python's. Raises ValueError as `require_plain_yaml`
-    does, and for a value that its tag or form does not allow."""
+    """Return the value of a YAML text without Python's tags.
+
+    Raises `ValueError` as `require_plain_yaml` does, and for a value that does not fit its tag.
+    """
     require_plain_yaml(text)
     try:
         return yaml.load(text, Loader=_SafeLoader)
@@ -61,8 +67,11 @@ def parse_yaml(text: str) -> Any:
 
 
 def require_plain_yaml(text: str) -> None:
-    """Raise ValueError when a YAML text is no YAML, nested deeper than `MAX_DEPTH`, or stands for
-    more than `MAX_YAML_NODES` values: a few lines of aliases can stand for 10^9."""
+    """Raise `ValueError` for text that is no YAML, nested too deep, or too large when expanded.
+
+    The limits are `MAX_DEPTH` and `MAX_YAML_NODES`: a few lines of aliases can stand for 10^9
+    values.
+    """
     sizes: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = []  # anchor, nodes before it
     num_nodes = 0

@@ -1,4 +1,4 @@
-"""Text of files and models, made safe to show."""
+"""Make text of files and models safe to show."""
 
 from __future__ import annotations
 

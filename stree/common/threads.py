@@ -1,8 +1,9 @@
-"""How PyTorch's threads on a CPU wait, and how many there are; imported before torch is.
+"""Set how PyTorch's threads on a CPU wait, and how many there are; import it before torch.
 
-OpenMP's threads wait for each other some hundred times a decoding step. By default they spin: where
-another process needs one of the cores, all spin until it lets go, which made decoding and training
-5 to 25 times slower. The policy is read once, when torch is loaded. What the user has set stays.
+OpenMP's threads wait for each other some hundred times a decoding step. By default they spin: if
+another process needs one of the cores, all spin until it is free again, which made decoding and
+training 5 to 25 times slower. The policy is read once, when torch is loaded. Settings of the user
+stay.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ SHARED_FROM_BYTES = 2**28  # weights that a decoding step reads, from which on t
 
 
 def granted_cores(root: Path = Path("/")) -> float | None:
-    """Cores that the control group (v2 or v1) of this process may use; None without a quota.
+    """Return the cores that the control group (v2 or v1) of this process may use.
 
-    Containers and batch systems grant a share of a machine this way, which OpenMP does not see.
-    root is where /proc and /sys are looked for.
+    Returns None without a quota. Containers and batch systems grant a share of a machine this way,
+    which OpenMP does not see. root is the folder of /proc and /sys.
     """
     shares = []
     names: tuple[str, ...]
@@ -75,8 +76,10 @@ def _is_small(target: Any) -> bool:
 
 @contextlib.contextmanager
 def for_decoding(target: Any) -> Iterator[None]:
-    """One thread in here for a small target on a CPU: what threads would share out takes less time
-    than the words between them."""
+    """Use one thread inside the block for a small target on a CPU.
+
+    Its operations take less time than the threads' communication.
+    """
     import torch
 
     usual = torch.get_num_threads()

@@ -12,12 +12,12 @@ _CPU_NAME = "CPU: "
 
 
 def counted(count: int, noun: str) -> str:
-    """1 prompt, 2 prompts."""
+    """Return a count with its noun: 1 prompt, 2 prompts."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size(num_bytes: int) -> str:
-    """As people read it: 1.5 GiB."""
+    """Return a size in bytes for people: 1.5 GiB."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -31,12 +31,12 @@ def ends_of(eos_token_ids: Sequence[int]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """bfloat16."""
+    """Return the name of a dtype: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or the model of the CPU, as records have it."""
+    """Return a GPU's name, or the model of the CPU, as records have it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -46,5 +46,5 @@ def device_name(device: torch.device) -> str:
 
 
 def is_cpu_name(name: str) -> bool:
-    """Whether a record's device, as `device_name` calls it, is a CPU."""
+    """Return whether a device's name, as `device_name` returns it, is a CPU's."""
     return name.startswith(_CPU_NAME)

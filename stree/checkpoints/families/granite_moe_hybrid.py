@@ -1,5 +1,7 @@
-"""GraniteMoeHybrid (Granite 4 H): Mamba-2 and attention, a shared MLP and experts side by side,
-multipliers on embeddings, branches and logits."""
+"""GraniteMoeHybrid (Granite 4 H): Mamba-2 and attention, a shared MLP and experts side by side.
+
+It has multipliers on embeddings, branches and logits.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
-    """From the newer name, the older one, or both where they say the same."""
+    """Read the mixers from the newer key, the older one, or both if they agree."""
     said = []
     for name in ("layer_types", "layers_block_type"):
         if values.get(name) is not None:
@@ -96,9 +98,12 @@ def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
 
 
 def _branch(values: CheckedJson) -> float:
-    """What each branch is multiplied with before it joins the residual stream x. Ours is x divided
-    by it: branches join as they are, embeddings begin it divided by it, and norms, which make the
-    same of it but for their epsilon, have that divided by its square. No large weight changes."""
+    """Read the multiplier of each branch that is added to the residual stream.
+
+    Our stream is theirs divided by it: branches are added as they are, embeddings are divided by
+    it, and the epsilon of norms, whose results are otherwise the same, by its square. So no large
+    weight changes.
+    """
     branch = config_parts.factor(values, "residual_multiplier")
     if branch < 0:
         raise CheckpointRefused(f"{values.path} has residual_multiplier = {branch}, wanted above 0")
@@ -107,7 +112,7 @@ def _branch(values: CheckedJson) -> float:
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     embedding = config_parts.factor(values, "embedding_multiplier") / _branch(values)
-    # The last norm's weight carries what logits are divided by, so that a tied head stays tied
+    # The last norm's weight takes the divisor of the logits, so that a tied head stays tied
     logits = 1 / config_parts.factor(values, "logits_scaling")
     logits /= embedding if config.tie_embeddings else 1
     makes = {"model.embed_tokens.weight": scaled(embedding), "model.norm.weight": scaled(logits)}

@@ -37,7 +37,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def common(values: CheckedJson) -> dict[str, Any]:
-    """Return all but the layers and their MLPs, which LFM2-MoE's config has likewise."""
+    """Read the keys that LFM2-MoE's config shares: all except the layers and their MLPs."""
     d_model = values.integer("hidden_size")
     theta, scaling, _ = config_parts.rope(values, usual_theta=1e6)
     tied = values.boolean("tie_word_embeddings", True)
@@ -68,7 +68,7 @@ def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
 
 
 def _width(values: CheckedJson) -> int:
-    """Of the MLP, from what the config says of it: two thirds, times a number, rounded up."""
+    """Return the MLP's width: two thirds of the config's, times a multiplier, rounded up."""
     width = values.integer("block_ff_dim", values.integer("intermediate_size", 12288))
     multiplier = values.number("block_ffn_dim_multiplier", 1.0)
     multiple = values.integer("block_multiple_of", 256)

@@ -1,5 +1,7 @@
-"""NemotronH (Nemotron-H, Nemotron 3): layers of one block each (Mamba-2, attention, MLP or experts
-beside a shared MLP), no positions, MLPs without a gate."""
+"""NemotronH (Nemotron-H, Nemotron 3): layers of one block each, without positions.
+
+A block is Mamba-2, attention, an MLP, or experts with a shared MLP; MLPs have no gate.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def _layers(values: CheckedJson) -> list[str]:
-    """From either of the two spellings, which have to say the same."""
+    """Read the layers from either of the two keys, which must agree."""
     said = []
     for name in ("layers_block_type", "layer_types"):
         if values.get(name) is not None:

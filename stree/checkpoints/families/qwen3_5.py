@@ -1,5 +1,7 @@
-"""Qwen3.5's text model, dense or with experts: Qwen3-Next's layers, whose projections are stored
-apart. Of a checkpoint that also sees, the text model alone is read."""
+"""Qwen3.5's text model, dense or with experts: Qwen3-Next's layers with separate projections.
+
+Of a checkpoint with vision, the text model alone is read.
+"""
 
 from __future__ import annotations
 

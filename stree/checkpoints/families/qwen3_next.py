@@ -1,5 +1,7 @@
-"""Qwen3-Next: the gated delta rule and some attention layers with a gate, experts beside a shared
-one; norms stored as w for a scale of 1 + w."""
+"""Qwen3-Next: the gated delta rule and some attention layers with a gate, experts and a shared one.
+
+Norms are stored as w for a scale of 1 + w.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def mixers(values: CheckedJson, num_layers: int) -> list[str]:
-    """Of each layer; where no list says it, every fourth (or so) is attention."""
+    """Return each layer's mixer; without a list every full_attention_interval-th is attention."""
     interval = values.integer("full_attention_interval", 4)
     if values.get("layer_types") is not None:
         found = config_parts.layer_list(values, "layer_types", KINDS)
@@ -90,7 +92,7 @@ def experts(values: CheckedJson, num_experts: int, usual_choice: int) -> dict[st
 
 
 def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
-    """All but the layers and their MLPs, as Qwen3.5's config has it, too."""
+    """Read the keys that Qwen3.5's config shares: all except the layers and their MLPs."""
     values.require("hidden_act", "silu", default="silu")
     values.require("use_sliding_window", False, default=False)
     theta, scaling, share = config_parts.rope(values, ROTARY_SHARE, ignored=SECTIONS)
@@ -144,9 +146,9 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 
 
 def of_key_heads(shape: GatedDeltaShape) -> dict[str, tuple[str, Make]]:
-    """Our projections of the gated delta rule: of which stored one, and what takes them out.
+    """Return the stored projection of each of ours, and the function that takes ours out of it.
 
-    There the rows of q, k, v and z, and of b and a, lie side by side for each key head.
+    The stored rows of q, k, v and z, and of b and a, lie side by side for each key head.
     """
     heads_a_key = shape.num_heads // shape.num_key_heads
     values = heads_a_key * shape.value_dim
@@ -169,12 +171,12 @@ def of_key_heads(shape: GatedDeltaShape) -> dict[str, tuple[str, Make]]:
 
 
 def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) -> Rename:
-    """Where the parameters are that Qwen3.5 stores likewise, behind a prefix."""
+    """Return the map of the parameters that Qwen3.5 stores alike, after a prefix."""
     order, d_model = rotary_order(config), config.d_model
     inner, num_experts = config.expert_intermediate_size, config.num_experts
 
     def of_each_head(second: bool) -> Make:
-        """q_proj gives a head's q and its gate side by side."""
+        """Take q, or its gate, out of q_proj, where both lie side by side for each head."""
         return lambda tensor: tensor.unflatten(0, (config.num_heads, 2, -1))[
             :, int(second)
         ].flatten(0, 1)

@@ -1,5 +1,7 @@
-"""Zamba2: Mamba-2 layers, before some of which one of a few shared transformer blocks runs on
-[hidden, embeddings], each use with its own adapters."""
+"""Zamba2: Mamba-2 layers, some of them after a shared transformer block.
+
+The few shared blocks read [hidden, embeddings]; each use of one has its own adapters.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     fused = (2 * config.intermediate_size, config.d_model)
 
     def of_shared(block: int, rest: str) -> str:
-        """A shared block is stored with the first layer that uses it."""
+        """Return the stored name in a shared block, which is stored with its first user's layer."""
         return f"model.layers.{uses[block]}.shared_transformer.{rest}"
 
     def source(name: str) -> Source:

@@ -1,4 +1,4 @@
-"""Llama, as transformers has it: attention layers only."""
+"""Llama's layout in transformers: attention layers only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def fields_of(values: CheckedJson) -> dict[str, Any]:
-    """What Llama's config.json says of a `HybridConfig`."""
+    """Read the fields of a `HybridConfig` from Llama's config.json."""
     values.require("hidden_act", "silu", default="silu")
     for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
         values.require(name, False, default=False)
@@ -61,12 +61,12 @@ def _require_full_attention(values: CheckedJson, num_layers: int) -> None:
 
 
 def config_json(config: HybridConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a model of attention layers."""
+    """Return config.json of a model of attention layers."""
     return {"architectures": ["LlamaForCausalLM"], **json_fields(config, dtype, "llama")}
 
 
 def json_fields(config: HybridConfig, dtype: str, model_type: str) -> dict[str, Any]:
-    """What Llama's config.json says of a model, of whatever type."""
+    """Return the keys of Llama's config.json for a model of any type."""
     return {
         "model_type": model_type,
         "vocab_size": config.vocab_size,

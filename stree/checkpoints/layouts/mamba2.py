@@ -1,4 +1,4 @@
-"""Mamba-2 models, of transformers and of state-spaces: a layer is a norm and a mixer."""
+"""Mamba-2's layouts, of transformers and of state-spaces: a layer is a norm and a mixer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def state_spaces_spec(values: CheckedJson) -> HybridConfig:
 
 
 def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]:
-    """mamba-ssm's names, where a layer is a norm and a mixer."""
+    """Return the map to mamba-ssm's names."""
     words = {
         "model.embed_tokens.": f"backbone.{embedding}.",
         "model.norm.": "backbone.norm_f.",

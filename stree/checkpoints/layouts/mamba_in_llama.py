@@ -1,4 +1,4 @@
-"""MambaInLlama: Llama's config.json, and mamba_config.json beside it."""
+"""MambaInLlama's layout: Llama's config.json, and a mamba_config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _USUAL = HybridConfig(vocab_size=1, d_model=1, num_layers=1, attn_layers=(0,), n
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    """mamba_config.json says what the decoder is; config.json the rest, and null entries."""
+    """Read mamba_config.json, and config.json for all that it does not say or says as null."""
     mamba = CheckedJson.load(values.path.with_name(MIXER_CONFIG_NAME))
     if values.get("model_type") != MODEL_TYPE:
         values.require("model_type", "llama", default="llama")
@@ -100,8 +100,11 @@ def has_words_for(config: HybridConfig) -> bool:
 
 
 def mixer_json(config: HybridConfig) -> dict[str, Any]:
-    """mamba_config.json. What MambaInLlama's layout cannot say (its head_dim is d_state, its groups
-    follow from d_xb) is written as further keys of `ssm_cfg` where needed."""
+    """Return mamba_config.json.
+
+    Its head_dim is d_state, and its groups follow from d_xb; models that differ have further keys
+    in `ssm_cfg`.
+    """
     return {
         "d_model": config.d_model,
         "ssm_cfg": _ssm_cfg(config),
@@ -117,7 +120,7 @@ def mixer_json(config: HybridConfig) -> dict[str, Any]:
 
 
 def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
-    """The mixer's keyword arguments: `ngroups` and `d_state`, and what differs from the usual."""
+    """Return the mixer's arguments: `ngroups`, `d_state` and all that differ from the defaults."""
     lowest, highest = config.dt_limit
     upper = json_number(highest)
     usual: dict[str, tuple[Any, Any]] = {

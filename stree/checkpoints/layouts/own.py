@@ -1,4 +1,4 @@
-"""Our own layout: `HybridConfig` as it is, for what MambaInLlama's two files have no words for."""
+"""Our own layout: `HybridConfig` as it is, for models that MambaInLlama's files cannot describe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def config_json(config: HybridConfig, dtype: str) -> dict[str, Any]:
-    """config.json of any model."""
+    """Return config.json of any model."""
     table = {}
     for field in fields(HybridConfig):
         value = getattr(config, field.name)
