@@ -29,7 +29,7 @@ from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
 from stree_pipelines.resources.dry_run import (
-    MemoryNeeds,
+    MemoryEstimate,
     config_lines,
     model_line,
     require_writable,
@@ -141,7 +141,7 @@ class CacheCLI(DistillCLI):
         shape = data.batch_size, data.sequence_length
         print(config_lines(self.config_dump))
         print(model_line("target", config))
-        memory = MemoryNeeds(forward_memory(config, shape, precision, on_cuda, dtype), on_cuda)
+        memory = MemoryEstimate(forward_memory(config, shape, precision, on_cuda, dtype), on_cuda)
         print(memory, flush=True)
         require_writable(self.options["out"])
         memory.require("lower data.batch_size, or use model.target_dtype bfloat16")

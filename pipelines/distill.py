@@ -57,7 +57,7 @@ class DistillCLI(TrainingCLI):
 
     def before_instantiate_classes(self) -> None:
         if (drafter := self.options["model"]["drafter"]) is not None:
-            HybridConfig.from_dict(dict(drafter))  # refuses what is none
+            HybridConfig.from_dict(dict(drafter))  # refuses invalid options
         super().before_instantiate_classes()
 
     def require_inputs(self) -> None:

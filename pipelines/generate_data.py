@@ -44,7 +44,7 @@ from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
 from stree_pipelines.resources.dry_run import (
-    MemoryNeeds,
+    MemoryEstimate,
     model_line,
     require_disk,
     require_writable,
@@ -239,18 +239,18 @@ def describe(
     drafter = DrafterName.parse(options["drafter"] or "ngram")
     folders = {"target": options["target"], "drafter": drafter.folder}
     models = {name: load_config(each) for name, each in folders.items() if each}
-    needs: dict[str, int] = {}
+    parts: dict[str, int] = {}
     for name, config in models.items():
         print(model_line(name, config))
-        needs[name] = dtype.itemsize * num_parameters(config)
+        parts[name] = dtype.itemsize * num_parameters(config)
         rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
-        needs[f"{name}'s caches"] = rows
+        parts[f"{name}'s caches"] = rows
     if drafter.float8:
-        needs["head in 8 bits"] = head_in_8_bits_bytes(models["drafter"])
+        parts["head in 8 bits"] = head_in_8_bits_bytes(models["drafter"])
     if options["drafter"] and options["compare"]:
         plain = cache_bytes(models["target"], options["max_length"], 1, dtype)
-        needs["plain decoding's caches"] = plain * options["num_rows"]
-    memory = MemoryNeeds(needs, on_cuda)
+        parts["plain decoding's caches"] = plain * options["num_rows"]
+    memory = MemoryEstimate(parts, on_cuda)
     print(memory)
     ids = sum(len(each.tokens) for each in generation.prompts) * spec.samples
     most = 4 * (ids + spec.num_samples * spec.max_new_tokens)

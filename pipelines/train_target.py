@@ -62,7 +62,7 @@ class TargetCLI(TrainingCLI):
             kept = Path(self.options["run_dir"] or "", "tokenizer")
             only_looks = self.options["show_mask"] or self.options["dry_run"]
             if only_looks and not kept.is_dir():
-                self._scratch = tempfile.TemporaryDirectory()  # a look leaves nothing behind
+                self._scratch = tempfile.TemporaryDirectory()  # these options leave no files
                 kept = Path(self._scratch.name, "tokenizer")
             data["tokenizer"] = str(kept)
             self._train_tokenizer(data, tokenizer)

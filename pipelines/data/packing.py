@@ -178,7 +178,7 @@ def count_rows(table: TokenTable, packing: Packing) -> dict[str, NDArray[np.int6
 def make_batch(
     table: TokenTable, packing: Packing, rows: Sequence[int] | NDArray[np.int64], pad_id: int
 ) -> dict[str, NDArray]:
-    """The rows as arrays (B, T): `tokens` int64, `segment_ids` int64, `loss_mask` bool.
+    """Make arrays (B, T) of the rows: `tokens` int64, `segment_ids` int64, `loss_mask` bool.
 
     Segment ids count up from 0 along a row, one a sample; padding has the id after the last.
     `loss_mask[b, t]`: predicting token t counts, i.e. it is the assistant's; False on a segment's

@@ -295,7 +295,7 @@ def _dataset_rows(name: str, on_disk: bool) -> Iterator[tuple[str, Any]]:
             yield f"{name}:{number}", row
     except BadData:
         raise
-    except Exception as error:  # a damaged folder makes it raise whatever Python can
+    except Exception as error:  # a damaged folder makes it raise any kind of error
         if dataset is None and not on_disk:
             raise NotFound(
                 f"{name}: no such file or folder, and `datasets` cannot fetch it: "

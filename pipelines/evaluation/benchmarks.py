@@ -70,7 +70,7 @@ def load_benchmark(
             if you like, `category`. It is called as the file, a prompts.jsonl as its folder and
             the file (`sums_prompts`), the embedded corpus' own, known by its ids, `python_docs`.
         directory: where names are looked up; data/benchmarks when not given.
-        limit: keep the first so many prompts. The order is the file's.
+        limit: keep only the first `limit` prompts. The order is the file's.
 
     Raises:
         NotFound: no such benchmark. UsageError: a limit below 1.
@@ -88,7 +88,7 @@ def _name(path: Path, prompts: list[BenchmarkPrompt]) -> str:
         return path.stem
     if all(prompt.id.startswith(CORPUS_PREFIX) for prompt in prompts):
         return CORPUS_BENCHMARK
-    return f"{path.resolve().parent.name}_{path.stem}"  # everybody's name for such a file
+    return f"{path.resolve().parent.name}_{path.stem}"  # "prompts" alone fits any
 
 
 def find_benchmark(name_or_path: str, directory: str | Path | None = None) -> Path:

@@ -23,7 +23,7 @@ from stree_pipelines.evaluation.plan import (
 from stree_pipelines.evaluation.records import ResultKey
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.resources.dry_run import (
-    MemoryNeeds,
+    MemoryEstimate,
     config_lines,
     model_line,
     require_disk,
@@ -208,7 +208,9 @@ def drafter_paths(jobs: Iterable[Job]) -> list[str]:
     return list(dict.fromkeys(str(name.folder) for name in names if name.folder is not None))
 
 
-def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = False) -> MemoryNeeds:
+def memory_of(
+    evaluation: Evaluation, jobs: Sequence[Job], together: bool = False
+) -> MemoryEstimate:
     """Estimate a process's most memory: the target, the largest drafter and every method's caches.
 
     together: all drafters are in memory at once.
@@ -243,7 +245,7 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
         parts["answers of the data"] = probabilities + sum(
             cache_bytes(config, decoders.max_length, 1, decoders.dtype) for config in configs
         )
-    return MemoryNeeds(parts, decoders.device.type == "cuda")
+    return MemoryEstimate(parts, decoders.device.type == "cuda")
 
 
 def _heads_in_8_bits(jobs: Sequence[Job]) -> list[int]:

@@ -111,7 +111,7 @@ class ResultRow(Record):
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
-    # From the row's folder; earlier evaluations left samples_LABEL.jsonl(.gz) beside the rows.
+    # From the row's folder; earlier evaluations wrote samples_LABEL.jsonl(.gz) next to the rows.
     samples: Annotated[str, Field(pattern=r"^samples[/_][^/\x00]*\.jsonl(\.gz)?$")]
 
     @property

@@ -26,7 +26,7 @@ from stree.speculation_profile import Record
 from stree_pipelines.evaluation.benchmarks import Benchmark, load_benchmark, parse_prompts
 
 HOST = "https://raw.githubusercontent.com"
-PINS_NAME = "SOURCES.json"  # beside the benchmarks
+PINS_NAME = "SOURCES.json"  # in the benchmarks' folder
 MOST_BYTES = 1 << 26  # packed or unpacked; the largest has about one megabyte
 
 

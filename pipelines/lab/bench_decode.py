@@ -56,7 +56,7 @@ from stree_pipelines.lab.benches.options import device_of, require_numbers, requ
 from stree_pipelines.lab.benches.steps import decode_at, graphs
 from stree_pipelines.lab.benches.timing import release_memory, require_green, write_rows
 from stree_pipelines.lab.papers.order_bench import bytes_of, orders
-from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
+from stree_pipelines.resources.dry_run import MemoryEstimate, model_line
 from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, num_parameters
 
 TESTS = [
@@ -275,8 +275,8 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
     if {"rows", "joint", "serve", "graphs"} & what:
         rows = options.rows if {"rows", "joint", "serve"} & what else options.graph_rows
         named = {"joint": options.joint_trees, "rows": options.row_trees}
-        asked = [as_tree(name) for kind, names in named.items() if kind in what for name in names]
-        most = max(tree.num_nodes for tree in (*TREES, *asked))
+        given = [as_tree(name) for kind, names in named.items() if kind in what for name in names]
+        most = max(tree.num_nodes for tree in (*TREES, *given))
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
         at_once = 3 if "joint" in what else 1  # replay, joint and plain
         memory[f"caches of {max(rows)} rows"] = at_once * max(rows) * one
@@ -284,9 +284,9 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
     yield model_line(f"target {shape}", target)
     yield model_line("drafter", drafter)
     yield f"{', '.join(options.what)}; calls over {counts} nodes, {context} tokens committed"
-    needs = MemoryNeeds(memory, on_cuda)
-    yield str(needs)
-    needs.require(LESS)
+    estimate = MemoryEstimate(memory, on_cuda)
+    yield str(estimate)
+    estimate.require(LESS)
 
 
 if __name__ == "__main__":

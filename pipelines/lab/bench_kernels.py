@@ -29,7 +29,7 @@ from stree_kernels.contracts import (
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.lab.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.lab.benches.timing import require_green, side_by_side, write_rows
-from stree_pipelines.resources.dry_run import MemoryNeeds
+from stree_pipelines.resources.dry_run import MemoryEstimate
 
 MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),
@@ -273,9 +273,9 @@ def describe(
         memory["states of the gated delta rule"] = layers * bytes_a_layer
     counts = ", ".join(map(str, nodes))
     yield f"{', '.join(_ops_of(name))} over {counts} nodes, {layers} layers, {context} committed"
-    needs = MemoryNeeds(memory, device.type == "cuda")
-    yield str(needs)
-    needs.require(LESS)
+    estimate = MemoryEstimate(memory, device.type == "cuda")
+    yield str(estimate)
+    estimate.require(LESS)
 
 
 @torch.no_grad()

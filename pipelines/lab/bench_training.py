@@ -40,7 +40,7 @@ from stree_pipelines.lab.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.lab.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.lab.benches.timing import require_green, save_rows, write_rows
 from stree_pipelines.lab.benches.training_step import PRECISION, TEACHERS, TeacherKind, step_row
-from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
+from stree_pipelines.resources.dry_run import MemoryEstimate, model_line
 from stree_pipelines.resources.estimates import ModelPlan, training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
@@ -51,7 +51,7 @@ from stree_pipelines.training.teachers.frozen_target import held_dtype
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
-FROM_A_CACHE = {"target_dtype": "bfloat16", "features": None}  # whatever the recipe says
+FROM_A_CACHE = {"target_dtype": "bfloat16", "features": None}  # overrides of any recipe
 ALONE = ("auto", 1)
 TESTS = {  # by measurement
     "processes": ["pipelines/training/losses", "pipelines/training/parallel/test_scaling.py"],
@@ -121,7 +121,7 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
     """
     target = TARGETS[options.shape]
     yield model_line("target", target)
-    all_needs = []
+    estimates = []
     rows, length = options.batch_size, options.sequence_length
     if "step" in options.what:
         yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
@@ -136,23 +136,23 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
                 compiled=on_cuda,
             )  # fmt: skip
             memory = training_memory(plan, (rows, length), PRECISION, on_cuda)
-            all_needs.append(MemoryNeeds(memory, on_cuda))
+            estimates.append(MemoryEstimate(memory, on_cuda))
             yield model_line("drafter", drafter)
             in_8_bits = " in 8 bits" if model["target_dtype"] == "float8" else ""
-            yield f"{teacher} teacher{in_8_bits}, {PRECISION}, {all_needs[-1]}"
+            yield f"{teacher} teacher{in_8_bits}, {PRECISION}, {estimates[-1]}"
     if "processes" in options.what:
         several = _runs(options.strategies, options.processes)
         runs = ", ".join(f"{strategy} on {count}" for strategy, count in several)
         drafter = drafter_config_from(target)
         plan = ModelPlan(drafter, target)
         memory = training_memory(plan, (rows, length), "32-true", on_cuda)
-        all_needs.append(MemoryNeeds(memory, on_cuda))
+        estimates.append(MemoryEstimate(memory, on_cuda))
         rows *= max(options.processes)
         yield f"runs: {runs}; each {options.steps} steps of {rows} rows of {length} tokens"
         yield model_line("drafter", drafter)
-        yield f"each process, unsharded, 32-true, {all_needs[-1]}"
-    for needs in all_needs:
-        needs.require(LESS)
+        yield f"each process, unsharded, 32-true, {estimates[-1]}"
+    for estimate in estimates:
+        estimate.require(LESS)
 
 
 def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:

@@ -135,7 +135,7 @@ def verdict(place: Place) -> Verdict:
         return Verdict("", f"Undecided: {gain}, of too few prompts for an interval.")
     if interval[0] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
-    ties = []  # not told apart from the best
+    ties = []  # arms that cannot be told from the best
     for name, other in timed.items():
         between = speed_ratio(cell, other).interval if name != best else None
         if between is not None and between[0] <= 1 <= between[1]:

@@ -117,7 +117,7 @@ def _draw(axes: Axes, runs: Runs, of: Of, method: str, temperature: float) -> bo
         name = f"{column.title} − {runs.columns[0].name}" if of is gain else column.title
         axes.plot(at, values, marker=marker, label=name, **look)
         axes.fill_between(at, low, high, alpha=0.08, linewidth=0, **look)
-        for edge in (low, high):  # bands that overlap are told apart by their edges
+        for edge in (low, high):  # edges make overlapping bands distinct
             axes.plot(at, edge, ":", alpha=0.7, lw=1.0, **look)
     if of in LEVELS and steps:
         axes.axhline(LEVELS[of], color=plots.PLAIN_COLOUR, lw=1.2, zorder=0)

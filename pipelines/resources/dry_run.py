@@ -37,7 +37,7 @@ def require_disk(path: str | os.PathLike[str], parts: Mapping[str, int]) -> str:
     return f"disk: {itemised(parts)}; {size(free)} are free at {path}"
 
 
-class MemoryNeeds:
+class MemoryEstimate:
     """Estimated bytes of a command by part, compared with the free memory."""
 
     def __init__(self, parts: Mapping[str, int], on_cuda: bool) -> None:

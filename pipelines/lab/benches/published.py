@@ -78,7 +78,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
         max_position_embeddings=262144,
     ),
-    # LiquidAI/LFM2-1.2B; the MLP's width is two thirds of what is said
+    # LiquidAI/LFM2-1.2B; the MLP's width is two thirds of block_ff_dim
     "lfm2-1.2b": dict(
         model_type="lfm2", vocab_size=65536, hidden_size=2048, num_hidden_layers=16,
         full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_multiple_of=256,

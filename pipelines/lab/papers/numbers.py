@@ -162,7 +162,7 @@ DRAFTERS_5: tuple[Cells, ...] = (
     ("×", "3.08", "6.62", "112.69"),
     ("✓", "3.91", "8.30", "127.37"),
 )
-# Its "Ours" is named by what it is, since ours stands beside it
+# The paper's "Ours" has the model's name here, since our own numbers stand next to it
 DRAFTERS_6: tuple[Cells, ...] = (
     ("Method", "(3,3,2,1)", "(3,2,2,1,1)", "(2,2,2,1,1,1)"),
     ("Pythia", "75.38", "70.71", "63.75"),

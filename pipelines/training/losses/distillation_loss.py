@@ -67,7 +67,7 @@ def live_teacher(
     """Make the teacher of the rows in `mask`; no gradient flows to it.
 
     teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Products run in the
-    dtype of those of `student_hidden`. Raises UsageError when the mask has another shape.
+    dtype of `student_hidden`'s. Raises UsageError when the mask has another shape.
     """
     rows_M = _rows_of(mask, teacher_hidden=teacher_hidden)
     dtype = product_dtype(student_hidden)

@@ -3,15 +3,15 @@
 Legend: C rows of a chunk, V vocabulary. p and q are the softmaxes of the logits divided by the
 temperature τ.
 
-A student whose head is over some tokens S has q = 0 outside. The divergences are those of the two
-distributions over V all the same: sums over S, and what the teacher's mass outside adds (½ Σ p to
-total variation, β Σ p log(1/β) to JSD, nothing to reverse KL). Only forward KL would be infinite:
-its sum over S is taken, Σ_S p (log p − log q) = m KL(p/m ‖ q) + m log m with m = Σ_S p, which
-weighs a row by what its teacher leaves to the head, and may be below 0.
+A student whose head has only some tokens S has q = 0 outside. The divergences are still those of
+the two distributions over V: sums over S, plus a term for the teacher's mass outside (½ Σ p for
+total variation, β Σ p log(1/β) for JSD, nothing for reverse KL). Only forward KL would be
+infinite: its sum over S is taken, Σ_S p (log p − log q) = m KL(p/m ‖ q) + m log m with m = Σ_S p.
+It weighs a row by its teacher's mass on the head, and may be below 0.
 
 Each divergence gives a value a row, and its gradient with respect to the student's divided logits
 z. For a value Σ_v φ(p_v, q_v) that gradient is q_v (g_v − Σ_u q_u g_u) with g = ∂φ/∂q. Values that
-are quadratic in small differences of logits carry τ², those that are linear τ: so the size of a
+are quadratic in small differences of logits carry a factor τ², linear ones τ, so the size of a
 gradient does not depend on the temperature (Hinton et al. 2015, section 2).
 
 They are f-divergences (`LK` a mixture of two): g depends on p_v / q_v alone, and merging

@@ -48,7 +48,7 @@ from stree_pipelines.training.run.console import has_cursor, quieten, say
 from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_training
 from stree_pipelines.training.run.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.run.progress import TrainingBar
-from stree_pipelines.training.run.rank_watchdog import PeerWatch
+from stree_pipelines.training.run.rank_watchdog import RankWatchdog
 from stree_pipelines.training.run.restarts import (
     RestartLimit,
     forget_starts,
@@ -363,7 +363,7 @@ class TrainingCLI(LightningCLI):
         for logger in self.trackers:
             start_tracker(logger, self.config_dump, self._until_the_end)
         self.trainer.callbacks += [  # type: ignore[attr-defined]
-            OnPolicyCheck(), PeerWatch(), RestartLimit(self.run_dir, self.restarts)
+            OnPolicyCheck(), RankWatchdog(), RestartLimit(self.run_dir, self.restarts)
         ]  # fmt: skip
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)

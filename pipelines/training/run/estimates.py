@@ -16,7 +16,7 @@ from stree_pipelines.console.progress import clock
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import count_rows
-from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_disk
+from stree_pipelines.resources.dry_run import MemoryEstimate, model_line, require_disk
 from stree_pipelines.resources.estimates import (
     PEAKS,
     ModelPlan,
@@ -105,13 +105,13 @@ def describe_training(
         + f"; a checkpoint every {checkpoints.every_n_steps} steps, the last "
         f"{checkpoints.keep_last} stay"
     )
-    needs = [MemoryNeeds(memory, on_cuda)]
-    yield f"each process, unsharded, {needs[0]}"
+    estimates = [MemoryEstimate(memory, on_cuda)]
+    yield f"each process, unsharded, {estimates[0]}"
     if own_gpu:
-        needs.append(MemoryNeeds(own_gpu, on_cuda))
-        yield f"beside each, on a GPU of its own, {needs[1]}"
+        estimates.append(MemoryEstimate(own_gpu, on_cuda))
+        yield f"beside each, on a GPU of its own, {estimates[1]}"
     yield require_disk(run_dir, disk)
-    for each in needs:
+    for each in estimates:
         each.require(SMALLER_TRAINING)
 
 

@@ -36,7 +36,7 @@ PATIENCE_BEATS = 12
 LEFT, FAILED = "left", "failed "
 
 
-class PeerWatch(pl.Callback):
+class RankWatchdog(pl.Callback):
     """Callback that ends this process when another rank of the training has died or failed."""
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class CacheWriter:
         return shard_directory(self.directory, split, shard, len(self.plans[split]))
 
     def require_space(self) -> None:
-        """Raise CannotWrite when what is missing does not fit on the disk."""
+        """Raise CannotWrite when the missing shards do not fit on the disk."""
         wanted, free = self.num_bytes(self.missing()), free_disk_bytes(self.directory)
         if wanted > free:
             raise CannotWrite(
