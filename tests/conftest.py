@@ -89,6 +89,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
+@pytest.fixture(autouse=True)
+def one_timing(monkeypatch):
+    """Let step times be measured once, not as often as a speed needs: no test rests on a speed."""
+    monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 1)
+
+
 @pytest.fixture
 def captured_on_cpu(monkeypatch):
     """Steps are graphs, as on a GPU: captured functions simply run whenever they are replayed."""

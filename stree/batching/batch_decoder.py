@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from threading import RLock
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
+
+from stree.common.threads import one_at_a_time
 
 import torch
 
 from stree import verifiers
-from stree.batching.checks import not_finite, require_partners, require_room, require_target
+from stree.batching.checks import (
+    checked_sequence,
+    not_finite,
+    require_fillable,
+    require_partners,
+    require_target,
+)
 from stree.batching.memory_report import MemoryReport
 from stree.batching.prefill import PREFILL_CHUNK, Prefill
 from stree.batching.prefix_cache import PrefixCache
@@ -28,15 +35,13 @@ from stree.batching.sequences import (
     InFlightStep,
     Request,
     RunningSequence,
-    SampleRequest,
     StepInputs,
     StepOutput,
-    requests_of,
 )
-from stree.batching.serve import Served, serve
+from stree.batching.serve import RequestServer
 from stree.batching.state import BatchState
 from stree.batching.step import Step
-from stree.batching.step_timing import context_of, measure_step_times, row_counts
+from stree.batching.step_timing import context_of, measure_step_times
 from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
 from stree.common.clock import PhaseClock, recorded
@@ -48,46 +53,26 @@ from stree.drafters.cross_tokenizer import CrossTokenizerSpec
 from stree.drafters.model import ModelDrafter, ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.generation import (
-    DecodingStats,
     GenerationConfig,
     GenerationOutput,
-    StopRule,
     require_whole,
 )
 from stree.model_words import described, placed
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
-from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
-from stree.settings import asked_of_texts, settings_of
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees, deepest_of, largest_of, trees_of
-from stree.tree_policy.names import as_tree_policy, require_policy_of
+from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import BeamTree, TokenTree, as_tree
+from stree.trees.token_tree import BeamTree, TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 from stree_kernels import ops
 
 MAX_PREPARED = 16  # steps' rows and tree batches that are kept, one for each tree
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def _one_at_a_time(
-    method: Callable[Concatenate[BatchDecoder, P], T],
-) -> Callable[Concatenate[BatchDecoder, P], T]:
-    """Make a method of a decoder wait until no other thread is in one."""
-
-    @wraps(method)
-    def alone(self: BatchDecoder, *arguments: P.args, **options: P.kwargs) -> T:
-        with self.lock:
-            return method(self, *arguments, **options)
-
-    return alone
-
-
-class BatchDecoder:
+class BatchDecoder(RequestServer):
     """Decoder of many sequences: a target, optionally a drafter and a tree, and their caches.
 
     Any thread may admit, step, release and generate: a lock lets one thread in at a time, and a
@@ -163,10 +148,10 @@ class BatchDecoder:
         if isinstance(drafter, HybridModel):
             drafter = ModelDrafterSpec(drafter)
         model = drafter.model if isinstance(drafter, ModelDrafterSpec | NGram) else None
-        self._num_drafted = target.config.vocab_size
+        self.num_drafted = target.config.vocab_size
         if model is not None:
             require_partners(target, model)
-            self._num_drafted = model.config.head_size
+            self.num_drafted = model.config.head_size
         self.adaptive_trees = tree if isinstance(tree, AdaptiveTrees) else None
         choices, tree = trees_of(tree), largest_of(tree)
         if drafter is None and tree.num_nodes > 1:
@@ -195,17 +180,7 @@ class BatchDecoder:
                 drafter = drafter.for_decoder(target, num_rows, max_length, most)
             self.cache = new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
-        if drafter is not None and not hasattr(drafter, "draft"):
-            raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
-        verifiers.require_fit(self.verifier, drafter)
-        for each in choices:
-            verifiers.require_tree(self.verifier, each)
-            if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
-                raise UsageError(
-                    f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
-                    "whose siblings are no two alike, and grows by their probabilities: take "
-                    "paper, chain-N or png-N-D"
-                )
+        require_fillable(drafter, self.verifier, choices)
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
@@ -252,9 +227,9 @@ class BatchDecoder:
 
         A server calls it before a request waits for a row.
         """
-        self._progress_of(request)
+        checked_sequence(self, request)
 
-    @_one_at_a_time
+    @one_at_a_time
     def admit(self, request: Request) -> int:
         """Give a request a row, and return the row; later steps read its prompt and decode.
 
@@ -271,50 +246,14 @@ class BatchDecoder:
             raise UsageError(
                 f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
             )
-        sequence = self._progress_of(request)
+        sequence = checked_sequence(self, request)
         self._require_same_models()
         self._follow_weights()
         self.prefill.admit(row, sequence)
         self._sequences[row] = sequence  # last: whatever fails before, the row is still free
         return row
 
-    def _progress_of(self, request: Request) -> RunningSequence:
-        """Return the host's record of a request. Raises `UsageError` if it cannot be served."""
-        if not isinstance(request, Request):
-            raise UsageError(
-                f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
-            )
-        tree, ids = request.tree, one_prompt(request.prompt_ids)
-        tree = None if tree is None else as_tree(tree)
-        prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
-        if generation.num_return_sequences > 1:
-            raise UsageError(
-                f"num_return_sequences is {generation.num_return_sequences}, and a row has one "
-                "answer: generate serves the request, or admit one for each answer"
-            )
-        if tree is None and self.adaptive_trees is None:
-            tree = self.tree
-        tree_policy = tree or self.tree_policy
-        require_policy_of(self.tree_policy, tree_policy)
-        deepest = deepest_of(tree_policy)
-        if tree is not None and tree.num_nodes > self.max_nodes:
-            raise UsageError(
-                f"{tree} has {tree.num_nodes} nodes, the decoder was made for {self.max_nodes}: "
-                "give it max_nodes"
-            )
-        if deepest.num_nodes > 1 and self.drafter is None:
-            raise UsageError(f"{deepest} needs a drafter to fill it")
-        for each in trees_of(tree_policy):
-            verifiers.require_tree(self.verifier, each)
-            if each.widest > (most := self._num_drafted):
-                raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
-        require_room(prompt, generation, deepest, self.target.config, self.max_length)
-        stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
-        stats = DecodingStats(tree_max_depth=deepest.max_depth)
-        shared = request.shared if isinstance(request, SampleRequest) else None
-        return RunningSequence(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
-
-    @_one_at_a_time
+    @one_at_a_time
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """Decode one step of every row whose prompt is read, and read a chunk of the others.
@@ -365,7 +304,7 @@ class BatchDecoder:
                 self.read_s += begun.elapsed_time(done) / 1e3
             return firsts + reports
 
-    @_one_at_a_time
+    @one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
         """Free a row and return its output; an unfinished request ends as "released".
 
@@ -404,7 +343,7 @@ class BatchDecoder:
             )
         return self._sequences[row]
 
-    @_one_at_a_time
+    @one_at_a_time
     def num_reusable(self, prompt: list[int]) -> int:
         """Return how many tokens of a prompt are in a kept prefix, and need not be read again."""
         if self.prefixes is None:
@@ -429,118 +368,6 @@ class BatchDecoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
-
-    @_one_at_a_time
-    def generate(
-        self,
-        requests: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        **options: Any,
-    ) -> list[GenerationOutput]:
-        """Serve requests, as many at once as there are rows; return their outputs in order.
-
-        A request for several answers (`num_return_sequences`) has one output per answer, one after
-        the other. The error of a request ends the others, too, and all rows are free again.
-
-        Args:
-            requests: `Request`s, each with its own settings; or prompts, as `Decoder.generate`
-                takes them.
-            generation_config: Settings for all prompts; None for requests.
-            attention_mask: (B, T), 0 for padding of prompts (B, T); None for none.
-            options: Settings by keyword, such as max_new_tokens.
-
-        Raises:
-            UsageError: When rows are taken, or a request cannot be served.
-            StreeError: The error of a request that ends with one.
-        """
-        self._require_free()
-        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
-        answers = {served.number: served for served in self.serve(requests)}
-        return [answers[number].release() for number in range(len(requests))]
-
-    def complete(
-        self, text: str | Sequence[str], generation_config: Any = None, **options: Any
-    ) -> list[GenerationOutput]:
-        """Continue a text, or each text of a list, as `generate` continues tokens."""
-        several = isinstance(text, list | tuple)
-        return self._generate_of(text_ids, text, several, generation_config, options)
-
-    def chat(
-        self,
-        messages: str | Sequence[Any],
-        generation_config: Any = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> list[GenerationOutput]:
-        """Answer a conversation, or each of several, as `Decoder.chat` does, all at once."""
-        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
-        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
-        several = is_several_chats(messages)
-        return self._generate_of(encode, messages, several, generation_config, options)
-
-    def _generate_of(
-        self,
-        encode: Callable[[Any, Any], list[int]],
-        given: Any,
-        several: bool,
-        generation_config: Any,
-        options: Mapping[str, Any],
-    ) -> list[GenerationOutput]:
-        asked, _ = asked_of_texts(
-            encode, given, several, generation_config, options, self.tokenizer
-        )
-        requests = [Request(prompt, generation) for prompt, generation in asked]
-        return self.generate(requests) if requests else []
-
-    @_one_at_a_time
-    def warm_up(self, request: Request) -> None:
-        """Prepare kernels, buffers and graphs for such requests, in any number of rows.
-
-        It serves the request once in each row; nothing is learned or kept of that. Raises
-        `UsageError` while rows are taken.
-        """
-        self._require_free()
-        request = replace(request, keep_prompt=False)
-        with self.forgetting():
-            self.generate([request] * self.num_rows)
-            for count in row_counts(self.num_rows):
-                rows = [self.admit(request) for _ in range(count)]
-                try:
-                    self.prepare()
-                finally:  # graphs may not fit in memory, and others decode with it then
-                    for row in rows:
-                        self.release(row)
-
-    def serve(
-        self,
-        requests: Iterable[Request | None],
-        on_admitted: Callable[[int], object] = lambda row: None,
-    ) -> Generator[Served, None, None]:
-        """Serve requests and yield each one after each of its reports (`batching.serve`).
-
-        Example:
-            for served in batch.serve(requests):
-                print(served.number, served.report.tokens)
-                if served.report.finish_reason:
-                    print(served.release().text)
-
-        Raises `UsageError` when rows are taken, and the error of a request that ends with one.
-        """
-        self._require_free()
-        yield from serve(self, requests, on_admitted)
-
-    def _require_free(self) -> None:
-        if self._sequences:
-            raise UsageError(
-                f"rows are taken ({len(self._sequences)}): release them, or go on with admit and "
-                "step"
-            )
 
     def _living(self, launch: InFlightStep) -> Iterator[int]:
         """Yield the rows whose sequences of that step are still there and unfinished."""
@@ -580,7 +407,7 @@ class BatchDecoder:
                 reports.append(told or self._fail(row, sequence, "target"))
         return reports
 
-    @_one_at_a_time
+    @one_at_a_time
     def prepare(self) -> None:
         """Capture the graphs that the prefill and the steps of all taken rows need.
 
@@ -613,7 +440,7 @@ class BatchDecoder:
             return max(longest, deepest_of(self.adaptive_trees).max_depth + 1)
         return longest
 
-    @_one_at_a_time
+    @one_at_a_time
     def measure_step_times(
         self,
         context: int | None = None,

@@ -3,14 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from stree import verifiers
+from stree.batching.sequences import Request, RunningSequence, SampleRequest
 from stree.common.errors import InvariantBroken, UsageError
-from stree.generation import GenerationConfig
+from stree.drafters import Drafter
+from stree.generation import DecodingStats, GenerationConfig, StopRule
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.model import HybridModel
-from stree.trees.token_tree import TokenTree
+from stree.prompts import one_prompt
+from stree.settings import settings_of
+from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of, trees_of
+from stree.tree_policy.names import require_policy_of
+from stree.trees.token_tree import BeamTree, TokenTree, as_tree
+from stree.verifiers import Verifier
+
+
+class DecoderLimits(Protocol):
+    """The parts of a `BatchDecoder` that decide which requests it can serve."""
+
+    target: Any
+    drafter: Drafter | None
+    verifier: Verifier
+    tree: TokenTree
+    adaptive_trees: AdaptiveTrees | None
+    max_nodes: int
+    max_length: int
+    num_drafted: int
+    eos_token_ids: Any
+    tokenizer: Any
+
+    @property
+    def tree_policy(self) -> TokenTree | AdaptiveTrees: ...
+
+
+def checked_sequence(decoder: DecoderLimits, request: Request) -> RunningSequence:
+    """Return the host's record of a request. Raises `UsageError` if it cannot be served."""
+    if not isinstance(request, Request):
+        raise UsageError(
+            f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
+        )
+    tree, ids = request.tree, one_prompt(request.prompt_ids)
+    tree = None if tree is None else as_tree(tree)
+    prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
+    if generation.num_return_sequences > 1:
+        raise UsageError(
+            f"num_return_sequences is {generation.num_return_sequences}, and a row has one "
+            "answer: generate serves the request, or admit one for each answer"
+        )
+    if tree is None and decoder.adaptive_trees is None:
+        tree = decoder.tree
+    tree_policy = tree or decoder.tree_policy
+    require_policy_of(decoder.tree_policy, tree_policy)
+    deepest = deepest_of(tree_policy)
+    if tree is not None and tree.num_nodes > decoder.max_nodes:
+        raise UsageError(
+            f"{tree} has {tree.num_nodes} nodes, the decoder was made for {decoder.max_nodes}: "
+            "give it max_nodes"
+        )
+    if deepest.num_nodes > 1 and decoder.drafter is None:
+        raise UsageError(f"{deepest} needs a drafter to fill it")
+    for each in trees_of(tree_policy):
+        verifiers.require_tree(decoder.verifier, each)
+        if each.widest > (most := decoder.num_drafted):
+            raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
+    require_room(prompt, generation, deepest, decoder.target.config, decoder.max_length)
+    stop = StopRule(generation, decoder.eos_token_ids, decoder.tokenizer)
+    stats = DecodingStats(tree_max_depth=deepest.max_depth)
+    shared = request.shared if isinstance(request, SampleRequest) else None
+    return RunningSequence(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
+
+
+def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree]) -> None:
+    """Raise `UsageError` when a drafter or a verifier cannot take one of the trees."""
+    if drafter is not None and not hasattr(drafter, "draft"):
+        raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
+    verifiers.require_fit(verifier, drafter)
+    for each in trees:
+        verifiers.require_tree(verifier, each)
+        if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
+            raise UsageError(
+                f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
+                "whose siblings are no two alike, and grows by their probabilities: take "
+                "paper, chain-N or png-N-D"
+            )
 
 
 def require_room(

@@ -1,14 +1,22 @@
-"""The loop that serves requests with a batch: admit, step, release, and clean up."""
+"""Serve requests with a batch: admit, step, release and clean up, in one loop for all callers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import RLock
+from typing import Any, Protocol
 
-from stree.batching.sequences import Request, StepOutput
+from stree.common.threads import one_at_a_time
+
+from stree.batching.sequences import Request, StepOutput, requests_of
+from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
 from stree.generation import GenerationOutput
+from stree.prompts import chat_ids, is_several_chats, text_ids
+from stree.settings import asked_of_texts
 
 
 class BatchDecoderLike(Protocol):
@@ -113,3 +121,150 @@ def serve(
     finally:
         for row in under_way:
             decoder.release(row)
+
+
+class RequestServer:
+    """Methods of a batch decoder that serve whole requests, by its rows and steps.
+
+    Any batch decoder that has the attributes and the methods below can inherit them.
+    """
+
+    num_rows: int
+    tokenizer: Any
+    lock: RLock
+
+    @property
+    def num_free_rows(self) -> int:
+        """Number of free rows."""
+        raise NotImplementedError
+
+    def admit(self, request: Request) -> int:
+        """Give a request a row, and return the row."""
+        raise NotImplementedError
+
+    def step(self) -> list[StepOutput]:
+        """Decode one step of all rows."""
+        raise NotImplementedError
+
+    def release(self, row: int, keep: bool = False) -> GenerationOutput:
+        """Free a row and return its output."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Capture the graphs that the taken rows need."""
+        raise NotImplementedError
+
+    def forgetting(self) -> AbstractContextManager[None]:
+        """Let adaptive trees learn nothing inside the block."""
+        raise NotImplementedError
+
+    @one_at_a_time
+    def generate(
+        self,
+        requests: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Serve requests, as many at once as there are rows; return their outputs in order.
+
+        A request for several answers (`num_return_sequences`) has one output per answer, one after
+        the other. The error of a request ends the others, too, and all rows are free again.
+
+        Args:
+            requests: `Request`s, each with its own settings; or prompts, as `Decoder.generate`
+                takes them.
+            generation_config: Settings for all prompts; None for requests.
+            attention_mask: (B, T), 0 for padding of prompts (B, T); None for none.
+            options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: When rows are taken, or a request cannot be served.
+            StreeError: The error of a request that ends with one.
+        """
+        self._require_free()
+        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
+        answers = {served.number: served for served in self.serve(requests)}
+        return [answers[number].release() for number in range(len(requests))]
+
+    def complete(
+        self, text: str | Sequence[str], generation_config: Any = None, **options: Any
+    ) -> list[GenerationOutput]:
+        """Continue a text, or each text of a list, as `generate` continues tokens."""
+        several = isinstance(text, list | tuple)
+        return self._generate_of(text_ids, text, several, generation_config, options)
+
+    def chat(
+        self,
+        messages: str | Sequence[Any],
+        generation_config: Any = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Answer a conversation, or each of several, as `Decoder.chat` does, all at once."""
+        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
+        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
+        several = is_several_chats(messages)
+        return self._generate_of(encode, messages, several, generation_config, options)
+
+    def _generate_of(
+        self,
+        encode: Callable[[Any, Any], list[int]],
+        given: Any,
+        several: bool,
+        generation_config: Any,
+        options: Mapping[str, Any],
+    ) -> list[GenerationOutput]:
+        asked, _ = asked_of_texts(
+            encode, given, several, generation_config, options, self.tokenizer
+        )
+        requests = [Request(prompt, generation) for prompt, generation in asked]
+        return self.generate(requests) if requests else []
+
+    @one_at_a_time
+    def warm_up(self, request: Request) -> None:
+        """Prepare kernels, buffers and graphs for such requests, in any number of rows.
+
+        It serves the request once in each row; nothing is learned or kept of that. Raises
+        `UsageError` while rows are taken.
+        """
+        self._require_free()
+        request = replace(request, keep_prompt=False)
+        with self.forgetting():
+            self.generate([request] * self.num_rows)
+            for count in row_counts(self.num_rows):
+                rows = [self.admit(request) for _ in range(count)]
+                try:
+                    self.prepare()
+                finally:  # graphs may not fit in memory, and others decode with it then
+                    for row in rows:
+                        self.release(row)
+
+    def serve(
+        self,
+        requests: Iterable[Request | None],
+        on_admitted: Callable[[int], object] = lambda row: None,
+    ) -> Generator[Served, None, None]:
+        """Serve requests and yield each one after each of its reports (`batching.serve`).
+
+        Example:
+            for served in batch.serve(requests):
+                print(served.number, served.report.tokens)
+                if served.report.finish_reason:
+                    print(served.release().text)
+
+        Raises `UsageError` when rows are taken, and the error of a request that ends with one.
+        """
+        self._require_free()
+        yield from serve(self, requests, on_admitted)
+
+    def _require_free(self) -> None:
+        if taken := self.num_rows - self.num_free_rows:
+            raise UsageError(
+                f"rows are taken ({taken}): release them, or go on with admit and step"
+            )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -91,3 +92,19 @@ def for_decoding(target: Any) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Make a method wait until no other thread is in one of its object, by the object's `lock`."""
+
+    @wraps(method)
+    def alone(self: S, *arguments: P.args, **options: P.kwargs) -> T:
+        with self.lock:  # type: ignore[attr-defined]
+            return method(self, *arguments, **options)
+
+    return alone

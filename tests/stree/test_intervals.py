@@ -61,7 +61,9 @@ def stated() -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("column", [0, 1], ids=["length", "gain"])
-@pytest.mark.parametrize("num_prompts", [6, 10, 20, 40])
+@pytest.mark.parametrize(
+    "num_prompts", [6, 20, *(pytest.param(each, marks=pytest.mark.long) for each in (10, 40))]
+)
 def test_intervals_hold_the_truth_as_often_as_the_page_says(num_prompts, column):
     share = covered((length, gain)[column], num_prompts, NUM_DRAWS)
     said = stated()[num_prompts][column] / 100

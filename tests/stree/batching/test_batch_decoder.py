@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
@@ -316,8 +317,13 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("prefixes", [0, 2])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(
+    ("kind", "prefixes"),
+    quick_first(
+        [("plain", 0), ("model", 2), ("n-grams", 0)],
+        [(kind, prefixes) for kind in DRAFTERS for prefixes in (0, 2)],
+    ),
+)
 def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefixes, monkeypatch):
     """With their seeds, whichever decoder serves them; the target reads each prompt once."""
     target = tiny_model(1)

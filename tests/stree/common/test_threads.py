@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 COMMANDS = sorted(
     path for path in (ROOT / "pipelines").glob("*.py") if "__main__" in path.read_text()
 )
+QUICK = ("chat", "distill", "report")  # the others are `long`
 # Ends where torch is first asked for, and says what it would find
 WATCH = """
 import os, runpy, sys
@@ -38,7 +39,11 @@ def policy_when_torch_is_loaded(code: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, id=each.stem, marks=[] if each.stem in QUICK else pytest.mark.long)
+     for each in COMMANDS],
+)  # fmt: skip
 def test_threads_of_every_command_wait_passively(command):
     run = f"sys.argv = [{str(command)!r}]\nrunpy.run_path({str(command)!r}, run_name='imported')"
     assert policy_when_torch_is_loaded(run) in ("PASSIVE", "")  # "": it does not load torch

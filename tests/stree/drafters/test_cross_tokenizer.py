@@ -120,9 +120,6 @@ def test_a_drafter_of_the_same_tokenizer_loses_little_by_the_text(target):
 )
 def test_what_is_sampled_is_plain_decodings(layers, verifier, target, monkeypatch):
     """Two rows, a tree, letters that know nothing; and among trees that are chosen."""
-    monkeypatch.setattr(
-        "stree.batching.step_timing.NUM_TIMINGS", 1
-    )  # of what is chosen nothing is asked
     ours, own = load_tokenizer(SHIPPED), of_characters(PROMPT)
     model = tiny_model(2, torch.float32, vocab_size=len(own), attn_layers=layers)
     served = [

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from captures import NothingWaits
+from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -155,8 +156,14 @@ def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
     assert sum(sum(out.stats.accepted_per_call) for out in outputs) > 3
 
 
-@pytest.mark.parametrize("verifier", ["multi_step", "traversal"])
-@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+@pytest.mark.parametrize(
+    ("grafted", "verifier"),
+    quick_first(
+        [(True, "multi_step"), (False, "traversal")],
+        [(grafted, verifier) for grafted in (False, True)
+         for verifier in ("multi_step", "traversal")],
+    ),
+)  # fmt: skip
 def test_drafts_do_not_depend_on_what_shares_the_batch(grafted, verifier):
     """With verifiers that toss coins the tokens tell which drafts there were."""
     target = tiny_model(1)

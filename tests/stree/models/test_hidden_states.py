@@ -378,7 +378,9 @@ def paths_of(tree_batch, row, tokens):
     return [[tokens[each] for each in tree.path_to(node)] for node in nodes[row].tolist()]
 
 
-@pytest.mark.parametrize("tree", ["chain-4", "paper", "beam-3-4-9"])
+@pytest.mark.parametrize(
+    "tree", ["paper", "beam-3-4-9", pytest.param("chain-4", marks=pytest.mark.long)]
+)
 def test_own_features_are_those_of_the_parent_as_in_training(tree):
     target, drafter = recurrent()
     own, drafts = ModelDrafter(drafter, 1, 64, 13), []

@@ -116,9 +116,9 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
                 rng.randint(5, 14), rng.choice([0.0, 0.7, 1.3]), seed=seed, top_k=rng.choice([0, 9])
             ),
         )
-        for seed in range(5)
+        for seed in range(4)
     ]
-    plain = BatchDecoder(target, num_rows=5, max_length=64).generate(served)
+    plain = BatchDecoder(target, num_rows=4, max_length=64).generate(served)
     accepted = 0
     for name in ("beam-2-4-7", "beam-3-3-13"):
         tree = BeamTree.named(name)
@@ -314,7 +314,6 @@ def test_names_say_all_of_it(name):
 
 def test_modes_choose_among_trees_that_grow(monkeypatch):
     """In a decoder: whatever is chosen, the tokens are plain decoding's."""
-    monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 1)  # the costs are replaced
     small, large = BeamTree.of(3, 4, 5), BeamTree.of(3, 4, 13)
     target = tiny_model(1)
     adaptive_trees = AdaptiveTrees([small, TokenTree.chain(2), large])
