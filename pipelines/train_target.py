@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError, exit_with_reason
+from stree_pipelines.data.tokenizer_training import texts_of, train_tokenizer
 from stree_pipelines.resources.estimates import ModelPlan
-from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
 from stree_pipelines.training.module import TargetTraining, require_whole_vocabulary
 from stree_pipelines.training.run.cli import TrainingCLI
 from stree_pipelines.training.run.console import say

@@ -24,7 +24,7 @@ COMMANDS = {
     "chat": Entry("chat", "chat with a target, and see what its drafter saves"),
     "doctor": Entry("doctor", "say what works on this machine, and what to do about the rest"),
     "corpus": Entry("corpus", "unpack the embedded corpus, Python's documentation"),
-    "tokenizer": Entry("tokenizer_training", "train a tokenizer"),
+    "tokenizer": Entry("data.tokenizer_training", "train a tokenizer"),
     "train": Entry("train_target", "train a target", "fit"),
     "distil": Entry("distill", "distil a drafter from a target", "fit"),
     "mask": Entry("data.loss_mask", "print conversations with their loss mask"),

@@ -35,6 +35,7 @@ from stree.models.slicing import drafter_config_from
 from stree_pipelines import distill
 from stree_pipelines.console.command_line import CommandParser, read_yaml
 from stree_pipelines.console.progress import stage
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.lab.benches.intervals import interval
 from stree_pipelines.lab.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.lab.benches.options import device_of, require_numbers, require_results_file
@@ -42,7 +43,6 @@ from stree_pipelines.lab.benches.timing import require_green, save_rows, write_r
 from stree_pipelines.lab.benches.training_step import PRECISION, TEACHERS, TeacherKind, step_row
 from stree_pipelines.resources.dry_run import MemoryEstimate, model_line
 from stree_pipelines.resources.estimates import ModelPlan, training_memory
-from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
 from stree_pipelines.training.parallel.sharding import require_supported
 from stree_pipelines.training.run.console import quieten

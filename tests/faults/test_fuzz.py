@@ -27,12 +27,12 @@ from stree.trees.token_tree import TokenTree
 from stree_pipelines import eval_spec
 from stree_pipelines.data.conversations import Conversation, read_conversations
 from stree_pipelines.data.raw_rows import REASONS
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.evaluation.plan import resolve
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, read_rows
 from stree_pipelines.reports.run_data import RunData, arrange, load_run, open_results
-from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation
 
 NUM_LINES = 20_000

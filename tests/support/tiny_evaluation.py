@@ -14,11 +14,11 @@ from stree.decoder import Decoder
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree_pipelines.console.progress import EvaluationProgress
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.tokenizer_training import train_tokenizer
 
 TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",

@@ -12,7 +12,7 @@ import torch
 from stree.checkpoints.load_save import save_model
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 
 VOCAB_SIZE = 320
 ARCHITECTURE: dict[str, Any] = {

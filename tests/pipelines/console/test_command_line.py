@@ -32,13 +32,12 @@ from stree_pipelines import (
     profile_drafter,
     report,
     suggest_tree,
-    tokenizer_training,
     train_target,
 )
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.console import command_line
 from stree_pipelines.console.command_line import CommandParser, input_path, suggestion
-from stree_pipelines.data import loss_mask
+from stree_pipelines.data import loss_mask, tokenizer_training
 from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.lab import (
     bench_cpu,

@@ -13,7 +13,7 @@ import torch
 from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.data.micro_batches import permutation
-from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.training.module import real_tokens
 
 NUM_CHATS = 60

@@ -23,7 +23,7 @@ from stree.chat_encoding import (
 )
 from stree.common.errors import BadData, UsageError
 from stree_pipelines.data.loss_mask import show_mask
-from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 
 TEXTS = ["The quick brown fox jumps over the dog.", "What is 12 plus 30? It is 42.\n\nGood."] * 4
 TURNS = [

@@ -40,6 +40,7 @@ from stree.decoder import Decoder
 from stree_kernels import naive
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.console.progress import EvaluationProgress
+from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.answering import answers, decoders
@@ -49,7 +50,6 @@ from stree_pipelines.evaluation.plan import prompt_seed, resolve
 from stree_pipelines.evaluation.records import Divergence
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.run_data import load_run
-from stree_pipelines.tokenizer_training import train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -6,7 +6,7 @@ from stree.chat_encoding import STREE_CHAT
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import CannotWrite, UsageError
 from stree.common.files import verify_manifest
-from stree_pipelines.tokenizer_training import CONTROL_TOKENS, texts_of, train_tokenizer
+from stree_pipelines.data.tokenizer_training import CONTROL_TOKENS, texts_of, train_tokenizer
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "def f(x):\n    return x + 1\n"] * 3
 
