@@ -1,4 +1,4 @@
-"""A watch on what a process does while it loads a file that it should not trust.
+"""Watch what a process does while it loads a file that it should not trust.
 
 `install` cannot be undone, so it belongs into a process of its own. The first forbidden event ends
 the process with code 99 and its name: running a program or foreign code, a connection, a write
@@ -41,8 +41,14 @@ WRITES = {
 
 
 def install(folder: str, memory_bytes: int, cpu_s: int, allowed_code: Sequence[str] = ()) -> None:
-    """Watch this process from now on; beyond `cpu_s` of processor time or `memory_bytes` of further
-    address space the kernel stops it."""
+    """Limit this process's processor time and memory, and watch it from now on (see `watch`).
+
+    Args:
+        folder: the only folder below which this process may write.
+        memory_bytes: address space that it may map beyond what it has now.
+        cpu_s: seconds of processor time after which the kernel stops it.
+        allowed_code: see `watch`.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -52,7 +58,12 @@ def install(folder: str, memory_bytes: int, cpu_s: int, allowed_code: Sequence[s
 
 
 def watch(folder: str, allowed_code: Sequence[str] = ()) -> None:
-    """`allowed_code`: what file names of code that may run begin with, beside the project's."""
+    """End this process at the first forbidden event, from now on.
+
+    Args:
+        folder: the only folder below which this process may write.
+        allowed_code: prefixes of the file names of code that may run, besides the project's own.
+    """
     folder = os.path.abspath(folder)
     names_of_code = ("<frozen", *OWN_FOLDERS, *allowed_code)
 
@@ -91,7 +102,7 @@ def _is_allowed(
 
 
 def _keeps_compiled_code(path: Any) -> bool:
-    """Whether the interpreter keeps what it compiled of a module that it imports."""
+    """Tell whether the interpreter is writing the compiled code of a module that it imports."""
     asks = sys._getframe(3).f_code.co_filename  # behind the hook
     return (
         asks == "<frozen importlib._bootstrap_external>"
@@ -101,8 +112,11 @@ def _keeps_compiled_code(path: Any) -> bool:
 
 
 def _is_for_own_code() -> bool:
-    """Whether a module is being imported (its own code was checked, and may make classes from text,
-    as dataclasses do) or one of the standard library's makers of classes reads its own text."""
+    """Tell whether code that is trusted asked to compile or run a text.
+
+    That is so while a module is imported (its own code was checked, and may make classes from text,
+    as dataclasses do), and in the functions of the standard library that make classes.
+    """
     frame = sys._getframe(3)  # behind the hook: who asked for it
     if frame.f_code.co_filename in MAKERS_OF_CLASSES:
         return True

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs and events, so that captured steps can be tested without CUDA."""
+"""Stand in for CUDA graphs and events, so that captured steps can be tested without CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stree_kernels import index_plan as places
 
 
 def living_captures() -> set[int]:
-    """The numbers of those that are still held by anything."""
+    """Return the numbers of the stand-in captures that something still holds."""
     gc.collect()
     return {each.number for each in Replayed.living}
 
@@ -41,8 +41,10 @@ class NothingWaits(TorchDispatchMode):
 
 
 class Replayed:
-    """Stands in for `CudaGraph`: static outputs, written by each replay. Those of captures that
-    share memory are overwritten by it."""
+    """Stands in for `CudaGraph`: its outputs are fixed tensors that each replay overwrites.
+
+    A replay also overwrites the outputs of other captures that share its memory.
+    """
 
     living: ClassVar[weakref.WeakSet[Replayed]] = weakref.WeakSet()
     numbers = itertools.count()
@@ -69,7 +71,7 @@ class Replayed:
 
 
 def tensors_of(outputs):
-    """Of nothing, of a tensor or of a proposal."""
+    """List the tensors in a capture's outputs, which are None, one tensor, or a proposal."""
     if outputs is None or torch.is_tensor(outputs):
         return [] if outputs is None else [outputs]
     return list(vars(outputs).values())

@@ -50,7 +50,7 @@ SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capa
 
 
 class AbsentGPU:
-    """What Triton's launcher asks of a driver before it launches."""
+    """Answers what Triton's launcher asks of a GPU's driver before it launches a kernel."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -69,7 +69,10 @@ class AbsentGPU:
 
 
 def pretend(capability: int) -> list[tuple[str, Any]]:
-    """From now on a launch compiles, and adds name and compiled kernel to the list returned."""
+    """Make each launch of a kernel compile it and not run it; return the list of what was compiled.
+
+    Each launch adds (kernel's name, compiled kernel) to the list.
+    """
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
 
@@ -91,7 +94,7 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
 
 
 def grow(model: HybridModel, sampling: Sampling) -> None:
-    """What a tree that grows has beside other calls: a level, and the tree that is left."""
+    """Launch the kernels that only growing trees use: a level's, and those that choose nodes."""
     tree_batch = DynamicTreeBatch(BeamTree.of(3, 3, 13), 1, model.device)
     level, finite = tree_batch.levels[2], torch.ones(1, 3, dtype=torch.bool)
     tree_batch.grow(2)
@@ -116,8 +119,11 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
 
 
 def many_sequences(model: HybridModel, num_nodes: int) -> None:
-    """What a call of many sequences has otherwise, over a tree and of one token: of few programs of
-    the scan, and of many."""
+    """Launch the variants of the kernels that large batches use, over a tree and over one token.
+
+    The thresholds from which a batch counts as large are lowered to 1 meanwhile; batches of 5 and
+    13 sequences take both variants of the scan.
+    """
     settings = (streamed_scan, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
     before = [getattr(*each) for each in settings]
     for each in settings:
@@ -132,7 +138,7 @@ def many_sequences(model: HybridModel, num_nodes: int) -> None:
 
 
 def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
-    """A call of a gated-delta layer over a star, and an attention layer's norms and gate."""
+    """Call a gated-delta layer over a star of nodes, and an attention layer's norms and gate."""
     shape = GatedDeltaShape(48, 16, 128, 128, 4)
     tree = balanced([num_nodes - 1], "star") if num_nodes > 1 else TokenTree.chain(0)
 
@@ -168,7 +174,7 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
 
 
 def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor) -> None:
-    """All rules on a tree, whose drafts were drawn from logits (1, N, V)."""
+    """Verify one tree by every acceptance rule, its drafts drawn from logits (1, N, V)."""
     tree_batch = make_tree_batch([tree], torch.device("cpu"))
     one, active = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
     drafts = Drafts(
@@ -186,7 +192,7 @@ def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor
 
 
 def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
-    """In the shape of LFM2-1.2B."""
+    """Call a short convolution in the shape of LFM2-1.2B over a chain of `num_nodes`."""
     tree, channels, width = TokenTree.chain(num_nodes - 1), 2048, 3
     one = torch.zeros(1, dtype=torch.long)
     cache_state = CacheState(one, torch.zeros(1, 8, dtype=torch.long), one, one, one)
@@ -198,7 +204,7 @@ def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
 
 
 def experts(num_rows: int, dtype: torch.dtype) -> None:
-    """In the shapes of Granite-4.0-H-Tiny."""
+    """Call a layer of experts in the shapes of Granite-4.0-H-Tiny on `num_rows` rows."""
     count, top, width, inner = 64, 6, 1536, 512
     up, down = (
         torch.zeros(count, *shape, dtype=dtype) for shape in ((2 * inner, width), (width, inner))

@@ -1,4 +1,4 @@
-"""The commands that documents and the Makefile tell people to type."""
+"""Find the commands that documents and the Makefile tell people to type, and parse them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ JOB_SCRIPTS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command as typed, and what it runs of this project: script and arguments, if any."""
+    """Holds a command as typed, and the script of this project with arguments that it runs, if
+    any."""
 
     words: tuple[str, ...]
     script: str | None
@@ -54,12 +55,12 @@ class Command:
 
 
 def commands_in(document: Path) -> list[Command]:
-    """Those of a Markdown file's code blocks."""
+    """List the commands in a Markdown file's code blocks, in their order."""
     return [Command.of(line) for line in _typed_lines(document.read_text(encoding="utf-8"))]
 
 
 def _typed_lines(text: str) -> Iterator[str]:
-    """Lines in code blocks (four spaces) that begin with a program, continued ones joined."""
+    """Yield the commands in code blocks (four spaces), continued lines joined."""
     for line in text.replace("\\\n", " ").splitlines():
         typed = re.sub(r"^    (?:\w+=\$\((.*)\)|(.*))$", r"\1\2", line)
         first = next((word for word in typed.split() if "=" not in word), "")
@@ -68,7 +69,7 @@ def _typed_lines(text: str) -> Iterator[str]:
 
 
 class Parsed(Exception):
-    """A command's arguments were understood; nothing was done."""
+    """Signals that a command's arguments were understood, before anything is done."""
 
 
 def require_parse(command: Command) -> None:

@@ -1,4 +1,4 @@
-"""Decoding without graphs, to compare steps that are graphs with."""
+"""Decode without graphs, to compare the results of captured steps with those of plain ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def without_graphs(monkeypatch: Any, run: Callable[[], T]) -> T:
-    """What it gives when its decoders launch one operation after the other."""
+    """Return what `run()` gives when its decoders launch each operation by itself."""
     with monkeypatch.context() as patch:
         patch.setattr("stree.batching.batch_decoder.runner_of", EagerRunner)
         return run()

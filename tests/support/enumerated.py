@@ -1,4 +1,4 @@
-"""One step's distribution by enumeration: all its random choices, weighted by their probabilities.
+"""Enumerate one decoding step's distribution: all its random choices, weighted by probability.
 
 At 20,000 samples Monte Carlo misses four of ten planted mistakes. Row 0 is the one under test; row
 1 decodes greedily with another tree, which makes no choice.
@@ -59,8 +59,10 @@ class Independent(TableDrafter):
 
 
 class Mixed(TableDrafter):
-    """Draws all nodes but the root's last child and what is below: the table's best tokens, that
-    child's another than its siblings'."""
+    """Draws all nodes from the table, except the root's last child and the nodes below it.
+
+    Those get the table's best tokens; the root's last child gets another token than its siblings.
+    """
 
     drawn = SiblingSampling.MIXED
 
@@ -81,7 +83,7 @@ class Mixed(TableDrafter):
 
 
 def random_case(seed: int, trees=TREES):
-    """A target's and a drafter's table, a tree and a setting."""
+    """Make a target's table, a drafter's table (V, V, V), a tree and a setting from a seed."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     tree = trees[seed % len(trees)]
@@ -94,7 +96,7 @@ RELATIONS = ("random", "zeros", "ties", "equal", "disjoint")
 
 
 def related_case(seed: int, relation: str, trees=TREES):
-    """A random case whose distributions have zeros or ties, are equal, or share no token."""
+    """Make a random case whose distributions have zeros or ties, are equal, or share no token."""
     target, drafter, tree, setting = random_case(seed, trees)
     even = torch.arange(target.shape[-1]) % 2 == 0
     if relation == "zeros":
@@ -122,8 +124,10 @@ def block_distribution(
     kind: Callable[..., RejectionSampling] = MultiStep,
     beside: TokenTree = TREES[1],
 ) -> dict:
-    """Of the tokens that one step gives row 0; row 1, with the tree beside, must always get the
-    same."""
+    """Return the probability of each block of tokens that one step can give row 0.
+
+    Row 1 decodes with the tree `beside`; it is asserted that it always gets the same tokens.
+    """
     settings = [setting, GREEDY]
     trees = [tree, beside]
     tree_batch, neighbours = make_tree_batch(trees, torch.device("cpu")), set()
@@ -160,7 +164,12 @@ def block_distribution(
 
 
 def plain_distribution(logits, setting, text=CONTEXT):
-    """Of the token after a text, of which only penalties know more than the logits (V,)."""
+    """Return the distribution of the token after `text` when the target samples it by itself.
+
+    Args:
+        logits: the target's (V,) after `text`.
+        text: the tokens so far, which only penalties look at.
+    """
     rows = BatchState.new(1)
     rows.set(0, setting, text, len(logits))
     rows = rows.narrow(0, 1, [setting])
@@ -168,7 +177,10 @@ def plain_distribution(logits, setting, text=CONTEXT):
 
 
 def distance(blocks: dict, table, setting: GenerationConfig, length: int, start=CONTEXT) -> float:
-    """Total variation over `length` tokens from sampling the target alone."""
+    """Return the total variation between a step's tokens and those that the target samples alone.
+
+    Only the first `length` tokens after `start` are compared.
+    """
 
     def after(text: tuple[int, ...]) -> list[float]:
         return plain_distribution(table[text[-2:]], setting, text).tolist()
@@ -177,5 +189,5 @@ def distance(blocks: dict, table, setting: GenerationConfig, length: int, start=
 
 
 def length_of(blocks: dict) -> float:
-    """New tokens of a step, on average."""
+    """Return the mean number of new tokens of a step."""
     return sum(prob * len(block) for block, prob in blocks.items())

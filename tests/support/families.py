@@ -1,7 +1,7 @@
-"""Tiny random models of transformers' hybrid families: every part of a layer shows in their logits.
+"""Make tiny random models of transformers' hybrid families.
 
-Configs are drawn from a seed: groups, biases, multipliers, norm orders, positions, experts, and
-numbers of heads that are no powers of two.
+Every part of a layer shows in their logits. Configs are drawn from a seed: groups, biases,
+multipliers, norm orders, positions, experts, and numbers of heads that are no powers of two.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
 
 
 def _gated_delta(draw: random.Random, vocab: int) -> dict[str, Any]:
-    """What Qwen3-Next's and Qwen3.5's configs have in common."""
+    """Draw the part of a config that Qwen3-Next's and Qwen3.5's have in common."""
     common, rope = _common(draw, vocab), _rope(draw)["rope_parameters"]
     head_dim, rotary_share = draw.choice([(8, 0.25), (8, 0.5), (16, 0.25), (12, 0.5), (8, 1.0)])
     key_heads = draw.choice([1, 2, 3])
@@ -232,7 +232,7 @@ GAINS = {"zamba": 0.7}
 
 @torch.no_grad()
 def random_reference(family: str, seed: int, vocab: int = VOCAB) -> PreTrainedModel:
-    """A tiny model of transformers' own class, in evaluation mode."""
+    """Make a tiny random model of transformers' own class, in evaluation mode."""
     draw = random.Random(f"{family}-{seed}")
     model = FAMILIES[family](draw, vocab)
     torch.manual_seed(seed)

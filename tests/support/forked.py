@@ -1,10 +1,10 @@
-"""The product's commands as processes that start in a tenth of a second.
+"""Start the product's commands as processes in a tenth of a second each.
 
-A helper process imports everything once and forks for each command. What a test gets is a process
-of its own, with its own memory, files and signals, that runs the real script to its real exit code;
-only the five seconds of importing are shared, and what is imported is not taken apart at the end,
-which takes a third of a short command's time. The helper has one thread and has computed nothing
-when it forks (`start` refuses otherwise), so no lock or pool of PyTorch's is inherited half used.
+A helper process imports everything once and forks for each command. A test gets a process of its
+own, with its own memory, files and signals, that runs the real script to its real exit code. It
+saves the five seconds of importing; and at the end the imported modules are not taken apart, which
+is a third of a short command's time. The helper has one thread and has computed nothing when it
+forks (`start` refuses otherwise), so no lock or pool of PyTorch's is inherited half used.
 
 As a script this file is the helper: it reads one JSON request a line, and answers each with one.
 """
@@ -37,7 +37,8 @@ PATIENCE_S = 240.0  # for anything that a busy machine may take long for
 
 @dataclass(repr=False)
 class Command:
-    """A started command. `output` is the file of its stdout and stderr together."""
+    """Represents a started command; `output` is the file of its standard output and error
+    together."""
 
     forks: Forks
     pid: int
@@ -45,7 +46,7 @@ class Command:
     _code: int | None = None
 
     def poll(self) -> int | None:
-        """Exit code, −N after signal N, None while it runs."""
+        """Return the exit code, −N after signal N, None while the command runs."""
         if self._code is None:
             self._code = self.forks._ask({"poll": self.pid})["code"]
         return self._code
@@ -56,13 +57,15 @@ class Command:
         return self._code
 
     def send(self, number: int) -> None:
-        """A signal; nothing where the process has ended. Its number is not used anew before
-        `poll` has seen the end."""
+        """Send the command a signal; do nothing where it has ended.
+
+        Its process number is not used anew before `poll` has seen the end.
+        """
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def text(self) -> str:
-        """What it said."""
+        """Return what the command printed so far."""
         return without_leaks(self.output.read_text(encoding="utf-8", errors="replace"))
 
     def __repr__(self) -> str:
@@ -70,12 +73,12 @@ class Command:
 
 
 def without_leaks(said: str) -> str:
-    """Without what a library says at a command's end about objects that were frozen."""
+    """Cut off what nanobind prints at a command's end about objects that `gc.freeze` kept alive."""
     return said.partition("nanobind: leaked")[0]
 
 
 class Forks:
-    """The helper process and what it has started."""
+    """Runs the helper process, and starts commands in it."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -96,14 +99,17 @@ class Forks:
         limit_file_bytes: int | None = None,
         terminal: str | None = None,
     ) -> Command:
-        """Run `python script arguments`.
+        """Start `python script arguments` in a process of its own.
 
         Args:
+            script: one of the project's scripts.
+            output: the file that gets standard output and error; it is created where missing.
             before: ("module:function", keyword arguments), called in the new process first: a test
                 puts its fault there.
-            environment: variables beside the test's own; None takes one away.
-            limit_file_bytes: what `ulimit -f` would set.
-            terminal: that it is started on, in a session of its own; `output` gets nothing then.
+            environment: variables to set on top of the test's own; None removes one.
+            limit_file_bytes: the largest file it may write, as `ulimit -f` sets it.
+            terminal: path of the terminal it is started on, in a session of its own; `output` gets
+                nothing then.
         """
         request = {
             "script": str(script), "arguments": arguments, "output": str(output),
@@ -114,7 +120,7 @@ class Forks:
         return Command(self, self._ask(request)["pid"], output)
 
     def run(self, *arguments: Any, **options: Any) -> Command:
-        """`start`, and wait for the end."""
+        """Start a command as `start` does, and wait for its end."""
         command = self.start(*arguments, **options)
         command.wait()
         return command
@@ -193,15 +199,20 @@ def _serve() -> None:
 
 
 def _threads() -> list[str]:
-    """Names of this process's threads, without jemalloc's own (some builds of pyarrow have one):
-    it stops that one for a fork and starts it again."""
+    """Return the names of this process's threads, without jemalloc's own.
+
+    Some builds of pyarrow have that one; it is stopped for a fork and started again.
+    """
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return [name for name in names if name != "jemalloc_bg_thd"]
 
 
 def _become(request: Mapping[str, Any], resource: Any, terminal: int | None) -> None:
-    """Be the command. One that ends by itself does what the interpreter does before it takes its
-    modules apart; any other way to end is left to the interpreter."""
+    """Turn this forked process into the requested command; does not return.
+
+    A command that ends by itself does what the interpreter does at exit, up to taking its modules
+    apart; any other way to end is left to the interpreter.
+    """
     if terminal is None:
         _use_files(request["output"])
     else:
@@ -242,7 +253,7 @@ def _become(request: Mapping[str, Any], resource: Any, terminal: int | None) -> 
 
 
 def _use_files(output: str) -> None:
-    """Nothing comes in, and all goes to `output`."""
+    """Make standard input empty, and append standard output and error to the file `output`."""
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),

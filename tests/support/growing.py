@@ -1,4 +1,4 @@
-"""A drafter of known distributions that fills trees whose shapes it chooses."""
+"""Draft with known distributions, into trees whose shapes the drafter chooses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Growing(TableDrafter):
 
 
 class GrowingInTurn(Growing):
-    """Its draws are enumerated, siblings without replacement."""
+    """Draws siblings without replacement, by choices that a test can enumerate."""
 
     def __init__(self, table, choose) -> None:
         super().__init__(table)
@@ -61,7 +61,7 @@ class GrowingInTurn(Growing):
 
 
 class Telling(GrowingInTurn):
-    """Says what it drew from."""
+    """Returns the logits that it drew from with each proposal."""
 
     def draft(self, *given) -> Proposal:
         proposal = super().draft(*given)

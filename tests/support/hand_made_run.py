@@ -1,4 +1,4 @@
-"""An evaluated run with records written by hand, so that every number in it is known."""
+"""Write an evaluated run's records by hand, so that every number in it is known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TREES = {
 
 
 def first_choices(tree):
-    """The nodes that are reached by the drafter's first choices alone, root first."""
+    """List the nodes that the drafter's first choices alone reach, root first."""
     parents = tree.parents if tree else (-1,)
     nodes = [0]
     while nodes[-1] in parents:

@@ -1,4 +1,4 @@
-"""What hostile files are made of, and the list of them (see hostile_weights.py and its neighbours).
+"""Build hostile files, and keep the list of them that hostile_*.py fill.
 
 Every builder gets an empty folder beside which `target` and `prompts.jsonl` lie (a good checkpoint
 and good prompts), and returns the path that is then loaded. Bombs would leave a file named CANARY.
@@ -28,7 +28,10 @@ Builder = Callable[[Path], Path]
 
 @dataclass(frozen=True)
 class Case:
-    """A file, the entry of hostile_loads.py that meets it, and the exit code and reason wanted."""
+    """Names a hostile file, the entry of hostile_loads.py that loads it, and how that must end.
+
+    Wanted are the exit code and the reason, as a regular expression for the error's text.
+    """
 
     name: str
     entry: str
@@ -67,7 +70,7 @@ def python(folder: Path) -> Bomb:
 
 
 def checkpoint(folder: Path, sealed: bool = False) -> Path:
-    """A copy of the good checkpoint, without its manifest unless `sealed`."""
+    """Copy the good checkpoint, without its manifest unless `sealed`."""
     copy = folder / "checkpoint"
     shutil.copytree(folder / "target", copy)
     if not sealed:
@@ -76,7 +79,7 @@ def checkpoint(folder: Path, sealed: bool = False) -> Path:
 
 
 def with_weights(folder: Path, content: bytes, name: str = "pytorch_model.bin") -> Path:
-    """The good checkpoint with other weights."""
+    """Copy the good checkpoint, and write `content` as its weights, in a file called `name`."""
     copy = checkpoint(folder)
     (copy / "model.safetensors").unlink()
     (copy / name).write_bytes(content)
@@ -97,7 +100,7 @@ def with_text(folder: Path, name: str, text: str | bytes, sealed: bool = False) 
 
 
 def linked(folder: Path, name: str, to: str | Path, sealed: bool = False) -> Path:
-    """The good checkpoint, with one file a link."""
+    """Copy the good checkpoint, with its file `name` replaced by a link to `to`."""
     copy = checkpoint(folder, sealed)
     (copy / name).unlink(missing_ok=True)
     (copy / name).symlink_to(to)
@@ -124,7 +127,7 @@ def safetensors_file(header: Mapping[str, Any] | bytes, data: bytes = b"") -> by
 
 
 def edited_safetensors(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
-    """The good weights with other claims about them in the header."""
+    """Copy the good checkpoint, with the header of its weights changed by `edit`."""
     content = (folder / "target" / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + size])
@@ -134,7 +137,12 @@ def edited_safetensors(folder: Path, edit: Callable[[dict[str, Any]], None]) -> 
 
 
 def state_folder(folder: Path, tree: Any, extra: Mapping[str, bytes] | None = None) -> Path:
-    """A training checkpoint with a manifest that is right, so that only the content is wrong."""
+    """Write a training checkpoint whose manifest is right, so that only the content is wrong.
+
+    Args:
+        tree: content of state.json, as text or as a value to encode.
+        extra: further files, by name.
+    """
     path = folder / "run" / "checkpoints" / "step-00000003"
     with publish_directory(path, {"step": 3}) as new:
         save_file({"weight": torch.zeros(2)}, new / "state.safetensors")
@@ -158,7 +166,10 @@ def config_case(name: str, reason: str, **changes: Any) -> None:
 
 
 def mixer_case(name: str, reason: str, **changes: Any) -> None:
-    """changes to mamba_config.json; config.json says the same sizes, where it has them, too."""
+    """Register a checkpoint with `changes` to mamba_config.json.
+
+    config.json gets the same sizes, where it has them.
+    """
 
     def build(folder: Path) -> Path:
         copy = with_json(folder, "mamba_config.json", **changes)

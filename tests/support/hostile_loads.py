@@ -1,4 +1,4 @@
-"""Every way in which a file of somebody else's gets into the product, by name.
+"""List every way in which a foreign file gets into the product, by name.
 
 As a script: `hostile_loads.py ENTRY PATH` loads the file, as a command does, and tells at its end
 how much processor time and memory that took.
@@ -38,7 +38,7 @@ def render(path: Path) -> None:
 
 
 def evaluate(path: Path) -> None:
-    """As a drafter of the good target beside it."""
+    """Evaluate the checkpoint at `path` as a drafter of the good target in the same folder."""
     eval_spec.main([
         "--target", str(path.parent / "target"), "--checkpoint", str(path),
         "--benchmarks", str(path.parent / "prompts.jsonl"), "--out", str(path.parent / "out"),

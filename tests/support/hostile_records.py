@@ -1,4 +1,4 @@
-"""Training states, YAML, data, results and baselines that do harm or are damaged."""
+"""Register training states, YAML, data, results and baselines that do harm or are damaged."""
 
 from __future__ import annotations
 
@@ -165,8 +165,12 @@ def _(folder: Path) -> Path:
 
 
 def generated(folder: Path, content: str | bytes = "", **columns: Any) -> Path:
-    """Data as of generate_data.py, of one shard with one answer, whose manifest is true. Bytes take
-    the table's place, text that of generation.json."""
+    """Write a folder as generate_data.py does, of one shard with one answer and a true manifest.
+
+    Args:
+        content: bytes replace the table, text replaces generation.json.
+        columns: values of the table that replace the good ones.
+    """
     values = {
         "target_sha256": "0", "drafter_sha256": None, "tokenizer_fingerprint": "f",
         "vocab_size": 320, "prompts_sha256": "0", "num_prompts": 1, "samples": 1,

@@ -1,4 +1,4 @@
-"""Configs, tokenizers and chat templates that do harm or are damaged."""
+"""Register configs, tokenizers and chat templates that do harm or are damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and manifests that do harm or are damaged."""
+"""Register weights and manifests that do harm or are damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every page of a report has to be: one file that a browser opens without a network."""
+"""Check that a report's page is one file that a browser opens without a network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Resources(HTMLParser):
 
 
 def require_self_contained(html: str) -> None:
-    """Elements nest, and nothing is fetched."""
+    """Assert that a page's elements nest, and that a browser fetches nothing for it."""
     page = Resources()
     page.feed(html)
     assert page.open == []

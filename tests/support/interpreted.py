@@ -1,7 +1,9 @@
-"""Triton's interpreter, without what it does anew at each operation although it comes out the same
-or is not looked at: look through all of `triton.language` for what to replace by its own at each
-call of a device function, make types, shapes and tables of types for each value, and compute
-whether integers overflow."""
+"""Make Triton's interpreter faster: do only once, or not at all, what it repeats for nothing.
+
+At each call of a device function, the interpreter looks through all of `triton.language` for what
+to replace by its own; for each value it makes types, shapes and tables of types; and it computes
+whether integers overflow. The results are kept, and overflow is computed only when debugging.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from triton.runtime import interpreter
 
 
 def do_once_what_comes_out_the_same() -> None:
-    """A kernel's test takes less than half the time; another version of Triton is left alone."""
+    """Replace the interpreter's repeated work; a kernel's test then takes less than half the time.
+
+    Parts that another version of Triton lacks are left alone.
+    """
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         _replace_the_language_once_a_launch()
     if hasattr(interpreter, "_get_np_dtype"):
@@ -63,8 +68,10 @@ def _keep_the_table_of_dtypes() -> None:
 
 
 def _share_types_and_shapes() -> None:
-    """What says a block's element and shape is made once, for all blocks and all tensors of them:
-    nothing changes it."""
+    """Make the description of a block's element and shape once, for all blocks and tensors alike.
+
+    Nothing changes it after it was made.
+    """
     of_block, of_tensor = core.block_type.__init__, core.tensor.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
     blocks: dict[Any, dict[str, Any]] = {}
@@ -100,8 +107,10 @@ def _share_types_and_shapes() -> None:
 
 
 def _compute_no_overflow_that_nobody_sees() -> None:
-    """Whether a sum or product overflows is asserted when debugging only, as GPUs' backends know;
-    the interpreter computes it in any case: a third of its time."""
+    """Check sums and products for overflow only when debugging, as the GPUs' backends do.
+
+    The interpreter otherwise computes it always, which is a third of its time.
+    """
     sanitize = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
 
     def when_debugging(self: Any, *operands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Steps of fused verification beside its naive twin: the same rows, and the same random numbers.
+"""Compare steps of fused verification with its naive twin, on the same rows and random numbers.
 
 A twin's choices are enumerated: for each there is a row that makes it at the lower end of the
 random numbers for which the twin does, and one at the upper end. Where the kernels commit the same
@@ -35,7 +35,7 @@ class Case:
     active: Tensor
 
     def committed(self, module, **options) -> list[tuple]:
-        """What `module` commits for each row: of its report, path, block and row."""
+        """List what `module` commits for each row: its part of the report, path, block and row."""
         batch, longest = len(self.logits), len(self.drafts.levels) + 1
         path, block, root, length = (
             torch.full((batch, size), -7, device=DEVICE)
@@ -64,7 +64,7 @@ def case(
     rule: str, trees: list[TokenTree], logits: Tensor, drawn: Tensor | None, temperature: Tensor,
     tokens: Tensor, points: Tensor | None = None, independent: bool = False,
 ) -> Case:  # fmt: skip
-    """Rows that all decode, from seeds 0, 1, … at position 7."""
+    """Make a case whose rows all decode, from seeds 0, 1, … at position 7."""
     tree_batch, batch = make_tree_batch(trees, torch.device(DEVICE)), len(trees)
     levels = tuple((level.nodes, level.places) for level in tree_batch.levels)
     drafts = Drafts(
@@ -86,10 +86,13 @@ def case(
 def enumerated(
     rule: str, tree: TokenTree, target: Tensor, drawn: Tensor | None, points=None, independent=False
 ):  # fmt: skip
-    """All steps of tree at temperature 1 whose logits are target (N, V) and drawn (I, V), and the
-    numbers that lead to them.
+    """Yield every step of a tree at temperature 1, with random numbers that lead to it.
 
-    Yields tokens (N,), a random number for each place of use, and what the twin commits.
+    Each item is tokens (N,), a random number for each place of use, and what the twin commits.
+
+    Args:
+        target: logits (N, V) at the tree's nodes.
+        drawn: logits (I, V) that the drafts were drawn from, None when nothing was drawn.
     """
     scripts: list[list[int]] = [[]]
     one = torch.ones(1, dtype=torch.float64)
@@ -125,8 +128,10 @@ def enumerated(
 
 
 def draw_tree(tree, target, drawn, points, independent, choose) -> Tensor:
-    """A tree's tokens: siblings without replacement or independent, points the target's worst
-    tokens."""
+    """Draw a tree's tokens (N,) with `choose`, siblings without replacement unless `independent`.
+
+    Nodes where `points` is true get the target's worst tokens.
+    """
     tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
     drawn_by = make_tree_batch([tree], torch.device("cpu")).drawn_by[0]
     for node, children in enumerate(tree.children):
@@ -143,8 +148,11 @@ def draw_tree(tree, target, drawn, points, independent, choose) -> Tensor:
 def disagreements(
     rule, tree, target, drawn, points=None, independent=False, most: int = 10**9, at_once: int = 16
 ):
-    """How many of the enumerated steps, `most` at most, the kernels commit otherwise; stops at the
-    first of `at_once` rows that has any. Returns that and how many were compared."""
+    """Count the enumerated steps where the kernels commit something else than the twin.
+
+    At most `most` steps are compared, and it stops at the first `at_once` of which any differs.
+    Returns that count, and how many steps were to be compared.
+    """
     steps = list(enumerated(rule, tree, target, drawn, points, independent))
     order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(0)).tolist()[:most]
     wrong = 0
@@ -167,7 +175,10 @@ def disagreements(
 
 
 class told:
-    """Inside, the kernels' random numbers are numbers[seed][place]; 0.5 where there is none."""
+    """Sets the kernels' random numbers, in a `with` block, to numbers[seed][place].
+
+    Where there is none it is 0.5.
+    """
 
     def __init__(self, numbers) -> None:
         self.numbers = numbers
@@ -190,8 +201,10 @@ class told:
 
 @functools.cache
 def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabulary: int = 3):
-    """Logits (N, V) of a target and (I, V) of a drafter: random, with zeros, with ties,
-    equal, or without a token in common."""
+    """Make logits (N, V) of a target and (I, V) of a drafter from a seed.
+
+    `relation`: random, with zeros, with ties, equal, or without a token in common.
+    """
     generator = torch.Generator().manual_seed(seed)
     inner = sum(1 for each in tree.children if each)
 
@@ -214,7 +227,7 @@ def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabula
 
 
 def sampled_tree(trees, logits, drawn, temperature) -> Tensor:
-    """Tokens (B, N) of trees as a drafter draws them, by the product's op."""
+    """Draw the tokens (B, N) of trees as a drafter does, by the product's op."""
     tree_batch = make_tree_batch(trees, torch.device(DEVICE))
     batch = len(trees)
     tokens = torch.zeros(batch, tree_batch.num_nodes, dtype=torch.long, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Inputs for tests of the Triton kernels, on CUDA or through the interpreter on the CPU."""
+"""Make inputs for tests of the Triton kernels, on CUDA or through the interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def comb(num_nodes: int) -> TokenTree:
-    """A spine with a leaf on every second node: deep, wide and irregular."""
+    """Make a tree with a leaf on every second node of its spine: deep, wide and irregular."""
     parents, spine = [-1], 0
     for node in range(1, num_nodes):
         parents.append(spine)
@@ -31,7 +31,7 @@ def star(num_nodes: int) -> TokenTree:
 
 
 def topology_of(trees: list[TokenTree], width: int = 4) -> Topology:
-    """Trees of one size, as `Topology` on the test's device."""
+    """Stack trees of one size into a `Topology` on the test's device."""
     return Topology(
         torch.stack([tree.ancestors for tree in trees]).to(DEVICE),
         torch.tensor([tree.depths for tree in trees], dtype=torch.int32, device=DEVICE),
@@ -42,7 +42,10 @@ def topology_of(trees: list[TokenTree], width: int = 4) -> Topology:
 def cache_state_of(
     lengths: list[int], paths: list[list[int]], num_trees: int, slots: int, parity: int = 1
 ) -> CacheState:
-    """Uncounted path entries point far outside, so that reading them shows."""
+    """Make a `CacheState` of sequences with committed `lengths` and accepted `paths`.
+
+    Entries of a path behind its end point far outside of the tree, so that reading them shows.
+    """
     path = torch.full((len(paths), slots), 10_000, dtype=torch.long)
     for row, nodes in enumerate(paths):
         path[row, : len(nodes)] = torch.tensor(nodes, dtype=torch.long)
@@ -56,8 +59,11 @@ def cache_state_of(
 
 
 def compare_pieces(whole: Any, parts: Any, shape: Any, tree: TokenTree, piece: int) -> None:
-    """`parts`, whose call takes a tree a few nodes at a time, beside `whole`, the same inputs in
-    one call: what they give, what they keep of the tree, and the replay of that."""
+    """Assert that a tree given a few nodes at a time gives the same as the whole tree in one call.
+
+    Compared are the outputs, what is kept of the tree, and the replay of that. `parts` and `whole`
+    are two cases with the same inputs; `piece` is the number of nodes a call.
+    """
     topology = topology_of([tree])
     cache_state = cache_state_of([0], [[]], 1, 4, parity=1)
     growing = replace(cache_state, parity=1 - cache_state.parity)
@@ -75,7 +81,10 @@ def compare_pieces(whole: Any, parts: Any, shape: Any, tree: TokenTree, piece: i
 
 
 def readers_of(node: int, case: Any, changed: Any, shape: Any, tree: TokenTree) -> list[int]:
-    """The nodes for which it matters what a node's input is, given the same inputs twice."""
+    """List the nodes whose output changes when the input of `node` does.
+
+    `case` and `changed` are two cases with the same inputs; those of `changed` are edited.
+    """
     topology, cache_state = topology_of([tree]), cache_state_of([0, 0], [[], []], 1, 4, parity=1)
     before = case.call(0, shape, topology, cache_state)
     changed.projected[0][:, node] += 1
@@ -89,7 +98,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖got − wanted‖ / ‖wanted‖ in fp64; NaN when anything is."""
+    """Return ‖got − wanted‖ / ‖wanted‖ in fp64; NaN when an entry of either is."""
     got, wanted = got.double(), wanted.double()
     return float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
@@ -104,11 +113,11 @@ def compare_calls(
     after_each: Callable[[], None] = lambda: None,
     copies: bool = True,
 ) -> tuple[Topology, CacheState]:
-    """Two calls of a recurrent op, the second of which replays `paths` of the first one's trees,
-    beside the same in fp64, `exact`; what is kept is copied (or else near), and nothing behind it
-    is touched.
+    """Compare two calls of a recurrent op with the same calls in fp64 (`exact`).
 
-    Returns the trees, and what steered the second call.
+    The second call replays `paths` of the first one's trees. Kept values must be equal to their
+    inputs if `copies`, else near them, and nothing behind them may be touched. Returns the trees'
+    topology, and the cache state of the second call.
     """
     N, batch, dtype = trees[0].num_nodes, len(paths), case.projected[0].dtype
     topology = topology_of(trees, shape.width)

@@ -1,4 +1,4 @@
-"""What of a test runs in `make test`, and what in `make test-long` only."""
+"""Choose which cases of a test run in `make test`, and which in `make test-long` only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stree.trees.token_tree import TokenTree
 
 
 def lanes(quick: int, long: int) -> list:
-    """Seeds of a test: `quick` of them in `make test`, all of the `long` in `make test-long`."""
+    """List a test's seeds, 0 to `long` - 1: the first `quick` run in `make test` too."""
     return [
         pytest.param(seed, marks=[pytest.mark.long] if seed >= quick else [])
         for seed in range(long)
@@ -18,7 +18,7 @@ def lanes(quick: int, long: int) -> list:
 
 
 def quick_first(quick: list[tuple], all_of_them: list[tuple]) -> list:
-    """Arguments of a test: some, and with the `long` marker the others too."""
+    """List a test's arguments: the `quick` ones, then the others with the `long` marker."""
     others = [each for each in all_of_them if each not in quick]
     return [
         pytest.param(*each, id=_identifier(each), marks=pytest.mark.long if each in others else [])

@@ -1,4 +1,4 @@
-"""Small students and teachers for the losses, and how much memory a step takes."""
+"""Make small students and teachers for the losses, and measure how much memory a step takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
 
 
 def live_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):
-    """Of a teacher that is asked, as `chunked_distillation_loss` takes it."""
+    """Return `chunked_distillation_loss` for a teacher of hidden states (a `LiveTeacher`)."""
     temperature = options.get("temperature", 1.0)
     teacher = live_teacher(teacher_hidden, teacher_head, mask, student_hidden, temperature)
     return chunked_distillation_loss(student_hidden, student_head, teacher, mask, **options)
@@ -38,7 +38,7 @@ def make_case(shape=(3, 21), vocab=97, student_width=12, teacher_width=20, seed=
 
 
 def top_k_case(k, temperature=1.0, **options):
-    """A case and the top k of its teacher on the rows that count."""
+    """Make a case, and the top k of its teacher on the rows that count."""
     case, labels = make_case(**options)
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
     teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head, temperature), k, chunk_rows=5)
@@ -46,7 +46,7 @@ def top_k_case(k, temperature=1.0, **options):
 
 
 class StorageCounter(TorchDispatchMode):
-    """Bytes of all storages that operations under this mode have made and that are alive."""
+    """Counts the bytes of all living storages that operations under this mode have made."""
 
     def __init__(self):
         super().__init__()

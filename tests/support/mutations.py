@@ -1,4 +1,4 @@
-"""Seeded damage to data: to its bytes, and to its structure."""
+"""Damage data from a seed: its bytes, or its structure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ PIECES = (
 
 
 def damaged_bytes(rng: random.Random, data: bytes, newlines: bool = False) -> bytes:
-    """`data` with one to four flips, cuts, insertions or repetitions; no line end is added unless
-    `newlines`."""
+    """Return `data` with one to four flips, cuts, insertions or repetitions.
+
+    No line end is added unless `newlines`.
+    """
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data) + 1)
         to = min(len(data), at + rng.choice((1, 1, 2, 5, 40)))
@@ -47,7 +49,7 @@ def damaged_bytes(rng: random.Random, data: bytes, newlines: bool = False) -> by
 
 
 def damaged_value(rng: random.Random, value: Any) -> Any:
-    """A copy with one to three places removed, replaced, repeated, renamed or wrapped."""
+    """Copy a value, with one to three places removed, replaced, repeated, renamed or wrapped."""
     holder = [copy.deepcopy(value)]
     for _ in range(rng.randint(1, 3)):
         where, key = rng.choice(list(_places(holder)))
@@ -66,7 +68,7 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
 
 
 def _places(holder: Any):
-    """(container, key) of every value."""
+    """Yield (container, key) of every value inside `holder`, at any depth."""
     keys = range(len(holder)) if isinstance(holder, list) else list(holder)
     for key in keys:
         yield holder, key

@@ -1,8 +1,8 @@
-"""The whole decoder once more, from the maths alone: fp64 NumPy, one token at a time.
+"""Compute the whole decoder once more, from the maths alone: fp64 NumPy, one token at a time.
 
-Written to be checked by reading, not to be fast, and without a line of the package: attention
-looks back over a list of keys, a Mamba-2 layer carries one state and the last inputs of its
-convolution. A tree is its root-to-node paths, each decoded as an ordinary sequence.
+Written to be checked by reading, not to be fast, and without a line of the package: attention looks
+back over a list of keys, a Mamba-2 layer carries one state and the last inputs of its convolution.
+A tree is its root-to-node paths, each decoded as an ordinary sequence.
 
     llama   Touvron et al. 2023; rotary embedding in halves; Llama 3's frequency scaling
     mamba2  Dao and Gu 2024, the recurrence h <- exp(dt A) h + dt x B^T, y = h C + D x
@@ -19,12 +19,15 @@ import numpy as np
 
 
 def logits_of_sequence(config, weights, tokens):
-    """Logits (T, V) after each of `tokens`; `weights` maps parameter names to fp64 arrays."""
+    """Return logits (T, V) after each of `tokens`.
+
+    `weights` maps parameter names to fp64 arrays.
+    """
     return run(config, weights, tokens)[0]
 
 
 def run(config, weights, tokens):
-    """Logits (T, V) and the layers' states after the last of `tokens`.
+    """Return logits (T, V) after each of `tokens`, and the layers' states after the last.
 
     A state is {"keys", "values"}: lists of (kv heads, head dim), or {"ssm": (H, P, S),
     "conv_inputs": list of the last K - 1 inputs (conv channels,), oldest first}.
@@ -35,7 +38,7 @@ def run(config, weights, tokens):
 
 
 def logits_of_tree(config, weights, prefix, tokens, parents):
-    """Logits (N, V) at each tree node, given the committed `prefix`.
+    """Return logits (N, V) at each tree node, given the committed `prefix`.
 
     `tokens` (N,) and `parents` (N,), with parents[0] = -1. Each node's path from the root is
     decoded after the prefix by itself.
@@ -54,7 +57,7 @@ def logits_of_tree(config, weights, prefix, tokens, parents):
 
 
 def path_to(node, parents):
-    """Nodes from the root to `node`, both included."""
+    """List the nodes from the root to `node`, both included."""
     path = []
     while node >= 0:
         path.append(node)
@@ -178,7 +181,7 @@ def _mamba(config, weights, name, hidden, state):
 
 
 def gated_delta_step(shape, weights, projected, state):
-    """A gated-delta layer's y (H * V,) for one token, from [z, q, k, v, a, b] as projected.
+    """Return y (H * V,) of a gated-delta layer for one token, from [z, q, k, v, a, b] as projected.
 
     `shape` has the numbers of heads and their dims, `weights` maps conv (C, W), conv_bias (C,),
     dt_bias and A_log (H,) to fp64 arrays. Advances `state` as `empty_gated_delta_state` makes it.
@@ -207,7 +210,10 @@ def gated_delta_step(shape, weights, projected, state):
 
 
 def empty_gated_delta_state(shape):
-    """No token read: {"delta": (H, K, V), "conv_inputs": list of W - 1 arrays, oldest first}."""
+    """Make the state before any token: {"delta": (H, K, V), "conv_inputs": list of W - 1 arrays}.
+
+    The oldest input comes first.
+    """
     channels = 2 * shape.num_key_heads * shape.key_dim + shape.num_heads * shape.value_dim
     return {
         "delta": np.zeros((shape.num_heads, shape.key_dim, shape.value_dim)),
@@ -224,7 +230,7 @@ def _sizes_of_x_b_c(config):
 
 
 def _conv_input(config, x, b, c):
-    """[x, B, C]; with `repeat_before_conv` x and B are copied to every head."""
+    """Join [x, B, C]; with `repeat_before_conv` x and B are first copied to every head."""
     if config.repeat_before_conv:
         x = np.repeat(
             _heads(x, config.num_x_groups), config.num_ssm_heads // config.num_x_groups, 0

@@ -1,10 +1,10 @@
-"""A training's command line that stops when its options are parsed."""
+"""Give a training's command line that stops once its options are parsed."""
 
 from __future__ import annotations
 
 
 class ParseOnly:
-    """For a class of such a command line to inherit from first: nothing is loaded or run."""
+    """Loads and runs nothing: a class of such a command line inherits from it first."""
 
     def before_instantiate_classes(self):
         pass

@@ -1,4 +1,4 @@
-"""Faults that a test plants into a command's process before its script starts (`Forks.start`).
+"""Plant faults into a command's process before its script starts (`Forks.start`).
 
 The product has no hooks for them: these functions replace what it calls. Each is given by name and
 JSON arguments, since it runs in another process.
@@ -19,8 +19,13 @@ from typing import Any
 
 
 def die_at(call: str, naming: str = "", when: str = "before", nth: int = 1) -> None:
-    """SIGKILL before or after the nth call of `call` ("module:name", a dotted name) that has an
-    argument with `naming` in it."""
+    """Kill this process (SIGKILL) before or after the nth call of a function.
+
+    Args:
+        call: the function, as "module:name"; the name may be dotted.
+        naming: only calls with this text in an argument count; "" counts every call.
+        when: "before" or "after" the call.
+    """
     left = nth
 
     def instead(original: Callable) -> Callable:
@@ -40,7 +45,7 @@ def die_at(call: str, naming: str = "", when: str = "before", nth: int = 1) -> N
 
 
 def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> None:
-    """Before the nth call of `call`, leave so many bytes free on the disk of `folder`."""
+    """Fill the disk of `folder` up to `spare_bytes` before the nth call of `call`."""
 
     def instead(original: Callable) -> Callable:
         return _preceded(original, nth, fill)
@@ -54,7 +59,7 @@ def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> Non
 
 
 def run_out_of_memory(call: str, nth: int = 1) -> None:
-    """What a GPU's allocator raises, at the nth call of `call`."""
+    """Raise what a GPU's allocator raises when memory is full, at the nth call of `call`."""
     import torch
 
     def refuse(*_: Any) -> None:
@@ -67,7 +72,7 @@ def run_out_of_memory(call: str, nth: int = 1) -> None:
 
 
 def spoil_training(what: str, nth: int) -> None:
-    """NaN in the loss, in one gradient, or in one weight behind its update, at the nth step."""
+    """Put NaN into the loss, one gradient, or one weight after its update, at the nth step."""
     import torch
 
     def spoil_loss(original: Callable) -> Callable:
@@ -102,7 +107,7 @@ def spoil_training(what: str, nth: int) -> None:
 
 
 def spoil_rows(model: str, nth: int) -> None:
-    """NaN in the last row of logits, at the nth call: the target's, or those drafted from."""
+    """Put NaN into the last row of logits at the nth call: the target's, or those drafted from."""
     import torch
 
     def spoil(logits: Any, *_: Any) -> Any:
@@ -128,7 +133,7 @@ def refuse_memory(call: str, nth: int = 1) -> None:
 
 
 def pause(at_step: int) -> None:
-    """Wait in this step until RUN has a file "go on"."""
+    """Wait in this step until the run's folder has a file called "go on"."""
 
     def wait(checkpoints: Any, trainer: Any, *_: Any) -> None:
         while not (checkpoints.run_dir / "go on").exists():
@@ -139,7 +144,7 @@ def pause(at_step: int) -> None:
 
 
 def tell(call: str, nth: int, number: int) -> None:
-    """Send this process a signal, before the nth call of `call`."""
+    """Send this process the signal `number` before the nth call of `call`."""
 
     def send(*_: Any) -> None:
         os.kill(os.getpid(), number)
@@ -155,7 +160,10 @@ def set_to(name: str, value: Any) -> None:
 
 
 def die_inside_a_save(nth: int, line: int) -> None:
-    """SIGKILL when the nth save has executed so many lines of stree/common/files.py."""
+    """Kill this process (SIGKILL) inside the nth save.
+
+    It dies when the save has executed `line` lines of stree/common/files.py.
+    """
     lines: list[int] = []
 
     def count(saves: int, executed: int) -> None:
@@ -206,7 +214,7 @@ def _watch_saves(
 
 
 def _preceded(original: Callable, nth: int, before: Callable[..., Any]) -> Callable:
-    """`original`, with `before(same arguments)` ahead of its nth call."""
+    """Wrap `original`, so that `before(same arguments)` runs ahead of its nth call."""
     left = nth
 
     def calling(*arguments: Any, **options: Any) -> Any:
@@ -220,7 +228,7 @@ def _preceded(original: Callable, nth: int, before: Callable[..., Any]) -> Calla
 
 
 def _changed(original: Callable, nth: int, change: Callable[[Any], Any]) -> Callable:
-    """`original`, with its nth result changed."""
+    """Wrap `original`, so that its nth result is passed through `change`."""
     left = nth
 
     def calling(*arguments: Any, **options: Any) -> Any:
@@ -246,7 +254,10 @@ def _die() -> None:
 
 
 def edited_module(module: Any, line: str, instead: str, folder: Path) -> Any:
-    """A copy of a module with one thing written otherwise, from a file, as Triton reads sources."""
+    """Import a copy of a module in which `line` reads `instead`.
+
+    The copy is written to a file, because Triton reads the sources of kernels.
+    """
     source = Path(module.__file__).read_text(encoding="utf-8")
     assert source.count(line) == 1, line
     path = folder / f"planted_{module.__name__.replace('.', '_')}.py"

@@ -1,4 +1,4 @@
-"""Caches in which everything that nothing may read is NaN."""
+"""Fill the parts of caches that nothing may read with NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stree.models.layer_caches import AttentionCache, GatedDeltaCache
 
 
 def poison(cache: HybridCache) -> None:
-    """NaN wherever nothing valid is: a read of it cannot hide."""
+    """Put NaN wherever a cache holds nothing valid, so that reading it shows."""
     for layer in cache.layers:
         if isinstance(layer, AttentionCache):
             layer.keys[:, :, cache.num_committed :] = torch.nan

@@ -1,4 +1,4 @@
-"""Ports for processes that are to meet each other."""
+"""Find ports for processes that connect to each other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import ExitStack, suppress
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives to whoever asks, such as another test's connections,
-    before the processes come to use them."""
+    """Return `count` free TCP ports between 10,000 and 30,000.
+
+    The system gives higher ones to any connection that asks, such as another test's, and could do
+    so before the processes come to use them.
+    """
     with ExitStack() as stack:
         ports: list[int] = []
         while len(ports) < count:

@@ -1,4 +1,4 @@
-"""Several processes of a distillation, as a cluster's launcher would start them."""
+"""Start several processes of one distillation, as a cluster's launcher would."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def start_together(
     log: Path,
     before: Sequence[Before | None] | None = None,
 ) -> list[forked.Command]:
-    """`distill.py arguments` in `count` processes that find each other.
+    """Start `distill.py arguments` in `count` processes that find each other.
 
-    What rank r prints is in `log`.r; `before` has what `Forks.start` takes, for each rank.
+    Rank r's output goes to the file `log`.r; `before` has what `Forks.start` takes, for each rank.
     """
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     ranks = []
@@ -36,5 +36,5 @@ def start_together(
 
 
 def run_together(*arguments: Any, **options: Any) -> list[int]:
-    """`start_together`, and the exit codes of all."""
+    """Start processes as `start_together` does, wait for all, and return their exit codes."""
     return [rank.wait() for rank in start_together(*arguments, **options)]

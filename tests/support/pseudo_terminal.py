@@ -1,4 +1,4 @@
-"""A command on a terminal of a given width: what it writes there, and keys that are typed."""
+"""Run a command on a terminal of a given width: record what it writes, and type keys."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command wrote to its terminal, and its exit code (−N after signal N)."""
+    """Holds what a command wrote to its terminal, and its exit code (−N after signal N)."""
 
     raw: str
     code: int
 
     @property
     def lines(self) -> list[str]:
-        """Every line that ever stood there, in the order of writing, without what only moves or
-        colours."""
+        """List every line that the terminal ever showed, in the order of writing.
+
+        Codes that move the cursor or set a colour are left out.
+        """
         lines = re.split(r"[\r\n]+", _ESCAPE.sub("", self.raw))
         return [line.rstrip() for line in lines if line.strip()]
 
@@ -43,7 +45,7 @@ def run_on_terminal(
     keys: Sequence[tuple[str, bytes]] = (),
     forks: Forks | None = None,
 ) -> Shown:
-    """Run a command in a session of its own, whose terminal has so many columns, and wait.
+    """Run a command in a session of its own, on a terminal `columns` wide, and wait for its end.
 
     `keys` are typed one after the other, each when the text before it has been written (again).
     With `forks`, `command` is a script and its arguments, and starts without importing.

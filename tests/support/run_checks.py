@@ -1,4 +1,4 @@
-"""What must be true of a run folder at any moment, and of one that was finished after a fault."""
+"""Check what must hold in a run's folder at any moment, or once it has finished after a fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLE_TIMINGS = {"prefill_s", "decode_s", "time_ms", "baseline", "call_share"}
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the visible step-* folders, ascending."""
+    """List the steps of the visible step-* folders, ascending."""
     if not folder.is_dir():
         return []
     return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
@@ -34,7 +34,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def last_logged(run_dir: Path) -> int:
-    """The last step with a whole row in metrics.csv, 0 before there is one."""
+    """Return the last step with a whole row in metrics.csv, 0 before there is one."""
     path = run_dir / "metrics.csv"
     if not path.is_file():
         return 0
@@ -44,7 +44,7 @@ def last_logged(run_dir: Path) -> int:
 
 
 def assert_visible_is_whole(run_dir: Path) -> None:
-    """Whatever has a name of its own is complete; only `.tmp-*` may be half written."""
+    """Assert that everything in a run's folder is complete, apart from names with `.tmp-`."""
     for folder in ("checkpoints", "drafter"):
         for step in steps_in(run_dir / folder):
             assert verify_manifest(run_dir / folder / f"step-{step:08d}")["step"] == step
@@ -58,7 +58,7 @@ def assert_visible_is_whole(run_dir: Path) -> None:
 
 
 def assert_same_run(run_dir: Path, whole: Path) -> None:
-    """Curve, checkpoints and exports are those of the run that nothing disturbed, bit for bit."""
+    """Assert that curve, checkpoints and exports equal those of an undisturbed run, bit for bit."""
     assert metric_rows(run_dir) == metric_rows(whole)
     for folder in ("checkpoints", "drafter"):
         assert steps_in(run_dir / folder) == steps_in(whole / folder)
@@ -74,7 +74,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def table_without_timings(out: Path) -> str:
-    """results.jsonl and the samples that it names, line by line, without what the clock decides."""
+    """Return results.jsonl and the samples that it names as lines, without the timings."""
     lines = []
     for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -89,6 +89,6 @@ def _without(row: dict, names: set[str]) -> str:
 
 
 def logged_steps(run_dir: Path) -> list[int]:
-    """Step of every row of metrics.csv with a loss."""
+    """List the steps of the rows of metrics.csv that have a loss."""
     with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]

@@ -1,4 +1,4 @@
-"""distill.py of which one process, not the main one, is told to stop."""
+"""Run distill.py, and tell one of its processes, not the main one, to stop."""
 
 from __future__ import annotations
 

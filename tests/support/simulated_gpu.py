@@ -1,4 +1,4 @@
-"""A host and a stream with clocks of their own, so that what a GPU overlaps can be timed exactly.
+"""Simulate a host and a GPU's stream with clocks of their own, to time what overlaps exactly.
 
 Work is queued on the stream; the host's clock moves when the host works or waits.
 """
@@ -25,7 +25,12 @@ class SimulatedGPU:
         return SimulatedEvent(self)
 
     def capture(self, seconds: list[float], capture_s: float) -> type[Replayed]:
-        """Stands in for `CudaGraph`: replays queue so much, first captured first."""
+        """Make a stand-in for `CudaGraph` whose replays queue given seconds of work.
+
+        Args:
+            seconds: work of a replay, in the order in which the graphs are captured.
+            capture_s: time that the host takes to capture a graph.
+        """
         gpu, left = self, iter(seconds)
 
         class Timed(Replayed):
@@ -42,7 +47,7 @@ class SimulatedGPU:
 
 
 class SimulatedEvent:
-    """As `torch.cuda.Event`: it comes when the stream is through with what was queued before."""
+    """Stands in for `torch.cuda.Event`: it is reached when the work queued before it is done."""
 
     def __init__(self, gpu: SimulatedGPU) -> None:
         self.gpu = gpu

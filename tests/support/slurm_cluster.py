@@ -1,6 +1,7 @@
-"""A Slurm cluster of this host alone: munged, slurmctld and a slurmd a node, as the current user.
+"""Start a Slurm cluster on this host alone: munged, slurmctld and one slurmd per node.
 
-Everything is under one temporary folder and on free ports, so that it disturbs no real cluster.
+The daemons run as the current user. Everything is under one temporary folder and on free ports, so
+that it disturbs no real cluster.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """Two nodes of one CPU each."""
+    """A running cluster with two nodes of one CPU each."""
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, *command: str) -> str:
-        """A Slurm command's output; it is run in the repository."""
+        """Run a Slurm command in the repository and return its output."""
         done = subprocess.run(
             command, cwd=REPOSITORY, env=self.environment, capture_output=True, text=True,
             check=False, timeout=30,
@@ -82,7 +83,7 @@ class SlurmCluster:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
 
     def state_of(self, job: str) -> dict[str, str]:
-        """JobState, ExitCode, Restarts and the rest of what `scontrol show job` says."""
+        """Return what `scontrol show job` says of a job: JobState, ExitCode, Restarts and more."""
         words = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -92,7 +93,7 @@ class SlurmCluster:
         assert state["JobState"] == "COMPLETED", f"{state}\n{self.output_of(job)}"
 
     def wait_for_end(self, job: str, timeout_s: float = 120) -> dict[str, str]:
-        """What `state_of` says of the job when it has ended, however it has."""
+        """Wait until a job has ended, in whatever way, and return its `state_of`."""
         unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         wait_until(
             lambda: self.state_of(job)["JobState"] not in unfinished,
@@ -170,7 +171,7 @@ def _start(stack: ExitStack, environment: dict[str, str], *command: str) -> None
 
 
 def _cancel_all(cluster: SlurmCluster) -> None:
-    """Daemons leave running jobs alone when they stop, so jobs go first."""
+    """Cancel all jobs, since the daemons leave running jobs alone when they stop."""
     cluster.run("scancel", f"--user={getpass.getuser()}")
     cluster.run("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
     wait_until(lambda: not cluster.run("squeue", "--noheader"), lambda: "no jobs", 30)

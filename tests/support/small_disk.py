@@ -1,4 +1,4 @@
-"""A disk of a few hundred kilobytes: a tmpfs of one's own, which needs root."""
+"""Mount a disk of a few hundred kilobytes: a tmpfs, which needs root."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Disk:
     folder: Path
 
     def change(self, options: str) -> None:
-        """`size=…`, `nr_inodes=…`, `ro` or `rw`, while it is in use."""
+        """Remount the disk while it is in use, with `size=…`, `nr_inodes=…`, `ro` or `rw`."""
         _mount(f"remount,{options}", self.folder).check_returncode()
 
 
 @contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Disk]:
-    """A disk at `folder`; the test is skipped where none may be mounted."""
+    """Mount a disk at `folder`; the test is skipped where the user may not mount one."""
     folder.mkdir()
     done = _mount(options, folder)
     if done.returncode:

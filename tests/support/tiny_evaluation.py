@@ -1,6 +1,8 @@
-"""What evaluations of a tiny target through the real engine are tested with; the drafters are the
-target itself (accepts everything), a stranger (hardly anything), and the target with noise
-(something between)."""
+"""Make the models and prompts that evaluations through the real engine are tested with.
+
+The target is tiny; the drafters are the target itself (all drafts accepted), a stranger (hardly
+any), and the target with noise (some).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def tiny_model(seed: int, vocab_size: int = 320) -> HybridModel:
 
 
 def make_world(root: Path) -> Path:
-    """Folder with target/, drafter/step-*/ and prompts."""
+    """Write target/, drafter/step-*/ and prompts into `root`, and return it."""
     tokenizer = train_tokenizer(["some text to learn from"] * 3, 320, root / "tokenizer")
     target = tiny_model(0)
     save_model(target, root / "target", tokenizer)

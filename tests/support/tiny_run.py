@@ -1,4 +1,4 @@
-"""A tiny target on disk, a little chat data, and the arguments of a distillation of it."""
+"""Write a tiny target and a little chat data, and give the arguments of a distillation of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_conversations(path: Path, count: int = 40) -> None:
 
 
 def make_workspace(folder: Path) -> Path:
-    """folder/train.jsonl, valid.jsonl and target/ (weights and tokenizer)."""
+    """Write train.jsonl, valid.jsonl and target/ (weights and tokenizer) into `folder`."""
     write_conversations(folder / "train.jsonl")
     write_conversations(folder / "valid.jsonl", count=8)
     texts = [f"What is {i} plus {j}? {i} plus {j} is {i + j}." for i in range(30) for j in range(7)]
@@ -56,7 +56,7 @@ def make_workspace(folder: Path) -> Path:
 
 
 def distill_arguments(workspace: Path, run_dir: Path, *more: str, steps: int = 8) -> list[str]:
-    """Arguments of distill.py that log and save at every step."""
+    """List arguments of distill.py with which it logs and saves at every step."""
     return [
         "fit", "--run_dir", str(run_dir),
         "--model.target", str(workspace / "target"),
@@ -74,7 +74,7 @@ def distill_arguments(workspace: Path, run_dir: Path, *more: str, steps: int = 8
 
 
 def metric_rows(run_dir: Path) -> list[dict[str, str]]:
-    """Rows of metrics.csv without what depends on the clock."""
+    """Read the rows of metrics.csv without the column that depends on the clock."""
     with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:

@@ -1,4 +1,4 @@
-"""distill.py that also tells what share of the weights a process holds."""
+"""Run distill.py, and print what share of the weights each process holds."""
 
 from __future__ import annotations
 

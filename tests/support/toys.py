@@ -1,4 +1,4 @@
-"""Small stand-ins with known answers: tables of logits, tiny hybrids, an enumerating chooser."""
+"""Make small stand-ins with known answers: tables of logits, tiny hybrids, choices to enumerate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEATURE_LAYERS = (0, 2)  # that drafters here read of a target
 
 
 def tiny_config(**changes: object) -> HybridConfig:
-    """A hybrid that exercises every kind of grouping; a few thousand parameters."""
+    """Make a hybrid's config with every kind of grouping; a few thousand parameters."""
     values: dict = dict(
         vocab_size=61, d_model=32, num_layers=3, attn_layers=(1,), intermediate_size=40,
         num_heads=4, num_kv_heads=2, head_dim=8,
@@ -39,7 +39,7 @@ def tiny_config(**changes: object) -> HybridConfig:
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> HybridModel:
-    """A random model whose logits differ enough from token to token to be worth comparing."""
+    """Make a random model whose logits differ enough from token to token to be worth comparing."""
     torch.manual_seed(seed)
     model = HybridModel(tiny_config(**changes)).to(dtype)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: obj
 
 
 def right_now_and_then(target: HybridModel) -> HybridModel:
-    """A drafter: the target's weights with noise."""
+    """Make a drafter that is right now and then: the target's weights with noise."""
     drafter = HybridModel(target.config).to(target.device, target.dtype).eval()
     drafter.load_state_dict(target.state_dict())
     torch.manual_seed(0)
@@ -62,8 +62,10 @@ def right_now_and_then(target: HybridModel) -> HybridModel:
 
 
 def reading(target: HybridModel) -> HybridModel:
-    """A drafter that reads features: the target's weights with noise, and a reader whose features
-    change the drafts."""
+    """Make a drafter that reads features: the target's weights with noise, and a feature reader.
+
+    The reader's weights are large enough that features change the drafts.
+    """
     drafter = right_now_and_then(target)
     config = drafter.config.reading(FEATURE_LAYERS, target.config)
     torch.manual_seed(5)
@@ -77,7 +79,10 @@ def reading(target: HybridModel) -> HybridModel:
 
 
 def recurrent(own: bool = True, **changes: object) -> tuple[HybridModel, HybridModel]:
-    """A target without attention, and a drafter that reads its features, and its own."""
+    """Make a target without attention, and a drafter that reads its features.
+
+    With `own`, the drafter reads its own features too.
+    """
     target = tiny_model(1, attn_layers=(), **changes)
     drafter = reading(target)
     model = HybridModel(drafter.config.replace(own_features=own)).to(drafter.dtype).eval()
@@ -88,14 +93,14 @@ def recurrent(own: bool = True, **changes: object) -> tuple[HybridModel, HybridM
 
 
 def random_tree(num_nodes: int, seed: int = 0) -> TokenTree:
-    """Each node hangs below any before it, all alike."""
+    """Make a tree in which each node hangs below any earlier one, with equal probability."""
     rng = random.Random(seed)
     parents = (-1, *(rng.randrange(node) for node in range(1, num_nodes)))
     return TokenTree(parents, f"random-{num_nodes}")
 
 
 def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Request]:
-    """Of all lengths and settings, each with one of the trees."""
+    """Make `count` requests of all lengths and settings, each with one of the trees."""
     rng = random.Random(seed)
     return [
         Request(
@@ -252,8 +257,11 @@ class Undrawn(TableDrafter):
 
 
 def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
-    """What `ops.choose_children` does for rows that sample, as choices that can be enumerated:
-    siblings one after the other, without replacement, the first tokens when none is left."""
+    """Return a stand-in for `ops.choose_children` whose random choices can be enumerated.
+
+    It covers rows that sample: siblings are drawn one after the other with `choose`, without
+    replacement, and the first tokens are taken when none is left.
+    """
 
     def choose_children(
         logits, depths, sampling, places, tokens, finite, nodes=None, values=None, ids=None
@@ -287,8 +295,10 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
 def with_head(
     model: HybridModel, ids: Tensor | None = None, rank: int | None = None
 ) -> HybridModel:
-    """A copy whose head is over the tokens ids (K,), ascending, or of a rank: what that can hold of
-    the whole head."""
+    """Copy a model with a head over the tokens `ids` (K,), ascending, or of rank `rank`.
+
+    The copy's head has as much of the whole head as that can hold.
+    """
     copy = with_random_head(model, None if ids is None else len(ids), rank)
     copy.take_head(model.head_weight, ids)
     return copy
@@ -297,7 +307,7 @@ def with_head(
 def exact_distribution(
     run: Callable[[Callable[[Tensor], Tensor]], Hashable],
 ) -> dict[Hashable, float]:
-    """The distribution of run(choose): all its random choices, weighted by their probabilities."""
+    """Return the distribution of run(choose), by enumerating all its random choices."""
     distribution: dict[Hashable, float] = defaultdict(float)
     scripts: list[list[int]] = [[]]
     while scripts:
@@ -332,10 +342,13 @@ def total_variation(
     vocabulary: int,
     length: int,
 ) -> float:
-    """Between the first `length` tokens after `start` by a step's blocks, and by the target alone.
+    """Return the total variation between a step's first `length` tokens and the target's own.
 
-    after(text) is the target's distribution after tokens. A block shorter than that goes on with
-    the target itself: if each block is right given its context, so is any sequence of them.
+    Args:
+        blocks: probability of each block of tokens that a step gives after `start`.
+        after: gives the target's distribution (V,) after a text. A block shorter than `length`
+            goes on with the target itself: if each block is right given its context, so is any
+            sequence of them.
     """
     after = functools.cache(after)
 
