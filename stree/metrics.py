@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from statistics import NormalDist
+from statistics import NormalDist, median
 from typing import Any, Protocol
 
 import numpy as np
@@ -180,6 +180,14 @@ def speedup(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> float | No
     return None if mine is None or not theirs else mine / theirs
 
 
+def speedup_prompt_median(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> float | None:
+    """Return the median of each prompt's own speedup, which one stalled answer does not move."""
+    _require_pairs(prompts, baseline)
+    ratios = (speedup([p], [b]) for p, b in zip(prompts, baseline, strict=True))
+    known = [each for each in ratios if each is not None]
+    return median(known) if known else None
+
+
 def speedup_per_tau(prompts: Sequence[PromptCounts], baseline: Sequence[Timing]) -> float | None:
     """Return the speed-up over τ: the share of acceptance that becomes speed (STree, Table 5)."""
     faster, length = speedup(prompts, baseline), acceptance_length(prompts)
@@ -322,6 +330,9 @@ def summarise(
         "tokens_per_second": tokens_per_second(prompts),
         "tokens_per_second_e2e": tokens_per_second_e2e(prompts),
         "speedup": None if baseline is None else speedup(prompts, baseline),
+        "speedup_prompt_median": None
+        if baseline is None
+        else speedup_prompt_median(prompts, baseline),
         "speedup_per_tau": None if baseline is None else speedup_per_tau(prompts, baseline),
         "time_ms": time_ms(prompts),
         "baseline_time_ms": {} if baseline is None else time_ms(baseline),

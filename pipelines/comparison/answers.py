@@ -60,6 +60,15 @@ def speedup_per_tau(sums: Sums) -> NDArray[np.float64]:
     return speedup(sums) / acceptance_length(sums)
 
 
+def median_speedup(answers: Answers) -> float | None:
+    """Return the median of the speed-ups of each prompt and seed; None where a row lacks one."""
+    counts = answers.counts
+    with np.errstate(divide="ignore", invalid="ignore"):
+        speed_SQ = counts["tokens"] / counts["seconds"]
+        value = np.median(speed_SQ / (counts["plain_tokens"] / counts["plain_seconds"]))
+    return float(value) if np.isfinite(value) else None
+
+
 class Gain(NamedTuple):
     """A figure, or a difference or ratio of two over the same prompts, with its interval."""
 

@@ -30,10 +30,14 @@ from stree.common.errors import (
 )
 from stree.common.words import device_name
 from stree_pipelines.console.progress import EvaluationProgress
-from stree_pipelines.evaluation.answering import gc_freeze
+from stree_pipelines.evaluation.answering import gc_freeze, stalls
 from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
 from stree_pipelines.evaluation.answering.drafter_readings import read_answer
-from stree_pipelines.evaluation.answering.interleave import interleaved_answers
+from stree_pipelines.evaluation.answering.interleave import (
+    Finished,
+    answers_again,
+    interleaved_answers,
+)
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import (
     Workers,
@@ -284,6 +288,10 @@ class Evaluation:
     def _publish(self, job: Job) -> None:
         found = self.store.journalled(job.samples_name)
         samples = [found[job.sample_key(prompt)] for prompt in job.benchmark.prompts]
+        stalled = {each.prompt_id for each in stalls.stalled(samples)}
+        samples = [
+            each.model_copy(update={"is_stalled": each.prompt_id in stalled}) for each in samples
+        ]
         self.store.publish(self._row(job, samples), samples)
 
     def _prepare_folder(self, jobs: Sequence[Job]) -> None:
@@ -324,7 +332,7 @@ class Evaluation:
     def _run(self, rounds: Sequence[Round]) -> None:
         if not rounds:
             return
-        finished: dict[str, list[SampleRow]] = defaultdict(list)
+        finished: Finished = defaultdict(dict)
         num_left = {each.prompt.id: len(each.jobs) for each in rounds}
         first = rounds[0].missing[0]
         label = f"{_label(rounds)}{first.benchmark.name} T={first.temperature:g}"
@@ -335,12 +343,20 @@ class Evaluation:
             closing(interleaved_answers(self.answerer, rounds)) as answers,
         ):
             for each, job, sample in answers:
-                if job in each.missing:
-                    self.store.journal(job.samples_name, self.workers.rank, sample)
-                finished[job.method].append(sample)
+                self._keep(each, job, sample, finished)
                 num_left[each.prompt.id] -= 1
                 if by_answer or num_left[each.prompt.id] == 0:
                     task.advance(_so_far(finished))
+        if self.settings.batch_size == 1:  # a row's time is shared with others
+            for each, job, sample in answers_again(
+                self.answerer, rounds, finished, self.progress.say
+            ):
+                self._keep(each, job, sample, finished)
+
+    def _keep(self, each: Round, job: Job, sample: SampleRow, finished: Finished) -> None:
+        if job in each.missing:
+            self.store.journal(job.samples_name, self.workers.rank, sample)
+        finished[job.method][sample.prompt_id] = sample
 
     def _row(self, job: Job, samples: Sequence[SampleRow]) -> ResultRow:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
@@ -374,6 +390,7 @@ class Evaluation:
             measuring_costs_s=None if costs is None else costs.took_s,
             costs=None if costs is None else costs.record(),
             lossless=summarise_lossless(samples),
+            num_stalled=sum(each.is_stalled for each in samples),
             environment=environment,
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
@@ -440,11 +457,11 @@ def _label(rounds: Sequence[Round]) -> str:
     return "" if drafter is None or drafter.step is None else f"step {drafter.step}  "
 
 
-def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
+def _so_far(finished: Mapping[str, Mapping[str, SampleRow]]) -> str:
     """Format each method's figures, the tree's first; three methods fit 80 columns."""
     parts: list[str] = []
     for method in reversed(list(finished)):
-        samples = finished[method]
+        samples = [*finished[method].values()]
         tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
         if tau is not None and speed is not None:
             drafts = "" if method == AUTOREGRESSIVE else f"τ {tau:.2f}, "

@@ -105,7 +105,9 @@ class ResultRow(Record):
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None
     speedup: NonNegative | None
+    speedup_prompt_median: NonNegative | None = None  # rows from before it was recorded lack it
     speedup_per_tau: NonNegative | None
+    num_stalled: Count | None = None  # answers with `is_stalled`; None: not looked for
     time_ms: dict[str, float]
     baseline_time_ms: dict[str, float] = Field(default_factory=dict)
     lossless: Lossless | None
@@ -150,6 +152,7 @@ class BaselineTiming(Record):
     prefill_s: NonNegative
     decode_s: NonNegative
     time_ms: dict[str, float] = Field(default_factory=dict)
+    call_share: NonNegative | None = None  # of batches, as a sample's
 
     @property
     def num_calls(self) -> int:
@@ -195,6 +198,8 @@ class SampleRow(Record):
     prefill_s: NonNegative
     decode_s: NonNegative
     time_ms: dict[str, float]
+    num_attempts: Count = 1  # the machine held up all but the last
+    is_stalled: bool = False  # the last, too, or plain decoding's answer beside it
     baseline: BaselineTiming | None = None
     lossless: bool | None = None
     divergence: Divergence | None = None

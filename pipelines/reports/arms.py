@@ -19,17 +19,17 @@ from stree_pipelines.evaluation.records import ResultRow, Tree
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
-from stree_pipelines.reports.settings import sampling_note
-from stree_pipelines.reports.tables.tables import Table, figure, speed_ratio
+from stree_pipelines.reports.tables.tables import Table, below, figure, speed_ratio
 
 PLAIN = "plain decoding"
 HEADS = (
     "arm", "drafter", "tree", "verifier", "backtracking", "τ", "tokens/s", "speed-up",
-    "speed-up per τ", "nodes a call", *metrics.STEP_PARTS,
+    "median speed-up", "speed-up per τ", "nodes a call", *metrics.STEP_PARTS,
 )  # fmt: skip
 INTRO = (
     "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
-    "plain decoding's of the same prompts in the same process, which each arm answered in turn. "
+    "plain decoding's of the same prompts in the same process, which each arm answered in turn; "
+    "beside it the median of each prompt's own. "
     "Nodes: tokens that the target verifies a call. Draft to host: shares of a call's time. "
     "Brackets: 95 % bootstrap intervals over prompts, paired."
 )
@@ -81,10 +81,8 @@ def places_of(
     for row in rows:
         key = row.benchmark, row.temperature
         place = places.setdefault(key, Place(*key, {}, {}))
-        summary = {name: getattr(row, name) for name in Cell.figures()}
-        samples = tuple(store.samples(row))
         place.rows[row.method] = row
-        place.cells[row.method] = Cell(summary, row.num_prompts, (row.samples,), samples)
+        place.cells[row.method] = Cell.of(row, store.samples(row))
     for each in tunings:
         places[each.benchmark, each.temperature].tunings[each.arm] = each
     return list(places.values())
@@ -102,11 +100,13 @@ def table(place: Place) -> Table:
             figure(cell["acceptance_length"], cell.interval("acceptance_length")),
             figure(cell["tokens_per_second"], cell.interval("tokens_per_second"), ".1f"),
             figure(1.0 if plain else cell["speedup"], cell.interval("speedup"), unit="×"),
+            figure(1.0 if plain else cell["speedup_prompt_median"], unit="×"),
             figure(None if plain else cell["speedup_per_tau"], cell.interval("speedup_per_tau")),
             figure(cell["nodes_per_call"], form=".1f"),
             *(_share(cell, part) for part in metrics.STEP_PARTS),
         ))  # fmt: skip
-    return Table(place.title, tuple(lines), 4, sampling_note([*place.rows.values()]))
+    samples = {name: cell.samples for name, cell in place.cells.items()}
+    return Table(place.title, tuple(lines), 4, below(samples, [*place.rows.values()]))
 
 
 def verdict(place: Place) -> Verdict:

@@ -50,6 +50,15 @@ class Cell:
     samples: tuple[SampleRow, ...] = ()
     lossless: Lossless | None = None
 
+    @classmethod
+    def of(cls, row: ResultRow, samples: Sequence[SampleRow]) -> Cell:
+        """Return a row's cell; samples fill in what older rows do not say."""
+        summary = {name: getattr(row, name) for name in cls.figures()}
+        baselines = [each.baseline for each in samples if each.baseline is not None]
+        if summary["speedup_prompt_median"] is None and len(baselines) == len(samples) > 0:
+            summary["speedup_prompt_median"] = metrics.speedup_prompt_median(samples, baselines)
+        return cls(summary, row.num_prompts, (row.samples,), tuple(samples), row.lossless)
+
     def __getitem__(self, name: str) -> Any:
         return self.summary[name]
 
@@ -200,11 +209,10 @@ def arrange(data: RunData, store: ResultStore) -> None:
             labels[_drafter(row)], methods[row.method, row.tree], row.benchmark,
             row.temperature,
         )  # fmt: skip
-        summary = {name: getattr(row, name) for name in Cell.figures()}
         samples = tuple(store.samples(row))
         if len(samples) != row.num_prompts:
             samples, num_without = (), num_without + 1
-        data.cells[key] = Cell(summary, row.num_prompts, (row.samples,), samples, row.lossless)
+        data.cells[key] = Cell.of(row, samples)
     if num_without:
         data.notes.append(
             f"The samples of {num_without} rows are not there, or not all of them: what is pooled "

@@ -23,6 +23,7 @@ from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, of_gai
 from stree_pipelines.reports.tables.tables import (
     MISSING,
     Table,
+    below,
     bracket,
     figure,
     in_lines,
@@ -91,6 +92,7 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
         speeds = [figure(*_speed_ratio(each, answers[0]), unit="×") for each in answers[1:]]
         gains = [figure(*_tau_gain(each, answers[0]), "+.2f") for each in answers[1:]]
         lines.append((f"Speed ({label})", *map(_speed, answers)))
+        lines.append((f"Median speed-up ({label})", *map(_median, answers)))
         if speeds:
             lines.append((f"Speed-up over {columns[0].name}'s ({label})", "", *speeds))
         lines.append((f"τ ({label})", *(_of(each, figures.acceptance_length) for each in answers)))
@@ -102,7 +104,16 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
     if any(text != MISSING for text in checked):
         lines.append(("Answers as plain decoding's", *checked))
     title = f"{_title(runs, *place)}: last checkpoints"
-    return Table(title, tuple(lines), note=sampling_note(runs.rows))
+    samples = {
+        f"{column.title}, {method_label(method)}": [
+            sample
+            for cell in runs.cells(column, column.last, method, *place)
+            for sample in cell.samples
+        ]
+        for column in columns
+        for method in runs.methods
+    }
+    return Table(title, tuple(lines), note=below(samples, runs.rows))
 
 
 def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
@@ -315,6 +326,10 @@ def _speed(answers: Answers | None) -> str:
     if ratio.value is None:
         return figure(*speed)
     return f"{figure(speed.value)} ({ratio.value:.2f}×){bracket(ratio.interval)}"
+
+
+def _median(answers: Answers | None) -> str:
+    return figure(answers and figures.median_speedup(answers), unit="×")
 
 
 def _of_seeds(answers: Answers | None) -> str:

@@ -224,8 +224,17 @@ def test_summary_has_the_published_names():
     assert set(summary) == {
         "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
         "depth_accept_rates", "end_nodes", "nodes_per_call", "rows_per_call", "tree_shares",
-        "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
-        "baseline_time_ms", "confidence_intervals",
+        "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_prompt_median",
+        "speedup_per_tau", "time_ms", "baseline_time_ms", "confidence_intervals",
     }  # fmt: skip
     assert summary["speedup"] == 1
     assert metrics.summarise([LONG])["speedup"] is None
+    assert metrics.summarise([LONG])["speedup_prompt_median"] is None
+
+
+def test_the_median_of_prompts_speedups_does_not_move_with_one_that_stalled():
+    baseline = [Counts(100, 100, [0] * 100, decode_s=1.0 + 8.0 * (q == 2)) for q in range(5)]
+    drafted = [Counts(100, 50, [1] * 50, decode_s=0.8) for _ in baseline]
+    assert metrics.speedup(drafted, baseline) == pytest.approx(13 / 4)
+    assert metrics.speedup_prompt_median(drafted, baseline) == pytest.approx(1.25)
+    assert metrics.speedup_prompt_median([], []) is None

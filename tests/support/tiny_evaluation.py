@@ -23,8 +23,9 @@ from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.evaluation.result_store import ResultStore
 
 TIMINGS = {
-    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
-    "baseline_time_ms", "measuring_costs_s", "costs", "confidence_intervals", "environment",
+    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_prompt_median",
+    "speedup_per_tau", "num_stalled", "time_ms", "baseline_time_ms", "measuring_costs_s", "costs",
+    "confidence_intervals", "environment",
 }  # fmt: skip
 PROMPTS = [
     {"id": "a", "category": "one", "turns": ["What is a tree?"]},
@@ -88,7 +89,7 @@ def without_timings(rows) -> list[dict]:
 
 
 def samples_without_timings(store: ResultStore) -> list[dict]:
-    timings = {"prefill_s", "decode_s", "time_ms", "baseline"}
+    timings = {"prefill_s", "decode_s", "time_ms", "num_attempts", "is_stalled", "baseline"}
     return [s.model_dump(exclude=timings) for row in store.results() for s in store.samples(row)]
 
 

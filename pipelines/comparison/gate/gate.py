@@ -35,6 +35,7 @@ from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
+from stree_pipelines.reports.tables.answer_notes import marks
 
 PASS, REGRESSION, INCONCLUSIVE = "pass", "regression", "inconclusive"
 NUM_RESAMPLES = 10_000  # intervals that hold together have far-out ends
@@ -252,6 +253,11 @@ def _judge_one(
         raise BadData(
             f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
             "none: evaluate again with autoregressive among the methods and --overwrite"
+        )
+    if threshold.metric in SPEEDS and (told := marks({"": mine}) + marks({"": theirs})):
+        raise BadData(
+            f"{threshold.name} of {method} cannot be judged. {told[0]} Evaluate again with "
+            "--overwrite where nothing else runs, or give no threshold of speed"
         )
     if threshold.depth is not None and None in map(metrics.call_depths, (*mine, *theirs)):
         raise BadData(

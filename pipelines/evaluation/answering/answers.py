@@ -128,6 +128,16 @@ class Answerer:
                 pass  # learned from, and not reported
         yield from self._answers(job, prompts)
 
+    def again(self, job: Job, prompt: BenchmarkPrompt, last: SampleRow) -> SampleRow:
+        """Return a prompt's conversation held once more, with the reading times of the first.
+
+        Prefixes are kept, so that the prompt is not read again as a whole. What chooses the job's
+        trees goes on from what it has learned.
+        """
+        (sample,) = self._answers(job, [prompt])
+        kept = {name: getattr(last, name) for name in ("prefill_s", "num_reused_tokens")}
+        return sample.model_copy(update={**kept, "num_attempts": last.num_attempts + 1})
+
     def _answers(self, job: Job, prompts: Sequence[BenchmarkPrompt]) -> Iterator[SampleRow]:
         if self.settings.batch_size > 1:
             yield from self._answers_in_batches(job, prompts)
@@ -394,6 +404,7 @@ def timing_of(sample: SampleRow) -> BaselineTiming:
         prefill_s=sample.prefill_s,
         decode_s=sample.decode_s,
         time_ms=sample.time_ms,
+        call_share=sample.call_share,
     )
 
 

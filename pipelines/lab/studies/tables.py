@@ -13,12 +13,11 @@ from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.lab.studies.plan import Study, StudyArm
-from stree_pipelines.reports.settings import sampling_note
-from stree_pipelines.reports.tables.tables import Table, bracket, figure
+from stree_pipelines.reports.tables.tables import Table, below, bracket, figure
 
 HEADS = (
     "arm", "seeds", "τ", "of the seeds", "τ over the first arm's", "speed-up over plain",
-    "speed over the first arm's",
+    "median speed-up", "speed over the first arm's",
 )  # fmt: skip
 EACH = (
     "On each benchmark: how fast an arm decodes with each tree, over plain decoding, and its τ; of "
@@ -26,8 +25,8 @@ EACH = (
 )
 INTRO = (
     "τ: new tokens a target call, over all prompts and seeds of an arm; then the lowest and the "
-    "highest of its seeds. Speed counts drafting. Over the first arm's: the same prompts, one by "
-    f"one. Brackets: {figures.HOW}"
+    "highest of its seeds. Speed counts drafting; the median is of each prompt's own. Over the "
+    f"first arm's: the same prompts, one by one. Brackets: {figures.HOW}"
 )
 
 Seeds = dict[int, list[SampleRow]]  # an arm's answers
@@ -54,7 +53,7 @@ def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[
                 if arms:
                     where = "on what was held back" if others else "on the benchmarks"
                     title = f"{tree}, T = {temperature:g}, {where}"
-                    made.append(_table(title, study.arms, arms, sampling_note(rows)))
+                    made.append(_table(title, study.arms, arms, rows))
     return made
 
 
@@ -93,7 +92,9 @@ def _with_tree(seeds_of: list[list[SampleRow]], tuned: list[str]) -> str:
     return f"{speed}, τ {length}" + (f" ({', '.join(tuned)})" if tuned else "")
 
 
-def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds], note: str) -> Table:
+def _table(
+    title: str, order: Iterable[StudyArm], arms: dict[str, Seeds], rows: Sequence[ResultRow]
+) -> Table:
     lines: list[tuple[str, ...]] = [HEADS]
     named = [each.name for each in order if each.name in arms]
     answers = {name: Answers.of(list(arms[name].values())) for name in named}
@@ -109,9 +110,15 @@ def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds], note: 
         lines.append((
             name, str(len(arms[name])), figure(mine.value(figures.acceptance_length)),
             bracket((min(known), max(known))).strip() if len(known) > 1 else "",
-            gain, figure(mine.value(figures.speedup), unit="×"), speed,
+            gain, figure(mine.value(figures.speedup), unit="×"),
+            figure(figures.median_speedup(mine), unit="×"), speed,
         ))  # fmt: skip
-    return Table(title, tuple(lines), note=note)
+    samples = {
+        f"{name}, seed {seed}": answers
+        for name, seeds in arms.items()
+        for seed, answers in seeds.items()
+    }
+    return Table(title, tuple(lines), note=below(samples, rows))
 
 
 def _percent(ratio: Gain) -> Gain:

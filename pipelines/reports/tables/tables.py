@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from stree import metrics
 from stree.common.text import shown
 from stree_pipelines.comparison.answers import Answers, Figure, Gain, acceptance_length, speedup
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.reports.run_data import (
     METHOD_LABELS,
     Cell,
@@ -24,6 +25,7 @@ from stree_pipelines.reports.run_data import (
 )
 from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.simulation import parting_sentence
+from stree_pipelines.reports.tables.answer_notes import Samples, marks
 
 MISSING = "–"
 MINUS = "−"
@@ -159,6 +161,7 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
         cells = [data.cell(c, method, benchmark, temperature) for c in data.checkpoints]
         label = method_label(method)
         rows.append((f"Speed ({label})", *map(speed_of, cells)))
+        rows.append((f"Median speed-up ({label})", *map(_median_of, cells)))
         rows.append((f"τ ({label})", *map(tau_of, cells)))
     rows += _gains(data, benchmark, temperature)
     prompts = {
@@ -169,7 +172,25 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     count = "/".join(map(str, sorted(prompts)))
     at_once = f", {data.batch_size} at once" if data.batch_size > 1 else ""
     title = f"{benchmark}, T = {temperature:g} ({count} prompts{at_once})"
-    return Table(title, tuple(rows), note=sampling_note(data.rows))
+    return Table(title, tuple(rows), note=below(_samples(data, benchmark, temperature), data.rows))
+
+
+def _samples(data: RunData, benchmark: str, temperature: float) -> dict[str, list[SampleRow]]:
+    """Return the answers of every method, those of all checkpoints together."""
+    return {
+        method_label(method): [
+            sample
+            for checkpoint in ("", *data.checkpoints)
+            if (cell := data.cell(checkpoint, method, benchmark, temperature))
+            for sample in cell.samples
+        ]
+        for method in (AUTOREGRESSIVE, *data.methods)
+    }
+
+
+def below(samples: Samples, rows: Sequence[ResultRow]) -> str:
+    """Return what stands below a table of these answers, whose rows are of one setting."""
+    return " ".join(filter(None, [*marks(samples), sampling_note(rows)]))
 
 
 def all_tables(data: RunData) -> list[Table]:
@@ -187,10 +208,10 @@ def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
     intro = (
         "# Speed and acceptance length against distillation steps\n\n"
         "Layout of the STree paper's Table 6. Speed: new tokens per second of decoding, with its "
-        "ratio to autoregressive decoding of the same prompts in the same process. τ: new tokens "
-        "per target call, bonus included. Brackets: 95 % bootstrap intervals over prompts (of the "
-        "ratio, paired, behind a speed; of τ behind a τ; of the difference, paired, behind a "
-        "gain).\n"
+        "ratio to autoregressive decoding of the same prompts in the same process. Median: of "
+        "each prompt's own speed-up. τ: new tokens per target call, bonus included. Brackets: 95 % "
+        "bootstrap intervals over prompts (of the ratio, paired, behind a speed; of τ behind a τ; "
+        "of the difference, paired, behind a gain).\n"
     )
     notes = [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
     return "\n".join([intro, *notes, *(table.to_markdown() for table in tables)])
@@ -344,6 +365,10 @@ def speed_of(cell: Cell | None) -> str:
     if cell["speedup"] is None:
         return speed
     return f"{speed} ({cell['speedup']:.2f}×){bracket(cell.interval('speedup'))}"
+
+
+def _median_of(cell: Cell | None) -> str:
+    return figure(cell and cell["speedup_prompt_median"], unit="×")
 
 
 def tau_of(cell: Cell | None) -> str:

@@ -28,16 +28,27 @@ from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.comparison.gate import summary as gate_summary
 from stree_pipelines.comparison.repeats import repeats
+from stree_pipelines.evaluation.answering import stalls
 from stree_pipelines.evaluation.records import BaselineTiming, SampleRow, Turn
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.run_data import told_shares
+from stree_pipelines.reports.tables import answer_notes
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 STEPS = {"worse": 1, "fair": 10, "better": 100}
 TAU = "acceptance_length=-3%"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "calm")
+
+
+@pytest.fixture(scope="module")
+def calm():
+    """Mark no rows: a machine that runs many tests holds answers up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stalls, "LEAST_ANSWERS", 10**9)
+        patch.setattr(answer_notes, "MOST_WAITING", 1.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -452,6 +463,28 @@ def test_answers_that_go_in_circles_are_left_out():
     told = "\n".join(gate_summary._repeating([finding, finding]))
     assert told.count("2 of 10 prompts") == 1
     assert not repeats(sample(0, (1,), turns=(turn((1, 2, 3) * 9),))), "too short to say"
+
+
+def test_speeds_of_marked_rows_are_refused_and_other_figures_are_not(monkeypatch):
+    monkeypatch.setattr(stalls, "LEAST_ANSWERS", 5)
+    old = [sample(q, (1, 2)) for q in range(12)]
+    waited = BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=9.0)
+    held_up = [*old[:-1], sample(11, (1, 2), baseline=waited)]
+    for text in ("speedup=-3%", "speedup_per_tau=-3%", "tokens_per_second=-3%"):
+        for pair in ((held_up, old), (old, held_up)):
+            with pytest.raises(BadData, match=r"held up answers to 1 of 12 prompts \(11\)"):
+                judge(text, *pair)
+        judge(text, old, old)
+    assert judge(TAU, held_up, old).verdict == gate.PASS
+
+
+def test_speeds_over_plain_decoding_that_waits_are_refused(monkeypatch):
+    monkeypatch.setattr(answer_notes, "MOST_WAITING", 0.2)
+    times = {"verify": 1500.0, "accept": 0.0, "host": 500.0}
+    waited = BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0, time_ms=times)
+    rows = [sample(q, (1, 2), baseline=waited) for q in range(12)]
+    with pytest.raises(BadData, match="waited between its steps for 25 % of its time"):
+        judge("speedup=-3%", rows, rows)
 
 
 def test_a_depth_is_judged_by_the_calls_whose_tree_has_it():

@@ -287,7 +287,9 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
         "step", "checkpoint", "checkpoint_sha256", "method", "tree", "benchmark", "temperature",
     }  # fmt: skip
     follows = {"version", "target", "verifier", "decoding_hash", "samples", "lossless"}
-    measured = {"end_nodes", "confidence_intervals", "measuring_costs_s", "costs"}
+    measured = {
+        "end_nodes", "confidence_intervals", "measuring_costs_s", "costs", "num_stalled",
+    }  # fmt: skip
     assert set(ResultRow.model_fields) == (
         said | of_the_table | follows | measured | set(metrics.summarise([]))
     )

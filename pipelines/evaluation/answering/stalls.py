@@ -1,0 +1,94 @@
+"""Answers that the machine held up: they flatter or slight a method, and are answered again.
+
+Two things are judged of each answer, against the medians of its own row (method, benchmark and
+temperature): the time per step, and the waiting between steps, in which the device had no work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from stree_pipelines.evaluation.records import BaselineTiming, SampleRow
+
+MOST_ATTEMPTS = 3  # for one answer
+LEAST_ANSWERS = 5  # of a row; the median of fewer says little
+SLOW = 2.0  # times the median step
+WAITED = 0.5  # of a median step, on average over an answer's steps, beyond the median waiting
+MATTERS = 0.1  # of the median answer's time; what is lost below that moves no figure
+MOST_WAITING = 0.2  # of plain decoding's time
+
+Answered = SampleRow | BaselineTiming
+
+
+def waiting_s(timing: Answered) -> float | None:
+    """Return the seconds between steps; None where calls are not timed by part (batches).
+
+    Plain decoding drafts nothing: older rows call its waiting drafting.
+    """
+    if not timing.time_ms or not timing.num_calls:
+        return None
+    if isinstance(timing, SampleRow) and timing.tree is not None:
+        return timing.time_ms.get("host", 0.0) / 1e3
+    busy_ms = sum(timing.time_ms.get(part, 0.0) for part in ("verify", "accept", "commit"))
+    return max(0.0, timing.decode_s - busy_ms / 1e3)
+
+
+def outliers(answers: Sequence[Answered]) -> list[int]:
+    """Return which answers of one row waited, or took, far longer a step than its median answer."""
+    steps = {number: _num_steps(each) for number, each in enumerate(answers) if each.decode_s}
+    steps = {number: count for number, count in steps.items() if count}
+    if len(steps) < LEAST_ANSWERS:
+        return []
+    waits = {number: waiting_s(answers[number]) for number in steps}
+    step_s = median(answers[number].decode_s / count for number, count in steps.items())
+    wait_s = median((waits[number] or 0.0) / count for number, count in steps.items())
+    least_s = MATTERS * median(answers[number].decode_s for number in steps)
+    found = []
+    for number, count in steps.items():
+        took_s = answers[number].decode_s / count
+        waited_s = 0.0 if waits[number] is None else waits[number] / count - wait_s
+        slow = took_s > SLOW * step_s and (took_s - step_s) * count > least_s
+        if slow or (waited_s > WAITED * step_s and waited_s * count > least_s):
+            found.append(number)
+    return found
+
+
+def stalled(samples: Iterable[SampleRow]) -> list[SampleRow]:
+    """Return the samples whose own answer, or plain decoding's beside it, is an outlier.
+
+    samples: of any number of rows; each is judged among those of its own row.
+    """
+    rows: dict[tuple[object, ...], list[SampleRow]] = {}
+    for each in samples:
+        row = (each.checkpoint_sha256, each.method, each.tree, each.benchmark, each.temperature)
+        rows.setdefault(row, []).append(each)
+    return [sample for row in rows.values() for sample in _stalled_of_row(row)]
+
+
+def waiting_share(plain_ms: Mapping[str, float]) -> float | None:
+    """Return the share of its steps that plain decoding waited; None where it is not known.
+
+    plain_ms: its `metrics.time_ms`, as a row's `baseline_time_ms`.
+    """
+    total = sum(plain_ms.values())
+    return (plain_ms.get("draft", 0.0) + plain_ms.get("host", 0.0)) / total if total else None
+
+
+def _stalled_of_row(samples: Sequence[SampleRow]) -> list[SampleRow]:
+    found = set(outliers(samples))
+    beside = [number for number, each in enumerate(samples) if _is_timed(each)]
+    plain = [samples[number].baseline for number in beside]
+    found |= {beside[at] for at in outliers([each for each in plain if each is not None])}
+    return [samples[number] for number in sorted(found)]
+
+
+def _is_timed(sample: SampleRow) -> bool:
+    """Return whether the steps of its plain answer are known: older batches do not say."""
+    plain = sample.baseline
+    return plain is not None and (sample.batch_size == 1 or plain.call_share is not None)
+
+
+def _num_steps(timing: Answered) -> float:
+    """Count an answer's steps; one shared among n rows counts 1/n, as its seconds do."""
+    return timing.num_calls if timing.call_share is None else timing.call_share
