@@ -391,6 +391,8 @@ class Evaluation:
             costs=None if costs is None else costs.record(),
             lossless=summarise_lossless(samples),
             num_stalled=sum(each.is_stalled for each in samples),
+            num_ended=sum(len(each.turns) - each.num_cut for each in samples),
+            num_cut=sum(each.num_cut for each in samples),
             environment=environment,
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),

@@ -107,7 +107,9 @@ class ResultRow(Record):
     speedup: NonNegative | None
     speedup_prompt_median: NonNegative | None = None  # rows from before it was recorded lack it
     speedup_per_tau: NonNegative | None
-    num_stalled: Count | None = None  # answers with `is_stalled`; None: not looked for
+    num_stalled: Count | None = None  # samples with `is_stalled`; None: not looked for
+    num_ended: Count | None = None  # answers by themselves; older rows lack this and the next
+    num_cut: Count | None = None  # at max_new_tokens
     time_ms: dict[str, float]
     baseline_time_ms: dict[str, float] = Field(default_factory=dict)
     lossless: Lossless | None
@@ -203,6 +205,11 @@ class SampleRow(Record):
     baseline: BaselineTiming | None = None
     lossless: bool | None = None
     divergence: Divergence | None = None
+
+    @property
+    def num_cut(self) -> int:
+        """Count its answers that were cut at the most tokens; the others ended by themselves."""
+        return sum(turn.finish_reason == "length" for turn in self.turns)
 
     @property
     def key(self) -> SampleKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
@@ -80,7 +81,8 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
         for sample in (cell.samples if cell else ())[:MAX_SAMPLES_PER_BENCHMARK]:
             tau = sample.num_new_tokens / sample.num_calls if sample.num_calls else None
             shown.append({
-                "title": f"{benchmark}: {sample.prompt_id}",
+                "title": f"{benchmark}: {sample.prompt_id}"
+                + (" (repeats itself)" if repeats(sample) else ""),
                 "method": method_label(method),
                 "tau": tau,
                 "turns": sample.turns,

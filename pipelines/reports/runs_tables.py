@@ -329,7 +329,7 @@ def _speed(answers: Answers | None) -> str:
 
 
 def _median(answers: Answers | None) -> str:
-    return figure(answers and figures.median_speedup(answers), unit="×")
+    return MISSING if answers is None else figure(figures.median_speedup(answers), unit="×")
 
 
 def _of_seeds(answers: Answers | None) -> str:

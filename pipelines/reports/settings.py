@@ -127,6 +127,16 @@ def require_one(rows: Sequence[ResultRow], where: object, arms: bool = False) ->
         )
 
 
+def require_one_ending(rows: Sequence[ResultRow], where: object) -> None:
+    """Raise UsageError for rows with and without ignore_eos: other answers, that go on for ever."""
+    if len({row.ignore_eos for row in rows}) > 1:
+        count = sum(row.ignore_eos for row in rows)
+        raise UsageError(
+            f"{where} would join {count} rows with ignore_eos and {len(rows) - count} without, "
+            "wanted rows of one kind: evaluate them alike, or take those of one kind"
+        )
+
+
 def require_same(runs: Mapping[str, Sequence[ResultRow]]) -> None:
     """Raise UsageError, naming the differences, when runs have several settings.
 

@@ -35,8 +35,11 @@ def test_table6_has_the_papers_layout_and_the_records_numbers(run):
     rows = {(r.step, r.method): r for r in data.rows
             if (r.benchmark, r.temperature) == ("mt_bench", 0)}  # fmt: skip
     (
-        head, plain, chain_speed, chain_tau, tree_speed, tree_tau, gains,
+        head, plain, chain_speed, chain_median, chain_tau, tree_speed, tree_median, tree_tau, gains,
     ) = table6(data, "mt_bench", 0.0).rows  # fmt: skip
+    assert [chain_median[0], tree_median[0]] == [
+        "Median speed-up (Vanilla SD)", "Median speed-up (STree)",
+    ]  # fmt: skip
     assert head == ("", "step 100", "step 1000", "step 10000")
     assert [row[0] for row in (plain, chain_speed, chain_tau, tree_speed, tree_tau)] == [
         "Speed (Autoregressive)", "Speed (Vanilla SD)", "τ (Vanilla SD)", "Speed (STree)",
@@ -76,9 +79,9 @@ def test_where_a_call_s_time_goes_has_plain_decoding_beside_the_last_checkpoint(
 def test_table6_by_hand(run):
     """Step 10000: the tree takes 20 calls of 13 ms for what plain decoding takes 60 of 10 ms."""
     table = table6(load_run(run), "mt_bench", 1.0)
-    assert table.rows[5][3] == "3.00 [3.00, 3.00]"
-    assert table.rows[6][3] == "+1.00 [+1.00, +1.00]"  # the chain takes 30
-    assert "(2.31×) [2.31, 2.31]" in table.rows[4][3]  # 600 / 260
+    assert table.rows[7][3] == "3.00 [3.00, 3.00]"
+    assert table.rows[8][3] == "+1.00 [+1.00, +1.00]"  # the chain takes 30
+    assert "(2.31×) [2.31, 2.31]" in table.rows[5][3]  # 600 / 260
 
 
 def test_the_pool_holds_all_prompts_of_all_benchmarks(run):
@@ -93,7 +96,7 @@ def test_markdown_is_a_table_that_lines_up(run):
     assert len(tables) == 6  # (pool + 2 benchmarks) × 2 temperatures
     for table in tables:
         lines = table.splitlines()
-        assert len(lines) == 8
+        assert len(lines) == 10
         assert len({len(line) for line in lines}) == 1
         assert len({line.count("|") for line in lines}) == 1
 

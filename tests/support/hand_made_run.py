@@ -19,7 +19,6 @@ NUM_PROMPTS = 6
 # Calls of a prompt's 60 new tokens, by method and position in STEPS; a call takes 10 ms in all.
 CALLS = {"vanilla_sd": (50, 40, 30), "stree": (40, 30, 20)}
 CALL_S = {"autoregressive": 0.010, "vanilla_sd": 0.012, "stree": 0.013}
-PARTS = ("draft", "verify", "accept")
 TREES = {
     "vanilla_sd": Tree(name="chain-4", parents=(-1, 0, 1, 2, 3)),
     "stree": Tree(name="paper", parents=(-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7)),
@@ -37,6 +36,7 @@ def first_choices(tree):
 
 def make_sample(method, step, benchmark, index, temperature, num_calls, divergence=None):
     call_s = CALL_S[method] * (1 + 0.01 * index)
+    parts = ("draft", "verify", "accept") if method in TREES else ("verify", "accept")
     baseline = None
     if method != "autoregressive":
         spent_s = 60 * CALL_S["autoregressive"] * (1 + 0.01 * index)
@@ -56,7 +56,7 @@ def make_sample(method, step, benchmark, index, temperature, num_calls, divergen
         num_calls=num_calls, num_nodes=num_calls, accepted_per_call=tuple(accepted),
         end_node_per_call=tuple(first_choices(TREES.get(method))[each] for each in accepted),
         tree_max_depth=4 if method in TREES else 0, prefill_s=0.01, decode_s=num_calls * call_s,
-        time_ms=dict.fromkeys(PARTS if method in TREES else PARTS[1:], 300.0 * num_calls * call_s),
+        time_ms=dict.fromkeys(parts, 900.0 / len(parts) * num_calls * call_s),
         baseline=baseline, divergence=divergence,
         lossless=None if temperature or baseline is None else divergence is None,
     )  # fmt: skip

@@ -180,11 +180,15 @@ def _thresholds(findings: Sequence[Finding]) -> Table:
 
 def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
     """Make the table of both checkpoints' rows, baseline first."""
-    heads = ("benchmark", "method", "T", "of", "prompts", "τ", "speedup", "tokens/s", "lossless")
+    heads = (
+        "benchmark", "method", "T", "of", "prompts", "ended", "cut", "τ", "speedup", "tokens/s",
+        "lossless",
+    )  # fmt: skip
     others = {row.key[1:]: row for row in theirs}
     rows = [
         (
             row.benchmark, row.method, f"{row.temperature:g}", whose, str(row.num_prompts),
+            *(MISSING if each is None else str(each) for each in (row.num_ended, row.num_cut)),
             _number(row.acceptance_length), _number(row.speedup), _number(row.tokens_per_second),
             MISSING if row.lossless is None
             else f"{row.lossless.num_identical}/{row.lossless.num_prompts}",

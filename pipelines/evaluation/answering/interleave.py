@@ -98,5 +98,5 @@ def answers_again(
                     continue
                 if each.baseline is not None and not is_baseline:
                     plain = finished[each.baseline.method][each.prompt.id]
-                    sample = answerer.beside(job, each.prompt, sample, plain)
+                    sample = answerer.with_baseline(job, each.prompt, sample, plain)
                 yield each, job, sample

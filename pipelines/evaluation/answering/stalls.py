@@ -40,14 +40,13 @@ def outliers(answers: Sequence[Answered]) -> list[int]:
     steps = {number: count for number, count in steps.items() if count}
     if len(steps) < LEAST_ANSWERS:
         return []
-    waits = {number: waiting_s(answers[number]) for number in steps}
+    waits = {number: waiting_s(answers[number]) or 0.0 for number in steps}
     step_s = median(answers[number].decode_s / count for number, count in steps.items())
-    wait_s = median((waits[number] or 0.0) / count for number, count in steps.items())
+    wait_s = median(waits[number] / count for number, count in steps.items())
     least_s = MATTERS * median(answers[number].decode_s for number in steps)
     found = []
     for number, count in steps.items():
-        took_s = answers[number].decode_s / count
-        waited_s = 0.0 if waits[number] is None else waits[number] / count - wait_s
+        took_s, waited_s = answers[number].decode_s / count, waits[number] / count - wait_s
         slow = took_s > SLOW * step_s and (took_s - step_s) * count > least_s
         if slow or (waited_s > WAITED * step_s and waited_s * count > least_s):
             found.append(number)

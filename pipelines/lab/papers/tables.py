@@ -15,7 +15,6 @@ from stree.common.errors import NotFound
 from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import BANDIT
-from stree_pipelines.evaluation.answering.stalls import MOST_WAITING, waiting_share
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
@@ -23,8 +22,9 @@ from stree_pipelines.lab.bench_report import read_rows
 from stree_pipelines.lab.papers import numbers as theirs
 from stree_pipelines.lab.papers.numbers import Cells
 from stree_pipelines.reports.run_data import load_run
+from stree_pipelines.reports.settings import require_one_ending
 from stree_pipelines.reports.tables import by_length
-from stree_pipelines.reports.tables.answer_notes import waiting_mark
+from stree_pipelines.reports.tables.answer_notes import waiting_marks
 from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
 BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K"}
@@ -51,6 +51,7 @@ def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int 
     used = list(used)
     environments = dict.fromkeys(map(_environment, used))
     results = [row for row in used if isinstance(row, ResultRow)]
+    require_one_ending(results, title)
     return Made(
         Table(title, tuple(lines), num_left, _marked(results)), tuple(environments),
         _answered(results) if results else "",
@@ -60,8 +61,7 @@ def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int 
 def _marked(rows: Iterable[ResultRow]) -> str:
     """Return why speeds of these rows are not to be relied on; "" where they are."""
     rows = list(rows)
-    shares = [waiting_share(row.baseline_time_ms) or 0.0 for row in rows]
-    told = [waiting_mark(max(shares))] if max(shares, default=0.0) > MOST_WAITING else []
+    told = waiting_marks([row.baseline_time_ms for row in rows])
     if stalled := sum(row.num_stalled or 0 for row in rows):
         told.append(f"Marked: the machine held up {stalled} answers.")
     return " ".join(told)
@@ -410,4 +410,6 @@ def _answered(rows: Sequence[ResultRow]) -> str:
         for name in ("num_prompts", "max_new_tokens")
     )
     by = f" Drafted by {', '.join(f'`{run}`' for run in runs)};" if runs else ""
-    return f"{by} {prompts} prompts of each, up to {tokens} new tokens."
+    ended, cut = sum(row.num_ended or 0 for row in rows), sum(row.num_cut or 0 for row in rows)
+    endings = f"; {ended} answers ended by themselves, {cut} were cut" if ended + cut else ""
+    return f"{by} {prompts} prompts of each, up to {tokens} new tokens{endings}."

@@ -6,16 +6,19 @@ JSON has everything that is known, CSV a column per figure.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from stree import metrics
-from stree_pipelines.comparison.answers import Gain
+from stree_pipelines.comparison.answers import Answers, Gain, acceptance_length, speedup
+from stree_pipelines.evaluation.answering.stalls import stalled
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import common_setting
+from stree_pipelines.reports.tables.answer_notes import without_repeats
 from stree_pipelines.reports.tables.tables import acceptance_gain, chain_of_run, speed_ratio
 
 QUANTILES = (
@@ -97,6 +100,8 @@ def _row(
         "tokens_per_second": _of(cell["tokens_per_second"], cell.interval("tokens_per_second")),
         "autoregressive_tokens_per_second": cell.baseline_speed,
         "speedup": _of(cell["speedup"], cell.interval("speedup")),
+        "speedup_prompt_median": cell["speedup_prompt_median"],
+        **_of_answers(cell.samples),
         "samples": cell.files,
     }
     chain = chain_of_run(data, method)
@@ -108,6 +113,24 @@ def _row(
             "samples": other.files,
         }
     yield row
+
+
+def _of_answers(samples: Sequence[SampleRow]) -> dict[str, Any]:
+    """Return how answers ended, and the figures without those that repeat; none without samples."""
+    if not samples:
+        return {}
+    kept = without_repeats(samples)
+    answers, num_cut = Answers.of([kept]), sum(each.num_cut for each in samples)
+    return {
+        "num_ended": sum(len(each.turns) for each in samples) - num_cut,
+        "num_cut": num_cut,
+        "num_stalled": len(stalled(samples)),
+        "without_repeats": {
+            "num_prompts": len(kept),
+            "acceptance_length": answers.value(acceptance_length),
+            "speedup": answers.value(speedup),
+        },
+    }
 
 
 def of_gain(gain: Gain) -> dict[str, Any]:

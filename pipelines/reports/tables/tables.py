@@ -23,9 +23,9 @@ from stree_pipelines.reports.run_data import (
     in_batches,
     method_label,
 )
-from stree_pipelines.reports.settings import sampling_note
+from stree_pipelines.reports.settings import require_one_ending, sampling_note
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.tables.answer_notes import Samples, marks
+from stree_pipelines.reports.tables.answer_notes import Samples, notes, without_repeats
 
 MISSING = "–"
 MINUS = "−"
@@ -163,6 +163,7 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
         rows.append((f"Speed ({label})", *map(speed_of, cells)))
         rows.append((f"Median speed-up ({label})", *map(_median_of, cells)))
         rows.append((f"τ ({label})", *map(tau_of, cells)))
+        rows += _without_repeats(label, cells)
     rows += _gains(data, benchmark, temperature)
     prompts = {
         cell.num_prompts
@@ -173,6 +174,23 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     at_once = f", {data.batch_size} at once" if data.batch_size > 1 else ""
     title = f"{benchmark}, T = {temperature:g} ({count} prompts{at_once})"
     return Table(title, tuple(rows), note=below(_samples(data, benchmark, temperature), data.rows))
+
+
+def _without_repeats(label: str, cells: Sequence[Cell | None]) -> list[tuple[str, ...]]:
+    """Return rows of τ and speed-up without answers that repeat; none where no answer does."""
+    kept = [without_repeats(cell.samples) if cell else [] for cell in cells]
+    found = [len(cell.samples) if cell else 0 for cell in cells]
+    if [*map(len, kept)] == found:
+        return []
+    answers = [Answers.of([rows]) for rows in kept]
+    taus = (figure(each.value(acceptance_length)) for each in answers)
+    speeds = (figure(each.value(speedup), unit="×") for each in answers)
+    counts = (f"{len(rows)} of {count}" for rows, count in zip(kept, found, strict=True))
+    return [
+        (f"Answers without repeats ({label})", *counts),
+        (f"τ without repeats ({label})", *taus),
+        (f"Speed-up without repeats ({label})", *speeds),
+    ]
 
 
 def _samples(data: RunData, benchmark: str, temperature: float) -> dict[str, list[SampleRow]]:
@@ -190,7 +208,8 @@ def _samples(data: RunData, benchmark: str, temperature: float) -> dict[str, lis
 
 def below(samples: Samples, rows: Sequence[ResultRow]) -> str:
     """Return what stands below a table of these answers, whose rows are of one setting."""
-    return " ".join(filter(None, [*marks(samples), sampling_note(rows)]))
+    require_one_ending(rows, "a table")
+    return " ".join(filter(None, [*notes(samples), sampling_note(rows)]))
 
 
 def all_tables(data: RunData) -> list[Table]:
@@ -368,7 +387,7 @@ def speed_of(cell: Cell | None) -> str:
 
 
 def _median_of(cell: Cell | None) -> str:
-    return figure(cell and cell["speedup_prompt_median"], unit="×")
+    return MISSING if cell is None else figure(cell["speedup_prompt_median"], unit="×")
 
 
 def tau_of(cell: Cell | None) -> str:

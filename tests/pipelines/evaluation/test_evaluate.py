@@ -86,6 +86,18 @@ def test_a_target_of_which_no_eos_is_known_is_refused_unless_eos_is_ignored(worl
         quiet(settings_for(world, tmp_path / "out", **settings, ignore_eos=False))
 
 
+def test_answers_with_and_without_ignore_eos_are_rows_apart_in_one_folder(world, tmp_path):
+    for ignored in (True, False):
+        settings = settings_for(world, tmp_path, methods=["autoregressive"], ignore_eos=ignored)
+        quiet(settings).evaluate(None)
+    store = ResultStore(tmp_path)
+    rows = store.results()
+    assert [row.ignore_eos for row in rows] == [True, False]
+    assert (rows[0].num_ended, rows[0].num_cut) == (0, 5)  # prompt b has two turns
+    assert rows[1].num_ended + rows[1].num_cut == 5
+    assert all(len(store.samples(row)) == row.num_prompts for row in rows)
+
+
 def test_one_row_per_checkpoint_method_and_temperature(complete):
     keys = [(row.step, row.method, row.temperature) for row in complete.results()]
     expected = [(None, "autoregressive", t) for t in (0.0, 1.0)]

@@ -266,6 +266,7 @@ def test_pdfs_embed_fonts_that_publishers_take(written):
     ("changes", "said"),
     [
         ({"max_new_tokens": 9}, "max_new_tokens is 61 in kl/seed-0 but 9 in other"),
+        ({"ignore_eos": False}, "ignore_eos is true in kl/seed-0 but false in other"),
         ({"seed": 3}, "seed is 0 in kl/seed-0 but 3 in other"),
         ({"target_sha256": "ab"}, "target is 7a in kl/seed-0 but ab in other"),
         ({"prompts_hash": "q"}, "gsm8k.prompts is 6@p in kl/seed-0 but 6@q in other"),

@@ -241,6 +241,10 @@ def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
             benchmark_checkpoint(
                 arguments(world, "worse", "--fail_below", TAU, *more, baseline=tmp_path / "old")
             )
+    ending = arguments(world, "worse", "--fail_below", TAU, baseline=tmp_path / "old")
+    ending.remove("--ignore_eos")
+    with pytest.raises(UsageError, match="only with another target, tree, prompts or decoding"):
+        benchmark_checkpoint(ending)
     with pytest.raises(UsageError, match=r"several checkpoints.*--baseline_step"):
         benchmark_checkpoint(
             arguments(world, "better", "--fail_below", TAU, baseline=world / "out")
@@ -483,7 +487,7 @@ def test_speeds_over_plain_decoding_that_waits_are_refused(monkeypatch):
     times = {"verify": 1500.0, "accept": 0.0, "host": 500.0}
     waited = BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0, time_ms=times)
     rows = [sample(q, (1, 2), baseline=waited) for q in range(12)]
-    with pytest.raises(BadData, match="waited between its steps for 25 % of its time"):
+    with pytest.raises(BadData, match="waited between its steps, for 25 % of its time"):
         judge("speedup=-3%", rows, rows)
 
 

@@ -289,6 +289,7 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     follows = {"version", "target", "verifier", "decoding_hash", "samples", "lossless"}
     measured = {
         "end_nodes", "confidence_intervals", "measuring_costs_s", "costs", "num_stalled",
+        "num_ended", "num_cut",
     }  # fmt: skip
     assert set(ResultRow.model_fields) == (
         said | of_the_table | follows | measured | set(metrics.summarise([]))
