@@ -3,7 +3,7 @@
 Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
 width, G query heads a key head, D attention head dim.
 
-The plan follows from topology and steering, which are the same in every layer. A call keeps it in
+The plan follows from topology and cache state, which are the same in every layer. A call keeps it in
 `CacheState.shared`. Where the host may read values without waiting, the plan also leaves out work
 that has no effect: paths are as long as the longest row's, and no key moves to its own place.
 """
@@ -254,3 +254,9 @@ def attention_mask(
     column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
     mask = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
     return mask, (column > num_nodes)[:, None, :, None]
+
+
+def columns_of(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Return the columns (…) of tokens (…) in a head over ids (K,), ascending; K for no column."""
+    columns = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    return torch.where(ids[columns] == tokens, columns, len(ids))

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.generation import GenerationConfig
-from stree.models.head_columns import columns_of
 from stree.models.layer_caches import fill
 from stree_kernels import naive
 from stree_kernels.contracts import Sampling
+from stree_kernels.index_plan import columns_of
 
 NUM_SETTINGS = 6  # of a row
 Asked = tuple[bool, bool, bool, bool]

@@ -6,44 +6,36 @@ rank (K = V and R = D unless the config says otherwise). Parameters have MambaIn
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stree.common.errors import UsageError
-from stree.models.backbone import Backbone
+from stree.models.backbone import initialise
 from stree.models.cache import HybridCache
 from stree.models.chunk_pass import ChunkPass, PrefillScratch
 from stree.models.config import HybridConfig
+from stree.models.head import on_own_gpu
 from stree.models.hidden_states import HiddenStateTap
-from stree.models.initialisation import initialise
 from stree.models.joint import JointPass
 from stree.models.layers.attention import sample_bounds, takes_packed
-from stree.models.layers.layer import Layer, SharedTransformer
+from stree.models.layers.layer import Layer
 from stree.models.layers.part import (
-    Part,
     PrefillPass,
     TrainingPass,
     TreePass,
-    has_products_in_8_bits,
-    lay_for_products,
     product_dtype,
 )
 from stree.models.layers.rotary import rotary_angles
 from stree.models.multi_step import MultiStepPass, Scanned
+from stree.models.packing import PackedModel
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch, topology_of
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Sampling, Scaled, Stream, Topology
+from stree_kernels.contracts import Stream, Topology
 from stree_kernels.index_plan import whole_heads
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 READ_AT_ONCE = 2048  # tokens of a prompt in one chunk, by default
 
@@ -71,27 +63,8 @@ def last_of(values: Tensor, count: Tensor) -> Tensor:
     return values.index_select(1, (count - 1).clamp(min=0))[:, 0]
 
 
-def on_own_gpu(method: Method) -> Method:
-    """Make a model's method run with the model's GPU as the current one."""
-
-    @functools.wraps(method)
-    def run(self: HybridModel, *arguments: Any, **options: Any) -> Any:
-        with ops.current(self.device):
-            return method(self, *arguments, **options)
-
-    return cast(Method, run)
-
-
-def _product() -> Callable[[Tensor, Tensor], Tensor]:
-    return F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
-
-
-class HybridModel(nn.Module):
+class HybridModel(PackedModel):
     """A causal language model of the layers that a `HybridConfig` describes.
-
-    Attributes:
-        head_ids: (K,) int64 ascending, the tokens of a head over a part of the vocabulary; None
-            for a head over all tokens.
 
     Example:
         >>> import stree, torch
@@ -101,41 +74,11 @@ class HybridModel(nn.Module):
         torch.Size([1, 3, 64])
     """
 
-    head_ids: Tensor | None
-
     def __init__(self, config: HybridConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.tokenizer_fingerprint: str | None = None  # known for a checkpoint with a manifest
-        self.model = Backbone(config)
-        if config.head_rank:
-            self.head_down = nn.Linear(config.d_model, config.head_rank, bias=False)
-        if not config.tie_embeddings:
-            width = config.head_rank or config.d_model
-            self.lm_head = nn.Linear(width, config.head_size, bias=False)
-        ids = torch.arange(config.head_vocab_size) if config.head_vocab_size else None
-        self.register_buffer("head_ids", ids)
-        self.head_in_8_bits: Scaled | None = None  # copy of the head that decoding reads, if any
-        self._read: list[nn.Linear] = []  # projections that are packed
-        self._packed_at: list[int] | None = None  # their addresses at the last `pack`
-        self._module_dicts: list[dict[str, Any]] = []  # children and weights of all modules
-        self._weight_dicts: list[dict[str, Any]] = []
         if self.device.type != "meta":
             initialise(self, config.num_layers)
-
-    @property
-    def head_weight(self) -> Tensor:
-        """Weight (K, R) of the head, which is the embedding when the two are tied."""
-        tied = self.config.tie_embeddings
-        return self.model.embed_tokens.weight if tied else self.lm_head.weight
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -248,157 +191,7 @@ class HybridModel(nn.Module):
             hidden.append(self.model.norm(x))
         return hidden
 
-    @on_own_gpu
-    def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
-        """Return logits (…, V) of hidden states (…, D); −∞ for tokens outside the head.
-
-        With `wide` they are fp32 or wider, else in the product's dtype, which is enough to choose.
-        """
-        logits = self.over_vocabulary(self.head_logits(hidden))
-        return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
-
-    def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return the head's logits (…, K) of hidden states (…, D), in the product's dtype."""
-        inputs = self.head_inputs(hidden)
-        if self.head_in_8_bits is not None:
-            return ops.linear(inputs, self.head_in_8_bits)
-        return _product()(inputs, self.head_weight.to(hidden.dtype))
-
-    def head_inputs(self, hidden: Tensor) -> Tensor:
-        """Return the inputs (…, R) of `head_weight` for hidden states (…, D)."""
-        if not self.config.head_rank:
-            return hidden
-        return _product()(hidden, self.head_down.weight.to(hidden.dtype))
-
-    def draw_children(
-        self,
-        stream: Tensor | Stream,
-        depths: Tensor,
-        sampling: Sampling | None,
-        places: Tensor,
-        tokens: Tensor,
-        finite: Tensor,
-        nodes: Tensor | None,
-        values: Tensor | None,
-    ) -> Tensor:
-        """Draw children by the model's head, as `ops.draw_children`.
-
-        stream is hidden states (B, n, D), or a stream before the final norm.
-        """
-        if self.config.head_rank:
-            stream = ops.linear(stream, self.head_down.weight)
-        head = self.head_weight if self.head_in_8_bits is None else self.head_in_8_bits
-        return ops.draw_children(
-            stream, head, depths, sampling, places, tokens, finite, nodes, values, self.head_ids
-        )
-
-    @torch.no_grad()
-    def take_head(self, whole: Tensor | None, ids: Tensor | None) -> None:
-        """Set the tokens and the weights of a head over a part of the vocabulary, or of low rank.
-
-        Args:
-            whole: Weight (V, D) of a head over all tokens: the rows of the head's tokens are taken,
-                at low rank their best approximation (on the principal directions). None leaves the
-                weights as they are.
-            ids: Tokens (K,), ascending; None leaves the tokens as they are.
-        """
-        if ids is not None:
-            assert self.head_ids is not None
-            self.head_ids.copy_(ids)
-        if whole is None:
-            return
-        rows = whole if self.head_ids is None else whole[self.head_ids.to(whole.device)]
-        if rank := self.config.head_rank:
-            wide = rows.double()
-            directions = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:]  # (D, R)
-            self.head_down.weight.copy_(directions.T)
-            rows = wide @ directions
-        self.lm_head.weight.copy_(rows)
-
-    @torch.no_grad()
-    def put_head_in_8_bits(self) -> None:
-        """Compute logits from now on by a copy of the head in fp8 e4m3, with one scale a token.
-
-        The copy has half the bytes of one in bf16, and is made again by each `pack`. For a low-rank
-        head it is the second product. Embeddings stay as they are, also those tied to the head.
-
-        Raises `UsageError` for a GPU without float8.
-        """
-        if not has_products_in_8_bits(self.device):
-            raise UsageError(
-                "a head in float8 needs a GPU of compute capability 8.9 or more, "
-                f"{torch.cuda.get_device_name(self.device)} is older: draft with the head as it is "
-                "stored"
-            )
-        made, held = naive.in_8_bits(self.head_weight), self.head_in_8_bits
-        if held is None or held.values.device != self.device:
-            self.head_in_8_bits = made
-        else:  # graphs hold its address
-            held.values.copy_(made.values)
-            held.scale.copy_(made.scale)
-
-    def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """Spread the head's logits (…, K) over the vocabulary (…, V), −∞ for other tokens."""
-        if self.head_ids is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -math.inf)
-        return whole.index_copy_(-1, self.head_ids, logits)
-
     # Decoding
-
-    @torch.inference_mode(False)  # weights laid out inside it could not be trained any more
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Lay the weights out as calls over trees read them, in place; done by `new_cache`.
-
-        Values, shapes and memory stay. Weights that are moved afterwards (another device, a
-        `load_state_dict(assign=True)`) are laid out again by the next call. Where a projection is
-        replaced by another module, call this.
-        """
-        for each in [*self.model.layers, *self.model.shared_blocks]:
-            cast(Layer | SharedTransformer, each).pack()
-        parts = [module for module in self.modules() if isinstance(module, Part)]
-        lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
-        if self.head_in_8_bits is not None:
-            self.put_head_in_8_bits()
-        self._read = [
-            projection for part in parts for product in part.products() for projection in product
-        ]
-        self._packed_at = self._packed_addresses()
-        modules = list(self.modules())
-        self._module_dicts = [each._modules for each in modules if each._modules]
-        self._weight_dicts = [each._parameters for each in modules if each._parameters]
-
-    def pack_what_moved(self) -> None:
-        """Call `pack` if weights were moved since the last call."""
-        if self._packed_addresses() != self._packed_at:
-            self.pack()
-
-    def addresses(self) -> list[int]:
-        """Return the addresses of all modules and weights that existed at the last `pack`."""
-        modules, weights = (
-            chain.from_iterable(map(dict.values, each))
-            for each in (self._module_dicts, self._weight_dicts)
-        )
-        there = [each for each in weights if each is not None]
-        return [*map(id, modules), *map(Tensor.data_ptr, there)]
-
-    def versions(self) -> list[int]:
-        """Return how often each weight of `addresses` was written in place.
-
-        Writes to tensors of `torch.inference_mode`, and writes through `.data`, are not counted.
-        """
-        weights = chain.from_iterable(map(dict.values, self._weight_dicts))
-        there = [each for each in weights if each is not None]
-        return [0 if each.is_inference() else each._version for each in there]
-
-    def _packed_addresses(self) -> list[int]:
-        """Return the addresses of the weights that are packed."""
-        return [
-            each.data_ptr()
-            for projection in self._read for each in projection._parameters.values()
-            if each is not None
-        ]  # fmt: skip
 
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 
 from stree.common.errors import UsageError
+from stree.models.backbone import initialise
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateProjection
-from stree.models.initialisation import initialise
 from stree.models.model import HybridModel
 
 Layers = Sequence[int] | Literal["first"] | None  # of a target, see `drafter_config_from`

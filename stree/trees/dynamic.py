@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.models.head_columns import columns_of
 from stree.trees.token_tree import BeamTree, SlotTree, TokenTree
 from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
 from stree_kernels.contracts import Topology
+from stree_kernels.index_plan import columns_of
 
 
 class DynamicTreeBatch(TreeBatch):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.models.head_columns import columns_of
+from stree_kernels.index_plan import columns_of
 
 
 class Teacher(Protocol):
