@@ -3,9 +3,9 @@
 Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
 width, G query heads a key head, D attention head dim.
 
-The plan follows from topology and cache state, which are the same in every layer. A call keeps it in
-`CacheState.shared`. Where the host may read values without waiting, the plan also leaves out work
-that has no effect: paths are as long as the longest row's, and no key moves to its own place.
+The plan follows from topology and cache state, which are the same in every layer. A call keeps it
+in `CacheState.shared`. Where the host may read values without waiting, the plan also leaves out
+work that has no effect: paths are as long as the longest row's, and no key moves to its own place.
 """
 
 from __future__ import annotations
