@@ -20,7 +20,7 @@ from pathlib import Path
 
 from stree.chat_encoding import chat_encoder
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
-from stree.common.errors import NotFound, UsageError, exit_with_reason
+from stree.common.errors import NotFound, UsageError, exit_with_reason, require_fitting
 from stree.common.files import make_directory, sha256_of_file, write_atomically
 from stree_pipelines.console.command_line import PlainParser, input_path, typed_command
 from stree_pipelines.data.held_out_prompts import held_out_prompts, held_out_prompts_by_length
@@ -40,9 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="in tokens, of prompts that ask the same after other conversations")  # fmt: skip
     add("--tokenizer", help="target folder or other whose tokens --lengths are in")
     options = parser.parse_args(arguments)
-    for name in ("limit", "turns"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"--{name} is {getattr(options, name)}, wanted at least 1")
+    wanted = {name: (getattr(options, name) >= 1, "at least 1") for name in ("limit", "turns")}
+    require_fitting(options, wanted, "--")
     lengths = sorted(set(options.lengths))
     if lengths and lengths[0] < 0:
         raise UsageError(f"--lengths has {lengths[0]}, wanted 0 or more tokens")

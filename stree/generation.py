@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, require_fitting
 from stree.common.words import counted
 from stree.trees.token_tree import TokenTree
 
@@ -83,29 +83,18 @@ class GenerationConfig:
                 raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
             if isinstance(value, Integral):  # NumPy's, too
                 object.__setattr__(self, name, int(value))
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
-        if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
-            raise UsageError(
-                f"temperature is {self.temperature}, wanted 0 (greedy) or at least 0.00001"
-            )
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}, wanted 0 to 2⁶³ − 1")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
-        if not 0 <= self.top_k < 2**63:
-            raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) to 2⁶³ − 1")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p is {self.min_p}, wanted 0 (off) to 1")
-        if not LEAST_FACTOR <= self.repetition_penalty <= MOST_FACTOR:
-            raise UsageError(
-                f"repetition_penalty is {self.repetition_penalty}, wanted 0.00001 to 100000 (1 is "
-                "off)"
-            )
-        if self.num_return_sequences < 1:
-            raise UsageError(
-                f"num_return_sequences is {self.num_return_sequences}, wanted at least 1"
-            )
+        is_warm = 1e-5 <= self.temperature < float("inf")
+        is_factor = LEAST_FACTOR <= self.repetition_penalty <= MOST_FACTOR
+        require_fitting(self, {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature == 0 or is_warm, "0 (greedy) or at least 0.00001"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "0 to 2⁶³ − 1"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (0 <= self.top_k < 2**63, "0 (off) to 2⁶³ − 1"),
+            "min_p": (0 <= self.min_p <= 1, "0 (off) to 1"),
+            "repetition_penalty": (is_factor, "0.00001 to 100000 (1 is off)"),
+            "num_return_sequences": (self.num_return_sequences >= 1, "at least 1"),
+        })  # fmt: skip
         if self.num_return_sequences > 1 and self.temperature == 0:
             raise UsageError(
                 f"num_return_sequences is {self.num_return_sequences} and temperature 0, which "

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
-from stree.common.errors import BadData, CheckpointRefused, UsageError
+from stree.common.errors import BadData, CheckpointRefused, UsageError, require_fitting
 from stree_pipelines.data.conversations import Conversation, ReadReport, read_conversations
 from stree_pipelines.data.generated import is_generated, read_answers
 from stree_pipelines.data.loss_mask import show_mask
@@ -243,16 +243,6 @@ class ConversationDataModule(pl.LightningDataModule):
             num_valid_batches: size of a validation, in global batches.
         """
         super().__init__()
-        sizes = {"batch_size": batch_size, "num_valid_batches": num_valid_batches}
-        for name, value in {**sizes, "global_batch_size": global_batch_size or batch_size}.items():
-            if value < 1:
-                raise UsageError(f"{name} must be at least 1, got {value}")
-        if sequence_length < 2:
-            raise UsageError(f"sequence_length must be at least 2, got {sequence_length}")
-        if seed < 0:
-            raise UsageError(f"seed must not be negative, got {seed}")
-        if limit is not None and limit < 1:
-            raise UsageError(f"limit must be at least 1, or null for all, got {limit}")
         num_sources = 1 if isinstance(train, str) else len(train)
         if mix is not None and (num_sources < 2 or len(mix) != num_sources):
             raise UsageError(
@@ -261,8 +251,6 @@ class ConversationDataModule(pl.LightningDataModule):
             )
         if any(share <= 0 for share in mix or ()):
             raise UsageError(f"mix is {mix}, wanted shares above 0: leave out what is to have none")
-        if not 0 < hardest <= 1:
-            raise UsageError(f"hardest is {hardest}, wanted a share above 0, at most 1")
         self.mix = mix
         self.hardest = hardest
         self.train_sources = [train] if isinstance(train, str) else list(train)
@@ -276,6 +264,15 @@ class ConversationDataModule(pl.LightningDataModule):
         self.strict = strict
         self.limit = limit
         self.num_valid_batches = num_valid_batches
+        require_fitting(self, {
+            "batch_size": (batch_size >= 1, "at least 1"),
+            "num_valid_batches": (num_valid_batches >= 1, "at least 1"),
+            "global_batch_size": ((global_batch_size or batch_size) >= 1, "at least 1"),
+            "sequence_length": (sequence_length >= 2, "at least 2"),
+            "seed": (seed >= 0, "at least 0"),
+            "limit": (limit is None or limit >= 1, "at least 1, or null for all"),
+            "hardest": (0 < hardest <= 1, "a share above 0, at most 1"),
+        })  # fmt: skip
         self.reports: list[ReadReport] = []
         self.tokenizer: Any = None
         self.pad_id = 0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, require_fitting
 from stree.models.config import HybridConfig
 from stree.models.multi_step import require_ahead
 from stree_pipelines.training.losses.config import LossConfig
@@ -51,15 +51,12 @@ class FeatureConfig:
 
         The constructor does not check: the parser tries values there, and would wrap the error.
         """
-
-        def wanted(name: str, fits: bool, what: str) -> None:
-            if not fits:
-                raise UsageError(f"model.features.{name} is {getattr(self, name)}, wanted {what}")
-
-        wanted("unknown_share", 0 <= self.share < 1, "from 0 to below 1")
-        wanted("longest_run", self.longest_run >= 1, "at least 1")
-        wanted("ahead", self.ahead >= 0, "at least 0")
-        wanted("ahead_decay", 0 < self.ahead_decay <= 1, "above 0 and at most 1")
+        require_fitting(self, {
+            "unknown_share": (0 <= self.share < 1, "from 0 to below 1"),
+            "longest_run": (self.longest_run >= 1, "at least 1"),
+            "ahead": (self.ahead >= 0, "at least 0"),
+            "ahead_decay": (0 < self.ahead_decay <= 1, "above 0 and at most 1"),
+        }, "model.features.")  # fmt: skip
         if self.own and not self.ahead:
             raise UsageError(
                 "model.features.own is learnt in passes ahead: set model.features.ahead to the "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, require_fitting
 
 OptimizerKind = Literal["adamw", "muon"]
 
@@ -50,11 +50,6 @@ class OptimizerConfig:
     momentum: float | None = None
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or not 0 <= self.min_lr_ratio <= 1 or self.warmup_steps < 0:
-            raise UsageError(
-                f"optimizer: wanted lr > 0, 0 <= min_lr_ratio <= 1 and warmup_steps >= 0, got "
-                f"{self.lr}, {self.min_lr_ratio} and {self.warmup_steps}"
-            )
         owners = {
             "decay_steps": ("schedule", "cosine"),
             "decay_share": ("schedule", "wsd"),
@@ -66,14 +61,14 @@ class OptimizerConfig:
                     f"model.optimizer.{name} is an option of {owner}, model.optimizer.{key} is "
                     f"{getattr(self, key)}: leave one of them out"
                 )
-        if self.decay_share is not None and not 0 < self.decay_share <= 1:
-            raise UsageError(
-                f"model.optimizer.decay_share is {self.decay_share}, wanted above 0 and at most 1"
-            )
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise UsageError(
-                f"model.optimizer.momentum is {self.momentum}, wanted at least 0 and below 1"
-            )
+        share, momentum = self.decay_share, self.momentum
+        require_fitting(self, {
+            "lr": (self.lr > 0, "above 0"),
+            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, "from 0 to 1"),
+            "warmup_steps": (self.warmup_steps >= 0, "at least 0"),
+            "decay_share": (share is None or 0 < share <= 1, "above 0 and at most 1"),
+            "momentum": (momentum is None or 0 <= momentum < 1, "at least 0 and below 1"),
+        }, "model.optimizer.")  # fmt: skip
 
     @property
     def branches(self) -> bool:

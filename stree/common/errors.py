@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from stree.common.text import shown
 
@@ -30,6 +30,19 @@ class StreeError(ValueError):
 
 class UsageError(StreeError):
     """Wrong arguments or configuration."""
+
+
+def require_fitting(
+    values: object, wanted: Mapping[str, tuple[bool, str]], prefix: str = ""
+) -> None:
+    """Raise UsageError for the first attribute of `values` that does not fit.
+
+    wanted: by attribute's name, whether its value fits, and what was wanted. prefix: before the
+    name in the message, such as "--" or "model.head.".
+    """
+    for name, (fits, what) in wanted.items():
+        if not fits:
+            raise UsageError(f"{prefix}{name} is {getattr(values, name)}, wanted {what}")
 
 
 class NotFound(UsageError):

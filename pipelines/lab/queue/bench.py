@@ -13,7 +13,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.batching.step_timing import row_counts
 from stree.checkpoints.load_save import load_config
-from stree.common.errors import UsageError, naming_what_does_not_fit
+from stree.common.errors import UsageError, naming_what_does_not_fit, require_fitting
 from stree.common.words import device_name
 from stree.generation import GenerationConfig
 from stree.speculation_profile import Tree
@@ -189,10 +189,10 @@ def settings_of(options: Any) -> EvaluationSettings:
         methods = (AUTOREGRESSIVE, TREE) if options.drafter else (AUTOREGRESSIVE,)
     if set(methods) - {AUTOREGRESSIVE} and options.drafter is None:
         raise UsageError(f"methods {', '.join(methods)} need a drafter: give --drafter")
-    if options.batch_size < 2:
-        raise UsageError(f"--batch_size is {options.batch_size}, wanted at least 2 rows")
-    if options.num_requests < 1:
-        raise UsageError(f"--num_requests is {options.num_requests}, wanted at least 1")
+    require_fitting(options, {
+        "batch_size": (options.batch_size >= 2, "at least 2 rows"),
+        "num_requests": (options.num_requests >= 1, "at least 1"),
+    }, "--")  # fmt: skip
     if not options.rates or not all(0 < rate < float("inf") for rate in options.rates):
         raise UsageError(f"--rates: wanted requests a second, above 0, got {options.rates}")
     if not options.policies or set(options.policies) - set(POLICIES):

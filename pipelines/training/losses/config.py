@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, require_fitting
 from stree_pipelines.training.losses.divergences import (
     LK,
     Divergence,
@@ -54,14 +54,11 @@ class LossConfig:
                 f"model.loss.keep is {self.keep}, and model.loss.reference is missing: name the "
                 "drafter that tokens are chosen by"
             )
-        wanted = {
+        require_fitting(self, {
             "beta": (0 < self.option("beta") < 1, "between 0 and 1"),
             "eta": (self.option("eta") >= 0, "at least 0"),
             "keep": (0 < self.kept_share <= 1, "above 0 and at most 1"),
-        }
-        for name, (good, range_) in wanted.items():
-            if not good:
-                raise UsageError(f"model.loss.{name} is {getattr(self, name)}, wanted {range_}")
+        }, "model.loss.")  # fmt: skip
 
     def option(self, name: str) -> float:
         value = getattr(self, name)

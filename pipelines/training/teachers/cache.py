@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.common.errors import CheckpointRefused, NotFound, UsageError
+from stree.common.errors import CheckpointRefused, NotFound, require_fitting
 from stree.common.files import verify_manifest
 from stree.common.plain_data import read_json
 from stree_pipelines.data.packing import Packing, TokenTable
@@ -52,17 +52,15 @@ class CacheSpec:
     shard_positions: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.vocab_size:
-            raise UsageError(
-                f"top_k is {self.top_k}, wanted 1 to the vocabulary's size {self.vocab_size}"
-            )
-        if self.temperature <= 0:
-            raise UsageError(f"temperature is {self.temperature}; wanted more than 0")
-        if self.shard_positions < self.sequence_length:
-            raise UsageError(
-                f"shard_positions is {self.shard_positions}, wanted at least sequence_length = "
-                f"{self.sequence_length}: a shard holds whole samples"
-            )
+        least, most = self.sequence_length, self.vocab_size
+        require_fitting(self, {
+            "top_k": (1 <= self.top_k <= most, f"1 to the vocabulary's size {most}"),
+            "temperature": (self.temperature > 0, "more than 0"),
+            "shard_positions": (
+                self.shard_positions >= least,
+                f"at least sequence_length = {least}: a shard holds whole samples",
+            ),
+        })  # fmt: skip
 
     @property
     def id_bytes(self) -> int:

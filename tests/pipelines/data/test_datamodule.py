@@ -290,10 +290,10 @@ def test_show_mask_prints_a_conversation(paths):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"batch_size": 0}, UsageError, "batch_size must be at least 1, got 0"),
-        ({"sequence_length": 1}, UsageError, "sequence_length must be at least 2"),
-        ({"limit": 0}, UsageError, "limit must be at least 1"),
-        ({"seed": -1}, UsageError, "seed must not be negative"),
+        ({"batch_size": 0}, UsageError, "batch_size is 0, wanted at least 1"),
+        ({"sequence_length": 1}, UsageError, "sequence_length is 1, wanted at least 2"),
+        ({"limit": 0}, UsageError, "limit is 0, wanted at least 1"),
+        ({"seed": -1}, UsageError, "seed is -1, wanted at least 0"),
         ({"train": []}, UsageError, "names no data"),
         ({"train": "missing.jsonl"}, NotFound, "no such file"),
         ({"tokenizer": "missing"}, NotFound, "missing"),
