@@ -86,7 +86,8 @@ class GatedDeltaShape:
     """Dimensions of a gated delta rule's mixer whose projection gives [z, q, k, v, a, b].
 
     Value head h reads q and k of key head h // (num_heads // num_key_heads). a becomes the decay of
-    a head's state, b the strength with which a token writes to it.
+    a head's state, b the strength with which a token writes to it: sigmoid(b), or twice that with
+    `negative_eigenvalues`.
     """
 
     num_heads: int  # value heads: each has a state (key_dim, value_dim)
@@ -94,6 +95,7 @@ class GatedDeltaShape:
     key_dim: int
     value_dim: int
     width: int  # of the conv
+    negative_eigenvalues: bool = False
 
     @property
     def d_inner(self) -> int:

@@ -57,7 +57,7 @@ def gated_delta_chain(
         num_new,
         KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
         HEADS_A_KEY=shape.num_heads // shape.num_key_heads, K_CHANNEL=shape.conv_dims[0],
-        SCALE=shape.key_dim**-0.5, EPS=NORM_EPS,
+        SCALE=shape.key_dim**-0.5, EPS=NORM_EPS, NEGATIVE=shape.negative_eigenvalues,
         BLOCK_K=triton.next_power_of_2(shape.key_dim), BLOCK_V=block_v,
         num_warps=4, **overlapping(kept),
     )  # fmt: skip
@@ -74,8 +74,8 @@ def gated_delta_chain_kernel(
     y_pointer, y_batch_stride, y_stride, A_log,
     path, path_stride, path_lengths, parities, num_new,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr,
-    K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, NEGATIVE: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
@@ -118,6 +118,8 @@ def gated_delta_chain_kernel(
         q = _unit(qk + node * qk_stride + q_channel, in_d, EPS) * SCALE
         v = tl.load(v_pointer + node * v_stride, mask=in_p, other=0.0).to(tl.float32)
         beta = tl.sigmoid(tl.load(b_pointer + node * b_stride).to(tl.float32))
+        if NEGATIVE:
+            beta *= 2
         state *= _decay(steps + node * steps_stride, A)
         u = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * u[None, :]

@@ -66,7 +66,8 @@ def gated_delta_tree(
     tree = topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1]
     rule: dict[str, Any] = dict(
         KEY_DIM=shape.key_dim, HEADS_A_KEY=shape.num_heads // shape.num_key_heads,
-        K_CHANNEL=shape.conv_dims[0], EPS=NORM_EPS, REPLAY=first == 0,
+        K_CHANNEL=shape.conv_dims[0], EPS=NORM_EPS, NEGATIVE=shape.negative_eigenvalues,
+        REPLAY=first == 0,
         BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_N=BLOCK_NODES,
         PRECISION=precision_of(kept), num_stages=1, **overlapping(kept),
     )  # fmt: skip
@@ -113,7 +114,7 @@ def pairs_kernel(
     b_pointer, b_batch_stride, b_stride, pairs, scores_stride,
     ancestors, depths, tree_size, variants, parities, first, num_new, num_columns,
     KEY_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr, K_CHANNEL: tl.constexpr,
-    EPS: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    EPS: tl.constexpr, NEGATIVE: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the part of the system that couples a block of new nodes with earlier ones.
@@ -159,6 +160,8 @@ def pairs_kernel(
             b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
         )
         beta = tl.sigmoid(b.to(tl.float32))
+        if NEGATIVE:
+            beta *= 2
         system = _inverse(system * beta[:, None], depth, known, BLOCK_N) * beta[None, :]
     row = (batch * tl.num_programs(1) + head) * num_new + place
     at = pairs + row[:, None] * (first + num_new) + other[None, :]
@@ -180,7 +183,7 @@ def gated_delta_kernel(
     ancestors, depths, tree_size, path, path_stride, path_size, path_lengths, variants, parities,
     first, num_new, num_slots,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr,
-    K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, NEGATIVE: tl.constexpr,
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
@@ -237,6 +240,8 @@ def gated_delta_kernel(
                 b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
             )
             beta = tl.sigmoid(b.to(tl.float32))
+            if NEGATIVE:
+                beta *= 2
         k_scale, q_scale = _inverse_length(k, EPS), _inverse_length(q, EPS) * SCALE
         # All that takes whole keys comes first: they, and the state, are most of the registers
         seen = mixed_product(k, state, PRECISION, MIXED)

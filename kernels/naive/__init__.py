@@ -17,6 +17,7 @@ from stree_kernels.naive.gated_delta import (
     gated_delta_tree,
     log_decays,
     split_heads,
+    strengths,
 )
 from stree_kernels.naive.gather import embed_norm, norm, norm_at, take_roots
 from stree_kernels.naive.mamba import (
@@ -113,6 +114,7 @@ __all__ = [
     "sigmoid_gated",
     "split_channels",
     "split_heads",
+    "strengths",
     "take_roots",
     "token_noise",
     "tree_attention",

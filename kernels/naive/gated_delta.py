@@ -189,7 +189,7 @@ def gated_delta_tree(
     last = first + num_new
     rows[half, :, shape.tail + first : shape.tail + last] = kept[None]
     seen = rows.index_select(0, half)[0, :, : shape.tail + last]
-    beta = b.to(accumulation_dtype(b.dtype)).sigmoid()
+    beta = strengths(b, shape)
     outputs = []
     for row in range(batch):  # each sequence may have its own tree
         variant = cache_state.variant[row : row + 1]
@@ -257,6 +257,16 @@ def log_decays(a: Tensor, weights: GatedDeltaWeights) -> Tensor:
     dtype = accumulation_dtype(a.dtype)
     dt = F.softplus(a.to(dtype) + weights.dt_bias.to(dtype))
     return -weights.A_log.to(dtype).exp() * dt
+
+
+def strengths(b: Tensor, shape: GatedDeltaShape) -> Tensor:
+    """Return β (…, H) of the projected b: sigmoid(b), or 2·sigmoid(b) with negative eigenvalues.
+
+    A token maps the state by I − β·k·kᵀ before it writes. Along k that is 1 − β, which is negative
+    for a β above 1 (Grazzi et al. 2025, Unlocking State-Tracking in Linear RNNs).
+    """
+    beta = b.to(accumulation_dtype(b.dtype)).sigmoid()
+    return 2 * beta if shape.negative_eigenvalues else beta
 
 
 def _unit(keys: Tensor, num_heads: int) -> Tensor:

@@ -25,7 +25,7 @@ ROPE_LENGTH = "original_max_position_embeddings"
 MIXERS = ("attention", "mamba", "short_conv", "gated_delta")  # with a memory of earlier tokens
 PARTS = (*MIXERS, "mlp", "experts", "shared_mlp")
 MOST_BLOCKS = 2  # of a layer
-_BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)")
+_BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)(>norm)?")
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class Block:
     """Parts side by side after one norm; the sum of their outputs is added to the residual stream.
 
     With `shared`, the shared transformer block of that number runs first: its output is added to
-    the norm's input, not to the stream.
+    the norm's input, not to the stream. With `normed_after`, the parts read the stream itself, and
+    the norm is of their summed outputs.
     """
 
     parts: tuple[str, ...]
     shared: int | None = None
+    normed_after: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,10 @@ class HybridConfig:
     of one block that run side by side joined by "+". "mamba mlp" is a mixer, then an MLP;
     "mamba+attention mlp" has both mixers on one normed input; "experts+shared_mlp" has no mixer;
     "shared0>mamba" adds the output of shared transformer block 0, which reads the stream and the
-    embeddings, to its mixer's input. Without `layer_types`, layer i is attention when i is in
-    `attn_layers`, else Mamba-2, and an MLP follows when `intermediate_size` is set. With
-    `layer_types`, `attn_layers` follows from them.
+    embeddings, to its mixer's input; "attention>norm" norms the block's output instead of its
+    input. Without `layer_types`, layer i is attention when i is in `attn_layers`, else Mamba-2, and
+    an MLP follows when `intermediate_size` is set. With `layer_types`, `attn_layers` follows from
+    them.
 
     In a Mamba-2 mixer head h reads x from group h // (num_ssm_heads // num_x_groups), and B and C
     likewise: MambaInLlama shares x and B among heads as grouped-query attention shares v and k,
@@ -89,6 +92,7 @@ class HybridConfig:
     attention_scale: float | None = None  # of the scores; None: head_dim^−½
     attention_bias: bool = False  # of all four projections
     qk_norm: bool = False  # RMS norms of each head's q and k, before the rotation
+    qk_norm_whole: bool = False  # one norm of all heads' q instead, and one of all heads' k
     attention_gate: bool = False  # heads' outputs are multiplied by a sigmoid of the layer's input
 
     mlp_kind: str = "swiglu"  # one of MLP_KINDS
@@ -114,6 +118,7 @@ class HybridConfig:
     num_delta_key_heads: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
+    negative_eigenvalues: bool = False  # of its state's transitions: β is 2·σ(b), not σ(b)
 
     num_ssm_heads: int = 0
     ssm_head_dim: int = 0
@@ -342,7 +347,7 @@ class HybridConfig:
         """Dimensions of a gated delta rule's mixer, as the kernels take them."""
         return GatedDeltaShape(
             self.num_delta_heads, self.num_delta_key_heads, self.delta_key_dim,
-            self.delta_value_dim, self.d_conv,
+            self.delta_value_dim, self.d_conv, self.negative_eigenvalues,
         )  # fmt: skip
 
     @property
@@ -450,7 +455,8 @@ def _blocks(layer_type: str) -> tuple[Block, ...]:
                 f"layer_types has {layer_type!r:.99}: a block is one or several of "
                 f"{', '.join(PARTS)}, joined by '+'"
             )
-        blocks.append(Block(parts, None if match[1] is None else int(match[1])))
+        shared = None if match[1] is None else int(match[1])
+        blocks.append(Block(parts, shared, match[3] is not None))
     if not 1 <= len(blocks) <= MOST_BLOCKS:
         raise UsageError(
             f"layer_types has {layer_type!r:.99}: a layer has 1 to {MOST_BLOCKS} blocks"

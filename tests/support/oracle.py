@@ -7,7 +7,8 @@ A tree is its root-to-node paths, each decoded as an ordinary sequence.
     llama   Touvron et al. 2023; rotary embedding in halves; Llama 3's frequency scaling
     mamba2  Dao and Gu 2024, the recurrence h <- exp(dt A) h + dt x B^T, y = h C + D x
     hybrid  MambaInLlama (Wang et al. 2024): x and B shared among heads as v and k are
-    delta   Gated Delta Networks (Yang et al. 2025), as Qwen3-Next has them: `gated_delta_step`
+    delta   Gated Delta Networks (Yang et al. 2025), as Qwen3-Next has them, or OLMo-Hybrid with
+            negative eigenvalues: `gated_delta_step`
 
 Dims: V vocabulary, D model width, H heads, P head dim, S state, K conv width, N tree nodes.
 """
@@ -196,7 +197,7 @@ def gated_delta_step(shape, weights, projected, state):
     q, k = _heads(q, shape.num_key_heads), _heads(k, shape.num_key_heads)
     v = _heads(v, shape.num_heads)
     decay = np.exp(-np.exp(weights["A_log"]) * np.logaddexp(0.0, a + weights["dt_bias"]))
-    strength = 1.0 / (1.0 + np.exp(-b))
+    strength = (2.0 if shape.negative_eigenvalues else 1.0) / (1.0 + np.exp(-b))
     outputs = []
     for head in range(shape.num_heads):
         shared = head // (shape.num_heads // shape.num_key_heads)

@@ -16,7 +16,8 @@ MIXER_CONFIG_NAME = "mamba_config.json"
 
 # What neither of MambaInLlama's two files has a word for
 _BEYOND_MAMBA_IN_LLAMA = (
-    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm", "attention_gate",
+    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm",
+    "qk_norm_whole", "attention_gate",
     "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias", "feature_layers",
     "head_vocab_size", "head_rank",
 )  # fmt: skip

@@ -48,9 +48,10 @@ class Attention(Part):
         if self.gated:
             self.gate_proj = nn.Linear(d_input, width, bias=bias)
         self.normed = config.qk_norm
+        self.normed_whole = config.qk_norm and config.qk_norm_whole
         if self.normed:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            normed = (width, kv_width) if config.qk_norm_whole else (self.head_dim,) * 2
+            self.q_norm, self.k_norm = (RMSNorm(each, config.rms_norm_eps) for each in normed)
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
         read = (self.q_proj, self.k_proj, self.v_proj)
@@ -63,8 +64,10 @@ class Attention(Part):
         projected = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         if adapters is not None:
             projected = [y + own(x) for y, own in zip(projected, adapters, strict=True)]
+        if self.normed_whole:
+            projected[:2] = self.q_norm(projected[0]), self.k_norm(projected[1])
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
-        if self.normed:
+        if self.normed and not self.normed_whole:
             q, k = self.q_norm(q), self.k_norm(k)
         assert context.rotary is not None
         q, k = (naive.rotate(part, *context.rotary) for part in (q, k))
@@ -100,8 +103,7 @@ class Attention(Part):
         if self.gated:
             qkv, gate = projected.split([self.width, projected.shape[-1] - self.width], dim=-1)
         if self.normed:
-            scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
-            qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
+            qkv = self._norm(qkv, cache.keys.shape[1])
 
         def attend(
             nodes: Tensor,
@@ -120,6 +122,21 @@ class Attention(Part):
         if not self.gated:
             return call.over_nodes(cache, attend, qkv, out)
         return put(ops.sigmoid_gated(call.over_nodes(cache, attend, qkv), gate), out)
+
+    def _norm(self, qkv: Tensor, num_k: int) -> Tensor:
+        """Norm q and k (B, Q, …) of heads side by side, with `num_k` heads of keys."""
+        scales, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        if not self.normed_whole:
+            return ops.norm_heads(qkv, *scales, eps, num_k)
+        if len(scales[0]) == len(scales[1]):  # all of q is one head of that width, and all of k
+            return ops.norm_heads(qkv, *scales, eps, 1)
+        widths = [*map(len, scales), len(scales[1])]
+        q, k, v = (each.contiguous() for each in qkv.split(widths, dim=-1))
+        q, k = (
+            ops.add_rms_norm(each, None, scale, eps)[1]
+            for each, scale in zip((q, k), scales, strict=True)
+        )
+        return torch.cat([q, k, v], dim=-1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TrainingPass) -> Tensor:
         if context.bounds is not None:

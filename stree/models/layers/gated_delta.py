@@ -111,7 +111,7 @@ class GatedDeltaNet(Part):
     def _decay_and_strength(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log decay g and the strength β, (B, T, H) each."""
         log_decay = naive.log_decays(self.in_proj_a(x), self.weights)
-        return log_decay, self.in_proj_b(x).to(log_decay.dtype).sigmoid()
+        return log_decay, naive.strengths(self.in_proj_b(x), self.shape)
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         y = naive.gate_normed(y.flatten(-2), self.in_proj_z(x), self.norm.weight, self.norm.eps)

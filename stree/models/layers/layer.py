@@ -96,7 +96,8 @@ class SharedUse(nn.Module):
 
 
 class Layer(nn.Module):
-    """One or two blocks, each a norm and parts side by side, as `HybridConfig.blocks` says.
+    """One or two blocks as `HybridConfig.blocks` says: a norm and parts side by side, or the parts
+    and then a norm.
 
     first_slot is the index of its first mixer's cache.
     """
@@ -158,15 +159,18 @@ class Layer(nn.Module):
         """
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
             norm = getattr(self, norm_name)
+            before = None if block.normed_after else norm
             if block.shared is None:
-                x, normed = call.add_norm(x, y, norm)
+                x, normed = call.add_norm(x, y, before)
             else:
                 shared: Any = call.shared[block.shared]
                 assert call.embedded is not None
                 x, both = call.add_norm(x, y, shared.input_layernorm, call.embedded)
                 y = self.shared_use.run(shared, both, self.slots["shared"], call)
-                _, normed = call.add_norm(x, y, norm)
+                _, normed = call.add_norm(x, y, before)
             y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
+            if block.normed_after:
+                y = call.norm_after(y, norm)
             if norm_name == NORM_NAMES[0]:
                 call.enter(self.index, x)
         assert x is not None and y is not None

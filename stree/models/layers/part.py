@@ -71,11 +71,20 @@ class TrainingPass:
         return x if y is None else x + self.total(y)
 
     def add_norm(
-        self, x: Tensor | None, y: Tensor | None, norm: RMSNorm, beside: Tensor | None = None
+        self, x: Tensor | None, y: Tensor | None, norm: RMSNorm | None, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return x + y and its norm, or with `beside` the norm of [x + y, beside]."""
+        """Return x + y and its norm, or with `beside` the norm of [x + y, beside].
+
+        Without a norm, return x + y twice.
+        """
         x = self.add(x, y)
+        if norm is None:
+            return x, x
         return x, norm(x if beside is None else torch.cat([x, beside], dim=-1))
+
+    def norm_after(self, y: Tensor, norm: RMSNorm) -> Tensor:
+        """Return the norm of parts' outputs, to be added to the stream."""
+        return norm(self.total(y))
 
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         """Return a part's output for its normed input; slot is the index of its cache."""
@@ -150,12 +159,14 @@ class TreePass:
     def __post_init__(self) -> None:
         self.cache_state = self.cache_state.of_a_call(self.READY)
         if self.shared:
-            tokens = self.tokens
-            if self.nodes is not None:
-                tokens = tokens.gather(1, self.nodes.clamp(min=0))
-            self.embedded = F.embedding(tokens, self.embedding)
-            if self.inputs is not None:
-                self.embedded = self.embedded + self.inputs
+            self.embedded = self._embed()
+
+    def _embed(self) -> Tensor:
+        tokens = self.tokens
+        if self.nodes is not None:
+            tokens = tokens.gather(1, self.nodes.clamp(min=0))
+        embedded = F.embedding(tokens, self.embedding)
+        return embedded if self.inputs is None else embedded + self.inputs
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
         """Note the stream before each layer, for a tap on hidden states."""
@@ -166,12 +177,21 @@ class TreePass:
         return y[0] if len(y) == 1 else y.sum(0).to(self.embedding.dtype)
 
     def add_norm(
-        self, x: Tensor | Stream | None, y: Added, norm: RMSNorm, beside: Tensor | None = None
+        self,
+        x: Tensor | Stream | None,
+        y: Added,
+        norm: RMSNorm | None,
+        beside: Tensor | None = None,
     ) -> tuple[Stream, Stream]:
         """Return x + y and its norm as a `Stream`, which the part that reads it adds up and norms.
 
-        x is None before the first block: the stream begins with the embeddings.
+        x is None before the first block: the stream begins with the embeddings. Without a norm,
+        x + y is added up at once.
         """
+        if norm is None:
+            stream = Stream(self._added_up(x, y))
+            stream.normed = stream.source
+            return stream, stream
         x, scale = self.embedded if x is None else rows_of(x), (norm.weight, norm.eps)
         if x is None:
             added = None if self.inputs is None else self.inputs[None]
@@ -180,6 +200,18 @@ class TreePass:
         else:
             stream = Stream(x, *scale, y, beside=beside)
         return stream, stream
+
+    def _added_up(self, x: Tensor | Stream | None, y: Added) -> Tensor:
+        if x is not None:
+            total = rows_of(x)
+        else:
+            total = self._embed() if self.embedded is None else self.embedded
+        return total if y is None else total + self.total(_parts(y))
+
+    def norm_after(self, y: Added, norm: RMSNorm) -> Added:
+        """Return the norm of parts' outputs as (1, B, Q, D), to be added to the stream."""
+        total = self.total(_parts(y))
+        return ops.add_rms_norm(total, None, norm.weight, norm.eps)[1][None]
 
     def run(self, part: Any, x: Stream, slot: int | None, *adapters: Any) -> Tensor:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
@@ -217,6 +249,12 @@ class TreePass:
 
 
 Pass = TrainingPass | TreePass
+
+
+def _parts(y: Added) -> Tensor:
+    """Return the parts (S, B, Q, D) of one sum or of several."""
+    assert y is not None
+    return torch.cat(y) if isinstance(y, tuple) else y
 
 
 def rows_of(x: Tensor | Stream) -> Tensor:

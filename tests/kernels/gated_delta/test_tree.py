@@ -11,7 +11,7 @@ four add up to 4 · 2⁻⁸ at most. u and the state are fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -157,6 +157,18 @@ def test_without_bias():
     compare(SHAPES["grouped"], [TokenTree.paper()], [[0, 2, 6]], torch.bfloat16, bias=False)
 
 
+@pytest.mark.parametrize(
+    "tree, as_chain",
+    [(TokenTree.paper(), False), (comb(37), False), (TokenTree.chain(4), True)],
+    ids=["tree", "pairs", "chain"],
+)
+def test_negative_eigenvalues(tree, as_chain):
+    """The strength of a write goes up to 2 in each of the kernels that read it."""
+    shape = replace(SHAPES["grouped"], negative_eigenvalues=True)
+    path = tree.path_to(tree.num_nodes - 1)
+    compare(shape, [tree], [path, path[:1]], as_chain=as_chain)
+
+
 def test_a_tree_per_sequence():
     trees = [TokenTree.paper(), TokenTree.chain(12), star(13)]
     compare(SHAPES["grouped"], trees, [[0], [0, 1, 2], [0, 5]])  # real paths
@@ -211,10 +223,12 @@ def test_what_was_not_accepted_is_invisible(as_chain):
         assert torch.equal(clean, poisoned)
 
 
-def test_a_chain_of_one_key():
-    """All keys alike, full strength and hardly any decay: (I + A)⁻¹ has entries of 1, and the
-    powers of A, from which a series would take it, grow to 10⁸ on a chain of 32."""
-    shape, tree = GatedDeltaShape(1, 1, 16, 16, 1), TokenTree.chain(31)
+@pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
+def test_a_chain_of_one_key(negative):
+    """All keys alike, full strength and hardly any decay: (I + A)⁻¹ has entries of 1, or of 2 with
+    alternating signs, and the powers of A, from which a series would take it, grow to 10⁸ on a
+    chain of 32."""
+    shape, tree = GatedDeltaShape(1, 1, 16, 16, 1, negative), TokenTree.chain(31)
     case = make(shape, 32, torch.float32, batch=1)
     case.weights.conv.fill_(1)
     case.weights.conv_bias.zero_()

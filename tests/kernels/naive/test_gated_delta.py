@@ -27,6 +27,7 @@ SHAPES = {
     "grouped": GatedDeltaShape(4, 2, 6, 4, 4),
     "odd": GatedDeltaShape(3, 3, 5, 7, 3),
     "one-key-head": GatedDeltaShape(3, 1, 4, 2, 2),
+    "negative": GatedDeltaShape(4, 2, 6, 12, 4, negative_eigenvalues=True),
 }
 RULE = ("q", "k", "v", "log_decay", "beta")
 
