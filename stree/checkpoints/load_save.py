@@ -198,11 +198,13 @@ def _match(
         if name in (_EMBEDDING, _HEAD) and not checkpoint.model.head_vocab_size:
             wanted = (checkpoint.padded_vocab_size, *wanted[1:])
         formats = _READABLE_IDS if name == _HEAD_IDS else _READABLE_FORMATS
-        for place in source.names:
-            if stored.shapes[place] != wanted:
+        splits = source.splits or ((wanted,) * len(source.names),)
+        fits = tuple(map(stored.shapes.__getitem__, source.names)) in splits
+        for place, shape in zip(source.names, splits[0], strict=True):
+            if not fits and stored.shapes[place] != shape:
                 raise CheckpointRefused(
                     f"{place} in {directory} has shape {stored.shapes[place]}, its config wants "
-                    f"{wanted}: use weights and config of the same checkpoint"
+                    f"{shape}: use weights and config of the same checkpoint"
                 )
             if stored.formats[place] not in formats:
                 raise CheckpointRefused(

@@ -30,12 +30,14 @@ class Source:
         names: Names of the stored tensors.
         make: Makes the parameter of them.
         shape: Shape of each stored tensor; None is the parameter's.
+        splits: Where the stored tensors' shapes differ, the shapes of all in each known layout.
         wide: Whether the parameter stays in fp32 in a model of any dtype.
     """
 
     names: tuple[str, ...]
     make: Callable[..., Tensor] = lambda tensor: tensor
     shape: tuple[int, ...] | None = None
+    splits: tuple[tuple[tuple[int, ...], ...], ...] = ()
     wide: bool = False
 
 

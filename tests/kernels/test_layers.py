@@ -20,8 +20,8 @@ from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree_kernels import ops
 
-SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1}
-SHORT = ("bamba", "falcon", "qwen3_5")  # in a short run
+SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1, "olmo_hybrid": 1}
+SHORT = ("bamba", "falcon", "qwen3_5", "olmo_hybrid")  # in a short run
 
 
 @pytest.fixture

@@ -150,6 +150,7 @@ OWN_TENSORS = {
     "lfm2": (), "lfm2_moe": ("correction_bias",), "zamba": (),
     "qwen3_next": ("norm", "q_proj", "k_proj", "gate_proj", "in_proj_"),
     "qwen3_5": ("norm", "q_proj", "k_proj", "self_attn.gate_proj"),
+    "olmo_hybrid": ("in_proj_qkv",),
 }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from transformers import (
     Lfm2MoeForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -219,10 +221,27 @@ def _qwen3_5(draw: random.Random, vocab: int) -> PreTrainedModel:
     return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**common, **_qwen_experts(draw)))
 
 
+def _olmo_hybrid(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common, rope = _gated_delta(draw, vocab), _rope(draw)["rope_parameters"]
+    if draw.random() < 0.7:
+        del common["head_dim"]
+    no_positions = {"rope_type": "default", "rope_theta": None}  # as published
+    common["rope_parameters"] = draw.choice([rope, no_positions])
+    common["layer_types"] = draw.choice([
+        ["linear_attention", "full_attention", "linear_attention"],
+        ["full_attention", "linear_attention", "linear_attention"],
+    ])  # fmt: skip
+    common["num_hidden_layers"] = len(common["layer_types"])
+    return OlmoHybridForCausalLM(OlmoHybridConfig(
+        **common, linear_allow_neg_eigval=draw.random() < 0.7, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
+    ))  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
-    "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5,
+    "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "olmo_hybrid": _olmo_hybrid,
 }  # fmt: skip
 
 

@@ -91,6 +91,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=8, conv_L_cache=3, intermediate_size=7168,
         num_dense_layers=2, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
     ),
+    # allenai/Olmo-Hybrid-7B, by the defaults of its class in transformers
+    "olmo-hybrid-7b": dict(
+        model_type="olmo_hybrid", vocab_size=100352, hidden_size=3840, num_hidden_layers=32,
+        intermediate_size=11008, num_attention_heads=30, num_key_value_heads=30, rope_theta=None,
+        linear_num_key_heads=30, linear_num_value_heads=30, linear_key_head_dim=96,
+        linear_value_head_dim=192, linear_conv_kernel_dim=4, max_position_embeddings=65536,
+    ),
 }  # fmt: skip
 
 

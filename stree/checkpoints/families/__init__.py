@@ -7,6 +7,7 @@ from stree.checkpoints.families import (
     lfm2,
     lfm2_moe,
     nemotron_h,
+    olmo_hybrid,
     qwen3_5,
     qwen3_next,
     zamba2,
@@ -22,4 +23,5 @@ FAMILIES = (
     zamba2.LAYOUT,
     qwen3_next.LAYOUT,
     qwen3_5.LAYOUT,
+    olmo_hybrid.LAYOUT,
 )

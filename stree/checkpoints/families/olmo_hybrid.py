@@ -1,0 +1,165 @@
+"""OLMo-Hybrid: the gated delta rule with negative eigenvalues, and some attention layers.
+
+Norms of attention layers come after their blocks. All heads of q share one norm, and all of k.
+Positions are rotary, or there are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.checkpoints import config_keys, config_parts
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.sources import Layout, Rename, Source, translated
+from stree.common.errors import CheckpointRefused
+from stree.models.config import HybridConfig
+
+KINDS = {"linear_attention": "gated_delta mlp", "full_attention": "attention>norm mlp>norm"}
+ATTENTION_EVERY = 4  # layers, where no list says it
+GATED_NORM_EPS = 1e-5  # whatever rms_norm_eps says
+WORDS = {
+    ".gated_delta.in_proj_z.": ".linear_attn.g_proj.",
+    ".gated_delta.in_proj_a.": ".linear_attn.a_proj.",
+    ".gated_delta.in_proj_b.": ".linear_attn.b_proj.",
+    ".gated_delta.out_proj.": ".linear_attn.o_proj.",
+    ".gated_delta.norm.": ".linear_attn.o_norm.",
+    ".gated_delta.": ".linear_attn.",
+}
+# Norms before a block, and after one: as newer versions of transformers name them once loaded, and
+# as they are stored
+NORMS_BEFORE = {
+    "input_layernorm": ("input_layernorm", "attention_layer_norm"),
+    "post_attention_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
+}
+NORMS_AFTER = {
+    "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
+    "post_attention_layernorm": ("post_feedforward_layernorm",),
+}
+
+
+def spec(values: CheckedJson) -> HybridConfig:
+    values.require("hidden_act", "silu", default="silu")
+    values.require("sliding_window", None, default=None)
+    num_layers = config_parts.num_layers(values)
+    d_model = values.integer("hidden_size")
+    num_heads = values.integer("num_attention_heads", 30)
+    key_heads = values.integer("linear_num_key_heads", num_heads)
+    key_dim = values.integer("linear_key_head_dim", int(0.75 * d_model / max(key_heads, 1)))
+    return HybridConfig(
+        vocab_size=values.integer("vocab_size"),
+        d_model=d_model,
+        num_layers=num_layers,
+        layer_types=tuple(_layers(values, num_layers)),
+        intermediate_size=values.integer("intermediate_size", 11008),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
+        tie_embeddings=values.boolean("tie_word_embeddings", False),
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", num_heads),
+        head_dim=values.integer("head_dim", d_model // max(num_heads, 1)),
+        max_position_embeddings=values.integer("max_position_embeddings", 65536),
+        attention_bias=values.boolean("attention_bias", False),
+        qk_norm=True,
+        qk_norm_whole=True,
+        num_delta_heads=values.integer("linear_num_value_heads", num_heads),
+        num_delta_key_heads=key_heads,
+        delta_key_dim=key_dim,
+        delta_value_dim=values.integer("linear_value_head_dim", 2 * key_dim),
+        negative_eigenvalues=values.boolean("linear_allow_neg_eigval", True),
+        d_conv=values.integer("linear_conv_kernel_dim", 4),
+        conv_bias=False,
+        gated_norm_eps=GATED_NORM_EPS,
+        **_positions(values),
+        **config_parts.special_tokens(values),
+    )
+
+
+def _layers(values: CheckedJson, num_layers: int) -> list[str]:
+    if values.get("layer_types") is not None:
+        layers = config_parts.layer_list(values, "layer_types", KINDS)
+        config_parts.require_count(values, "layer_types", layers)
+    else:
+        linear, full = KINDS.values()
+        layers = [linear if (layer + 1) % ATTENTION_EVERY else full for layer in range(num_layers)]
+        if full not in layers:
+            layers[-1:] = [full]
+    if missing := [name for name, kind in KINDS.items() if kind not in layers]:
+        raise CheckpointRefused(
+            f"{values.path} has no layer of {missing[0]}, wanted one of each kind: use an "
+            "undamaged checkpoint"
+        )
+    return layers
+
+
+def _positions(values: CheckedJson) -> dict[str, Any]:
+    """Read rotary positions, or that there are none: then the base is null, in a table or beside
+    it, as published configs have it."""
+    tables = [
+        values[name] for name in ("rope_parameters", "rope_scaling")
+        if isinstance(values.get(name), Mapping) and values[name]
+    ]  # fmt: skip
+    beside = None if values.is_null("rope_theta") else values.get("rope_theta", 10000.0)
+    bases = [table.get("rope_theta", beside) for table in tables] or [beside]
+    if all(base is None for base in bases):
+        return {"rotary_dim": 0}
+    if None in bases:
+        raise CheckpointRefused(
+            f"{values.path} has rope_parameters and rope_scaling of which one has no rope_theta: "
+            "delete the one that the checkpoint was not trained with"
+        )
+    if values.is_null("rope_parameters") and not tables and "rope_theta" not in values:
+        raise CheckpointRefused(
+            f"{values.path} has rope_parameters = null, which some versions of transformers take "
+            "for no positions and others for a rope_theta of 10000: add rope_theta, null for no "
+            "positions"
+        )
+    theta, scaling, _ = config_parts.rope(values)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    shape, d_model = config.gated_delta_shape, config.d_model
+
+    def of_q_k_v(layer: str, ending: str, *splits: Sequence[int]) -> Source:
+        names = tuple(f"{layer}.linear_attn.{each}_{ending}.weight" for each in "qkv")
+        dims = (1, shape.width) if ending == "conv1d" else (d_model,)
+        return Source(
+            names, _above, splits=tuple(tuple((n, *dims) for n in split) for split in splits)
+        )
+
+    def source(name: str) -> Source:
+        layer, _, rest = name.partition(".gated_delta.")
+        if rest == "in_proj_qkv.weight":
+            return of_q_k_v(layer, "proj", shape.conv_dims)
+        place = translated(name, WORDS)
+        if rest == "conv1d.weight" and place not in stored:
+            # Where transformers has saved the model, its one conv is cut into three equal parts
+            thirds = [len(part) for part in torch.empty(shape.num_channels).chunk(3)]
+            return of_q_k_v(layer, "conv1d", shape.conv_dims, thirds)
+        layer, _, norm = name.removesuffix(".weight").rpartition(".")
+        if norm not in NORMS_BEFORE:
+            return Source((place,))
+        kind = config.layer_type(int(layer.rpartition(".")[2]))
+        theirs = NORMS_AFTER if kind == KINDS["full_attention"] else NORMS_BEFORE
+        names = [f"{layer}.{each}.weight" for each in theirs[norm]]
+        return Source((next((each for each in names if each in stored), names[0]),))
+
+    return source
+
+
+def _above(*tensors: Tensor) -> Tensor:
+    """Lay tensors one above the other."""
+    return torch.cat(tensors)
+
+
+LAYOUT = Layout(
+    "OLMo-Hybrid", ("olmo_hybrid",), spec, rename,
+    config_keys.words("""
+        linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
+    """),  # of initialisation
+    re.compile(r"mtp.*"),
+)  # fmt: skip
