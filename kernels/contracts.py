@@ -29,8 +29,8 @@ class MixerShape:
     """Dimensions of a Mamba-2 mixer whose projection gives [z, x, B, C, dt] side by side.
 
     Head h reads x from group h // (num_heads // x_groups), likewise B and C. With
-    `repeat_before_conv`, x and B have a conv channel a head all the same. With `gated`, what the
-    scan gives is multiplied by silu(z); else whoever calls does that, before or after a norm.
+    `repeat_before_conv`, x and B have a conv channel a head all the same. With `gated`, the scan's
+    output is multiplied by silu(z); else the caller does that, before or after a norm.
     """
 
     num_heads: int
@@ -164,10 +164,12 @@ class Derived:
 class Topology:
     """Z trees of N nodes on a device; every parent comes before its children.
 
-    ancestors (Z, N, N) bool: [z, i, j] is true when j is i or an ancestor of i. depths (Z, N)
-    int32. windows (Z, N, W) int32: what a causal conv sees at a node, oldest first, as indices
-    into [the W − 1 last committed inputs, the nodes]. written: launches of the same step write
-    them (`launch.py`).
+    Attributes:
+        ancestors: (Z, N, N) bool: [z, i, j] is true when j is i or an ancestor of i.
+        depths: (Z, N) int32.
+        windows: (Z, N, W) int32, inputs of a causal conv at each node, oldest first, as indices
+            into [the W − 1 last committed inputs, the nodes].
+        written: Whether launches of the same step write the trees (`launch.py`).
     """
 
     ancestors: Tensor
@@ -180,14 +182,17 @@ class Topology:
 class CacheState:
     """Device-side integers that tell a captured call where it stands; all int64.
 
-    length (B,) committed tokens in the states; path (B, K) nodes of the last tree, of which the
-    first path_length (B,) are accepted but not yet in the states; variant (B,) which tree of the
-    `Topology` each sequence uses; parity (1,) which of two buffers holds the last tree's inputs.
-    rows (B,), which sequences of keys and values these are; None for the first B.
-    shared, what plain PyTorch finds out of all these once a call (`index_plan.py`), else None.
-    ready, what a mixer's op reads that is complete when its first launch begins, before this waits
-    for the launch ahead (`launch.py`): "none"; "memory", what the last call left, if the launch
-    ahead is of another op; "all", its inputs, too, if that does not write them.
+    Attributes:
+        length: (B,) committed tokens in the states.
+        path: (B, K) nodes of the last tree.
+        path_length: (B,) nodes of `path` that are accepted but not yet in the states.
+        variant: (B,) tree of the `Topology` that each sequence uses.
+        parity: (1,) the buffer, of two, that holds the last tree's inputs.
+        rows: (B,) sequences of keys and values; None for the first B.
+        shared: Index plan of the call in plain PyTorch (`index_plan.py`), else None.
+        ready: Inputs that a mixer's first kernel may read before it waits for the previous launch
+            (`launch.py`): "none"; "memory", the layer's caches, if the previous launch is of
+            another op; "all", also the op's inputs, if the previous launch does not write them.
     """
 
     length: Tensor
@@ -206,8 +211,7 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A weight in 8 bits: values (E, D) in fp8 e4m3, each row of which counts times its scale, (E,)
-    in fp32."""
+    """A weight in 8 bits: values (E, D) in fp8 e4m3, and a scale (E,) in fp32 for each row."""
 
     values: Tensor
     scale: Tensor
@@ -215,24 +219,31 @@ class Scaled:
 
 @dataclass
 class Stream:
-    """A residual stream ahead of a norm, of Q nodes of B sequences, width D: what it consists of,
-    until whoever reads the norm first has added that up.
+    """A residual stream before a norm, of Q nodes of B sequences, width D, not yet added up.
 
-    source, the rows (B, Q, D); or an embedding (V, D), with its tokens (B, Q), or those (B, N) at
-    nodes (B, Q), −1 for none; written: launches of the same step write the nodes (`launch.py`).
-    added, what is still to be added to it; scale (D,) and eps of the norm. With beside (B, Q, E),
-    the norm is that of both next to each other, by a scale (D + E,).
+    The op that reads its norm first adds up the terms.
+
+    Attributes:
+        source: Rows (B, Q, D), or an embedding (V, D) that `tokens` index.
+        scale: (D,) of the norm; None reads the sum itself.
+        eps: Of the norm.
+        added: Terms still to be added.
+        tokens: (B, Q), or (B, N) of which those at `nodes` are read; None for rows.
+        nodes: (B, Q), −1 for none.
+        written: Whether launches of the same step write the nodes (`launch.py`).
+        beside: (B, Q, E); the norm is then of [stream, beside], by a scale (D + E,).
+        normed: (B, Q, D + E), once it is computed.
     """
 
     source: Tensor
-    scale: Tensor | None = None  # None: the sum itself is read
+    scale: Tensor | None = None
     eps: float = 0.0
     added: Added = None
     tokens: Tensor | None = None
     nodes: Tensor | None = None
     written: bool = False
     beside: Tensor | None = None
-    normed: Tensor | None = field(default=None, init=False)  # (B, Q, D + E), where it has been made
+    normed: Tensor | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -252,11 +263,11 @@ class Stream:
         return self.beside is None and not isinstance(self.added, tuple)
 
     def set_total(self, total: Tensor) -> None:
-        """Take note of the stream (B, Q, D), which has been added up."""
+        """Keep the stream (B, Q, D) that an op has added up."""
         self.source, self.added, self.tokens, self.nodes = total, None, None, None
 
     def norm_by(self, embed_norm: Callable[..., Any], add_rms_norm: Callable[..., Any]) -> Tensor:
-        """The norm (B, Q, D + E), made by one of these ops when first asked for."""
+        """Return the norm (B, Q, D + E), computed by one of these ops at the first call."""
         if self.normed is not None:
             return self.normed
         if self.tokens is None:
@@ -285,7 +296,7 @@ class Gated:
     groups: int
 
     def norm_by(self, gated_rms_norm: Callable[..., Tensor]) -> Tensor:
-        """The norm (B, Q, C), made by this op."""
+        """Return the norm (B, Q, C), computed by an op."""
         return gated_rms_norm(self.y, self.gate, self.scale, self.eps, self.groups)
 
 
@@ -306,12 +317,18 @@ class Sampling:
 class Drafts:
     """Drafted trees, and what their nodes were drawn from; I nodes have children.
 
-    tokens and parents (B, N); children (B, N, K), −1 for none; levels, the nodes (B, n) with
-    children at each depth and their children's places (B, n, k), −1 for none. logits (B, I, V) that
-    a node's children were drawn from, at its drawn_by (B, N), or both None; points (B, N) bool,
-    nodes that were not drawn from logits, or None where all (without logits) or none were. finite
-    (B, …) bool, which of the drafter's logits were, or None. independent: siblings are drawn with
-    replacement.
+    Attributes:
+        tokens: (B, N).
+        parents: (B, N).
+        children: (B, N, K), −1 for none.
+        levels: Nodes (B, n) with children at each depth, and the indices (B, n, k) of their
+            children; −1 for none.
+        logits: (B, I, V), from which the children of a node were drawn; None for no logits.
+        drawn_by: (B, N), index of a node's logits; None without logits.
+        points: (B, N) bool, nodes with deterministic drafts, not drawn from logits; None if all
+            (without logits) or none are.
+        finite: (B, …) bool, which of the drafter's logits were finite; None for no logits.
+        independent: Whether siblings were drawn with replacement.
     """
 
     tokens: Tensor
@@ -325,7 +342,7 @@ class Drafts:
     independent: bool = False
 
     def is_point(self, at: Tensor, nodes: Tensor) -> Tensor:
-        """Bool, whether nodes (…) of rows at (…) were not drawn from logits."""
+        """Return a mask of the nodes (…) of rows at (…) that were not drawn from logits."""
         if self.points is not None:
             return self.points[at, nodes]
         fill = torch.ones_like if self.logits is None else torch.zeros_like
@@ -336,10 +353,11 @@ class Drafts:
 class Router:
     """Rule by which a token's router logits choose its experts.
 
-    softmax: the `top` best logits; their shares by softmax over those, or over all if not
-    normalised. Else, by sigmoid (DeepSeek-V3): the best scores, corrected for the choice alone,
-    within the top_groups best of `groups` of experts; normalised if asked, by their sum + floor.
-    Both times scale.
+    With `softmax` the `top` best logits are chosen, and weighed by a softmax over these if
+    `normalised`, else over all. Without it the scores are sigmoids (DeepSeek-V3): the best are
+    chosen within the `top_groups` best of `groups` of experts, by scores with a correction that the
+    weights do not have; `normalised` divides the weights by their sum + `floor`. All weights are
+    multiplied by `scale`.
     """
 
     top: int

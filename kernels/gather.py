@@ -1,8 +1,8 @@
-"""Rows picked by indices that only the device knows, each op in one launch (Triton).
+"""Gather rows by indices that only the device knows, each op in one launch (Triton).
 
-The embeddings of trees' nodes with their first norm, what drafters read of accepted nodes with its
-norm, and the roots that drafts grow from. The naive twins are `naive.embed_norm`, `naive.norm_at`
-and `naive.take_roots`.
+The ops gather embeddings of trees' nodes with their first norm, features of accepted nodes with
+their norm, and the roots of drafts. The naive twins are `naive.embed_norm`, `naive.norm_at` and
+`naive.take_roots`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def embed_norm(
     written: bool = False,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`naive.embed_norm` in one launch; weight, tokens and added with unit last stride."""
+    """Compute `naive.embed_norm` in one launch; weight, tokens and added with unit last stride."""
     assert weight.stride(1) == tokens.stride(1) == 1
     assert added is None or added.stride(2) == 1
     (batch, num_nodes), width = tokens.shape, weight.shape[1]
@@ -46,7 +46,7 @@ def embed_norm(
 
 
 def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
-    """`naive.norm_at` in one launch; last strides are 1."""
+    """Compute `naive.norm_at` in one launch; last strides are 1."""
     assert x.stride(2) == nodes.stride(1) == 1
     (batch, num_nodes, channels), count = x.shape, nodes.shape[1]
     out, width = x.new_empty(batch, count, channels), channels // groups
@@ -60,7 +60,7 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
 def take_roots(
     stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, cache_state: CacheState
 ) -> Tensor:
-    """`naive.take_roots` in one launch; last strides are 1, and the stream is rows and parts."""
+    """Compute `naive.take_roots` in one launch; last strides are 1, stream is rows and parts."""
     source, (added, also) = stream.source, two_sums(stream.added)
     assert stream.tokens is None and block.stride(1) == tokens.stride(1) == 1
     assert all(each is None or each.is_contiguous() for each in (source, added, also))

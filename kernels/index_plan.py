@@ -1,11 +1,11 @@
-"""Index plan of a tree call in plain PyTorch: the places it reads and writes, found once per call.
+"""Index plan of a tree call in plain PyTorch: indices that it reads and writes, found once a call.
 
 Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
 width, G query heads a key head, D attention head dim.
 
-The plan follows from topology and cache state, which are the same in every layer. A call keeps it
-in `CacheState.shared`. Where the host may read values without waiting, the plan also leaves out
-work that has no effect: paths are as long as the longest row's, and no key moves to its own place.
+The plan follows from topology and cache state, which all layers share. A call keeps it in
+`CacheState.shared`. Where the host may read values without waiting, the plan also leaves out work
+that has no effect: paths are as long as the longest row's, and no key moves to its own place.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def once(cache_state: CacheState, what: tuple[Any, ...], find: Callable[[], T]) 
 
 
 def accepted_path(cache_state: CacheState) -> tuple[Tensor, Tensor | None]:
-    """The last tree's accepted nodes (B, K), 0 where they do not count, and which count (B, K);
-    None for all of them."""
+    """Return the last tree's accepted nodes (B, K), 0 for others, and a mask (B, K) of them.
+
+    The mask is None if all nodes count.
+    """
     path, lengths = cache_state.path, cache_state.path_length
     if on_host(path):
         known = lengths.tolist()
@@ -53,16 +55,23 @@ def accepted_path(cache_state: CacheState) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class ConvPlaces:
-    """For a convolution over rows (2, B, W − 1 + N, …) of [committed tail, nodes], twice.
+    """Index plan of a convolution over rows (2, B, W − 1 + N, …): halves of [conv state, nodes].
 
-    It goes over a line a sequence: what rows hold at `before` (B, …), counted through their first
-    three dims, and then the new nodes. Of a new tree that is the tail and the accepted path's K
-    nodes, of a tree that grows the tail and its nodes so far.
-    windows (B, K + n, W), what it sees at the path's nodes (none of a tree that grows) and at n of
-    the tree's, oldest first, counted through all lines; None where these stand in order, so that it
-    sees each with the ones right before. path, K; counts (B, K), which of the path count (None:
-    all). kept, what of a line is written to half (1,) of the rows, from slot `written` on: places
-    (B, …) counted through all lines, or the number of those in front that is not.
+    The convolution runs over one line a sequence: entries of `rows`, then the new nodes. For a new
+    tree these entries are the conv state and the K nodes of the accepted path; for later nodes of
+    a tree they are the conv state and the tree's nodes so far.
+
+    Attributes:
+        before: (B, …), flat indices of these entries in the first three dims of `rows`.
+        windows: (B, K + n, W), inputs of the convolution at the path's nodes (only of a new tree)
+            and at n of the tree's, oldest first, as flat indices in all lines; None if each input
+            follows the one before in its line.
+        path: K.
+        counts: (B, K), which nodes of the path count; None is all.
+        kept: Flat indices (B, …) of the entries that are written back to half `half` (1,) of the
+            rows, from slot `written` on; an int n is all but the first n.
+        written: First slot that is written.
+        half: (1,) the half that is written.
     """
 
     before: Tensor
@@ -83,7 +92,10 @@ def conv_places(
     first: int,
     num_new: int,
 ) -> ConvPlaces:
-    """For nodes first … first + num_new − 1, with windows of those from `start`; tail, W − 1."""
+    """Return the plan of nodes first … first + num_new − 1, with windows of those from `start`.
+
+    tail is W − 1, the length of the conv state.
+    """
 
     def find() -> ConvPlaces:
         chosen = topology.windows.index_select(0, cache_state.variant)
@@ -115,7 +127,7 @@ def conv_places(
 
 
 def path_places(rows: Tensor, tail: int, cache_state: CacheState, num_new: int = 0) -> ConvPlaces:
-    """For the accepted path, and as many new nodes in order, of which the first comes after it."""
+    """Return the plan of the accepted path and `num_new` nodes of a chain after it."""
     path, counts = accepted_path(cache_state)
     steps = torch.arange(tail, device=path.device)
     before = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
@@ -131,7 +143,7 @@ def path_places(rows: Tensor, tail: int, cache_state: CacheState, num_new: int =
 
 
 def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
-    """Places (B, …) in lines of a length, counted through all B of them; half (1,), of those."""
+    """Turn indices (B, …) in lines of a length into flat indices in all B lines, in half (1,)."""
     batch = len(places)
     if batch == 1:
         return places if isinstance(half, int) else places + half * length
@@ -142,7 +154,7 @@ def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
 def ancestors_of(
     topology: Topology, cache_state: CacheState, first: int, num_new: int, dtype: torch.dtype
 ) -> Tensor:
-    """(B, N, N), 1 where j is i or an ancestor of i, else 0; N = first + num_new."""
+    """Return (B, N, N), 1 where j is i or an ancestor of i, else 0; N = first + num_new."""
 
     def find() -> Tensor:
         nodes = first + num_new
@@ -153,13 +165,16 @@ def ancestors_of(
 
 @dataclass(frozen=True)
 class AttentionPlaces:
-    """For attention to a cache (B, Hkv, L, D).
+    """Index plan of attention to a cache (B, Hkv, L, D).
 
-    moves, rows and slots of accepted keys to be moved, and the slots that they go to; None when
-    all stay. slots (B, Hkv, Q, D), the new nodes'. rotary (2, B, 1, Q, D), see `whole_heads`.
-    bound, how many slots are looked at; mask (B, 1, G·Q, bound), 0 or −∞, by group and then by
-    node, None when all are visible; unused (B, 1, bound, 1), slots that hold nothing, None when
-    none does.
+    Attributes:
+        moves: Rows and slots of accepted keys, and the slots that they are moved to; None if all
+            stay.
+        slots: (B, Hkv, Q, D), the new nodes' slots.
+        rotary: (2, B, 1, Q, D), see `whole_heads`.
+        bound: Number of slots to attend to.
+        mask: (B, 1, G·Q, bound), 0 or −∞, by group and then by node; None if all are visible.
+        unused: (B, 1, bound, 1), mask of empty slots; None if there are none.
     """
 
     moves: Index | None
@@ -180,7 +195,10 @@ def attention_places(
     num_heads: tuple[int, int],
     dtype: torch.dtype,
 ) -> AttentionPlaces:
-    """Args as in `naive.attend_tree`; num_heads, of queries and of keys; dtype, of the mask."""
+    """Return the plan of a call with the arguments of `naive.attend_tree`.
+
+    num_heads are those of queries and of keys; dtype is the mask's.
+    """
 
     def find() -> AttentionPlaces:
         length, moves, most = cache_state.length, None, bound
@@ -207,14 +225,16 @@ def attention_places(
 
 
 def whole_heads(rotary: Tensor) -> Tensor:
-    """Cosines and sines (2, …, D / 2) for both halves of a head, (2, …, D): the first half is
-    turned by minus the sine."""
+    """Repeat cosines and sines (2, …, D / 2) for both halves of a head, (2, …, D).
+
+    The sine of the first half is negated.
+    """
     cos, sin = rotary
     return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
 
 
 def moved_slots(length: Tensor, path: Tensor, path_length: Tensor) -> Index | None:
-    """Rows, and slots from and to which a path's keys move; None when all are where they belong."""
+    """Return rows, and slots from and to which a path's keys move; None if all stay."""
     if on_host(path):
         lengths = path_length.tolist()
         paths = path.narrow(1, 0, max(lengths)).tolist()
@@ -235,11 +255,15 @@ def moved_slots(length: Tensor, path: Tensor, path_length: Tensor) -> Index | No
 def attention_mask(
     length: Tensor, ancestors: Tensor, num_slots: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(B, Q, L), 0 for slots that a node sees and −∞ for others: committed ones are seen by all
-    nodes, the tree's by their descendants; and (B, 1, L, 1) bool, slots past both. None where the
-    host knows that all are seen, or none unused.
+    """Return the attention mask and the mask of empty slots.
 
-    Args: length (B,), ancestors (B, Q, N) bool.
+    The attention mask (B, Q, L) is 0 for slots that a node sees, the committed ones and those of
+    its ancestors, and −∞ for others; None if the host knows that all are seen. The mask of empty
+    slots is (B, 1, L, 1) bool; None if the host knows that there are none.
+
+    Args:
+        length: (B,) committed slots.
+        ancestors: (B, Q, N) bool.
     """
     num_nodes = ancestors.shape[-1]
     hidden = torch.where(ancestors, 0.0, -torch.inf).to(dtype)
@@ -254,9 +278,3 @@ def attention_mask(
     column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
     mask = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
     return mask, (column > num_nodes)[:, None, :, None]
-
-
-def columns_of(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Return the columns (…) of tokens (…) in a head over ids (K,), ascending; K for no column."""
-    columns = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
-    return torch.where(ids[columns] == tokens, columns, len(ids))

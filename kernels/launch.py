@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def overlapping(tensor: Tensor) -> dict[str, bool]:
-    """Options of a launch of a kernel that calls `follow`."""
+    """Return the options of a launch whose kernel calls `follow`."""
     if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
         return {"OVERLAPS": True, "launch_pdl": True}
     return {"OVERLAPS": False}
@@ -36,7 +36,7 @@ def follow(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def lead(OVERLAPS: tl.constexpr):
-    """Let the next launch begin before this one waits; `follow` comes later, all the same."""
+    """Let the next launch begin before this one waits; the kernel still calls `follow` later."""
     if OVERLAPS:
         gdc_launch_dependents()
 

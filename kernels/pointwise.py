@@ -1,7 +1,7 @@
 """The small ops between matrix products, each in one launch (Triton).
 
 Norm with residual, gated norm, norms of heads, gates, and the end of a tree call. Roundings follow
-the naive twins: what they store in a narrow type in between is rounded here too.
+the naive twins: intermediate values that these store in a narrow type are rounded here, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm t
 def add_rms_norm(
     x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`naive.add_rms_norm` in one launch of up to two sums; all tensors contiguous."""
+    """Compute `naive.add_rms_norm` in one launch of up to two sums; all tensors contiguous."""
     added, also = two_sums(added)
     for each in (x, added, also, beside):
         assert each is None or each.is_contiguous()
@@ -49,19 +49,19 @@ def two_sums(added: Added) -> tuple[Tensor | None, Tensor | None]:
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    """`naive.gated_rms_norm` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    """Compute `naive.gated_rms_norm` in one launch; y, gate (B, Q, C), gate's last stride is 1."""
     return _gated(y, gate, weight, eps, y.shape[-1] // groups, after=False)
 
 
 def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`naive.gate_normed` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    """Compute `naive.gate_normed` in one launch; y, gate (B, Q, C), gate's last stride is 1."""
     return _gated(y, gate, weight, eps, len(weight), after=True)
 
 
 def _gated(
     y: Tensor, gate: Tensor, weight: Tensor, eps: float, width: int, *, after: bool
 ) -> Tensor:
-    """Groups of `width` channels, gated after their norm, with one weight for all, or before it."""
+    """Norm groups of `width` channels, gated after the norm (one weight for all) or before it."""
     groups = y.shape[-1] // width
     assert y.is_contiguous() and gate.stride(-1) == 1
     gate = gate.flatten(0, -2)
@@ -77,7 +77,7 @@ def _gated(
 
 
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
-    """`naive.norm_heads` in one launch; qkv (B, Q, E) with unit last stride."""
+    """Compute `naive.norm_heads` in one launch; qkv (B, Q, E) with unit last stride."""
     assert qkv.stride(-1) == 1
     width, rows = len(q_weight), qkv.flatten(0, -2)
     num_heads = qkv.shape[-1] // width
@@ -92,12 +92,12 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_
 
 
 def gated(y: Tensor, gate: Tensor) -> Tensor:
-    """`naive.gated` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    """Compute `naive.gated` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
     return _opened(y, gate, silu=True)
 
 
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
-    """`naive.sigmoid_gated` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    """Compute `naive.sigmoid_gated` in one launch; y, gate (B, Q, C), gate's last stride is 1."""
     return _opened(y, gate, silu=False)
 
 
@@ -113,7 +113,7 @@ def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
 
 
 def activated(y: Tensor, kind: str) -> Tensor:
-    """`naive.activated` in one launch; y contiguous."""
+    """Compute `naive.activated` in one launch; y contiguous."""
     assert y.is_contiguous()
     width = y.shape[-1] if kind == "relu2" else y.shape[-1] // 2
     out = y.new_empty(*y.shape[:-1], width)
@@ -124,7 +124,7 @@ def activated(y: Tensor, kind: str) -> Tensor:
 
 
 def advance(cache_state: CacheState) -> None:
-    """`naive.advance` in one launch."""
+    """Compute `naive.advance` in one launch."""
     batch = cache_state.length.shape[0]
     advance_kernel[(1,)](
         cache_state.length, cache_state.path_length, cache_state.parity, batch,
@@ -133,7 +133,7 @@ def advance(cache_state: CacheState) -> None:
 
 
 def warps(width: int) -> int:
-    """For a row of a norm; one does without a word between warps."""
+    """Return the number of warps for a row of a norm; one needs no exchange between warps."""
     if width <= 256:
         return 1
     return 4 if width <= 2048 else 8
@@ -195,7 +195,7 @@ def with_parts(
 
 @triton.jit
 def normed(wide, scale, width, eps, dtype: tl.constexpr):
-    """Rows divided by their root mean squares, rounded to the dtype, scaled and rounded again."""
+    """Divide rows by their root mean squares, round to the dtype, scale and round again."""
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)[:, None]
     return (scale.to(tl.float32) * wide.to(dtype).to(tl.float32)).to(dtype)
 
@@ -258,7 +258,7 @@ def activation_kernel(
 
 @triton.jit
 def gated_by(gate, up, KIND: tl.constexpr):
-    """silu(gate)·up or gelu(gate)·up, rounded to their dtype after each."""
+    """Return silu(gate)·up or gelu(gate)·up, rounded to their dtype after each operation."""
     if KIND == "geglu":
         wide = gate.to(tl.float32)
         gelu = (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(gate.dtype)
@@ -270,7 +270,7 @@ def gated_by(gate, up, KIND: tl.constexpr):
 
 @triton.jit
 def silu_times(gate, up):
-    """silu(gate)·up, rounded to their dtype after each."""
+    """Return silu(gate)·up, rounded to their dtype after each operation."""
     wide = gate.to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
     return (silu * up.to(tl.float32)).to(gate.dtype)

@@ -1,9 +1,9 @@
 """Attention of tree nodes over a static cache, in two launches (Triton).
 
-The first splits the committed keys among programs (flash-decoding); one or two more a head
-attend to what is not in order yet: the accepted nodes of the last tree, where they still lie,
-and the new tree under its ancestor mask. The second combines the parts, makes the accepted keys
-contiguous and writes the new ones: by then nobody reads them. The naive twin is
+The first launch splits the committed keys among programs (flash-decoding); one or two more programs
+a head attend to the keys that are not in order yet: those of the last tree's accepted nodes, and
+the new tree under its ancestor mask. The second launch combines the parts, makes the accepted keys
+contiguous and writes the new ones, which no program reads by then. The naive twin is
 `naive.attend_tree`.
 """
 
@@ -52,10 +52,10 @@ def attend_tree(
     out: Tensor | None = None,
     skips: bool | None = None,
 ) -> Tensor:
-    """`naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype. `bound` is not needed.
+    """Compute `naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype, `bound` unused.
 
-    skips, whether programs look first which blocks of the tree's keys any of their queries sees,
-    and leave the others out; None from `SKIPPED_FROM` nodes on.
+    With `skips` programs first find the blocks of the tree's keys that any of their queries sees,
+    and leave out the others; None does so from `SKIPPED_FROM` nodes on.
     """
     batch, num_new, _ = qkv.shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
@@ -122,7 +122,7 @@ def attend_tree(
 
 
 def _num_splits(programs: int, num_corners: int, staged: bool, many_queries: bool) -> int:
-    """In how many parts committed keys are read, where each head shall have so many programs."""
+    """Return the number of parts in which committed keys are read, for some programs a head."""
     num_splits = min(32, programs)
     if not staged:
         return num_splits - num_corners
@@ -134,7 +134,7 @@ def _num_splits(programs: int, num_corners: int, staged: bool, many_queries: boo
 
 @triton.jit
 def _split_length(length, num_splits: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Committed slots a split: whole blocks, so that most loads are full."""
+    """Return the committed slots of a split: whole blocks, so that most loads are full."""
     return tl.cdiv(tl.cdiv(length, num_splits), BLOCK_L) * BLOCK_L
 
 
@@ -152,7 +152,7 @@ def _corner(
     row, num_new, num_cached, num_corners: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the corner that a block of rows sees (none behind its last node), and of a part."""
+    """Return the numbers of the corner's keys that a block of rows sees, and of a part's keys."""
     num_keys = num_cached + tl.minimum(
         (row // BLOCK_M * BLOCK_M + BLOCK_M - 1) // SHARED + 1, num_new
     )
@@ -162,8 +162,11 @@ def _corner(
 @triton.jit
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
             PRECISION: tl.constexpr):  # fmt: skip
-    """One block of keys in the running softmax, of powers of two. The highest score is rounded up,
-    so that a weight loses the same to bf16 however the keys are divided."""
+    """Add one block of keys to the running softmax, whose exponents are powers of two.
+
+    The highest score is rounded up, so that rounding to bf16 does not depend on how the keys are
+    divided.
+    """
     scores = _scores(q_low, k_low, PRECISION) + _scores(q_high, k_high, PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))
     now = tl.maximum(highest, tl.ceil(tl.max(scores, axis=1)))
@@ -177,7 +180,7 @@ def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale
 
 @triton.jit
 def _scores(q, k, PRECISION: tl.constexpr):
-    """(queries, keys) of (queries, channels) and (keys, channels)."""
+    """Multiply (queries, channels) and (keys, channels) to scores (queries, keys)."""
     if q.shape[0] == 1:  # tensor cores would multiply 16 queries, and want keys in shared memory
         return tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
     else:
@@ -186,7 +189,7 @@ def _scores(q, k, PRECISION: tl.constexpr):
 
 @triton.jit
 def _weighed(weights, v, PRECISION: tl.constexpr):
-    """(queries, channels) of (queries, keys) and (keys, channels)."""
+    """Multiply weights (queries, keys) and values (keys, channels) to (queries, channels)."""
     if weights.shape[0] == 1:
         return tl.sum(tl.trans(weights).to(tl.float32) * v.to(tl.float32), axis=0)[None, :]
     else:
@@ -195,7 +198,7 @@ def _weighed(weights, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def _halves(at, known, half, HEAD_DIM: tl.constexpr):
-    """Columns of both halves of the heads at some pointers; nothing is read where unknown."""
+    """Load columns of both halves of the heads at some pointers, masked by `known`."""
     mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
     at = at[:, None] + half[None, :]
     low = tl.load(at, mask=mask, other=0.0)
@@ -219,7 +222,7 @@ def _whole(at, known, d, HEAD_DIM: tl.constexpr):
 @triton.jit
 def _rotated(low, high, position, known, half, rotary, rotary_stride, position_stride,
              HEAD_DIM: tl.constexpr):  # fmt: skip
-    """Columns of both halves of heads, rotated to their positions."""
+    """Return columns of both halves of heads, rotated to their positions."""
     mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
     table = rotary + position[:, None] * position_stride + half[None, :]
     cos = tl.load(table, mask=mask, other=0.0)

@@ -1,10 +1,10 @@
 """A gated short convolution over a tree and its memory, in one launch (Triton).
 
-One program serves a sequence and a block of channels: nobody else reads or writes these, so it
-takes the accepted path's last inputs from one half of the buffer, writes them and the new nodes',
-gated, to the other half, convolves each node with its ancestors, and gates that. A new node's input
-is made anew by each that sees it, which takes less time than to read what has been written. The
-naive twin is `naive.short_conv_tree`.
+One program serves a sequence and a block of channels, which no other reads or writes. It takes the
+accepted path's last inputs from one half of the buffer, writes them and the new nodes' gated inputs
+to the other half, convolves each node with its ancestors, and gates the result. A new node's input
+is computed again for each node that sees it, which is faster than to read it back. The naive twin
+is `naive.short_conv_tree`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def short_conv_tree(
     cache_state: CacheState,
     first: int,
 ) -> Tensor:
-    """`naive.short_conv_tree` in one launch; projected's and rows' last strides are 1."""
+    """Compute `naive.short_conv_tree` in one launch; projected's and rows' last strides are 1."""
     batch, num_new, channels = *projected.shape[:2], len(weight)
     assert projected.stride(2) == rows.stride(3) == 1
     out = projected.new_empty(batch, num_new, channels)
@@ -120,8 +120,9 @@ def short_conv_kernel(
 
 @triton.jit
 def _newest(place, path, path_length, WIDTH: tl.constexpr):
-    """Return the row of the old half that becomes input `place` of the new tail: a row of the old
-    tail, or of a node of the accepted path.
+    """Return the row of the old half that becomes input `place` of the new conv state.
+
+    It is a row of the old conv state, or of a node of the accepted path.
     """
     at = path_length + place
     on_path = at >= WIDTH - 1

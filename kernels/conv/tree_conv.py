@@ -4,7 +4,7 @@ Neither needs the other, so their programs run side by side. Replay: one program
 a head and a block of its channels, and advances the state along the last accepted path; with many
 sequences the scan's programs do that (`streamed_scan.py`). Conv: one serves a sequence, a block of
 channels and a few nodes; it reads each node's window of raw inputs (new nodes, older nodes of the
-tree, or the accepted path and the tail of the last tree), keeps the nodes' own raw inputs, and
+tree, or the accepted path and the conv state), keeps the nodes' own raw inputs, and
 writes silu(conv); a last block of programs does the same for dt and the log-decay. The values that
 the next call's replay needs are kept (`Derived`), so that nothing is convolved twice. The naive
 twins are in `naive.mamba_tree`. A gated-delta layer's call begins with the same launch, without
@@ -51,10 +51,11 @@ def replay_and_convolve(
     cache_state: CacheState,
     first: int,
 ) -> Tensor:
-    """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
+    """Replay the accepted path, and convolve nodes first … first + Q − 1.
 
-    Writes rows and state, as `naive.mamba_tree` does, and derived; without a state none, then the
-    scan replays. Returns C (B, Q, Gc·S).
+    kept (B, Q, C + H) holds their raw inputs. Writes rows and state, as `naive.mamba_tree` does,
+    and derived. Without a state nothing is replayed here: then the scan does that. Returns C
+    (B, Q, Gc·S).
     """
     x_conv, b_conv, _ = shape.scan_groups
     heads = shape.num_heads
@@ -106,7 +107,10 @@ def _launch(
     dt_limit: tuple[float, float],
     **replay: int,
 ) -> Tensor:
-    """columns: channels as projected, which the conv may repeat. No replay without a state."""
+    """Launch the kernel; columns are projected channels, which the conv may repeat.
+
+    Without a state nothing is replayed.
+    """
     batch, num_new, _ = kept.shape
     x_channels, b_channels, c_channels = shape.conv_dims
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
@@ -269,8 +273,10 @@ def advanced_along(
     h, A, path, k, listed, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
     x_channel, in_p, b_channel, in_s, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """A block of a state after those of 16 nodes of a path buffer that are accepted; of what is
-    listed all is read."""
+    """Return a block of a state after the accepted nodes among 16 of a path buffer.
+
+    All listed nodes are read.
+    """
     node, there, dt, B = path_inputs(
         path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
     )
@@ -284,8 +290,10 @@ def advanced_along(
 def path_inputs(
     path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
 ):  # fmt: skip
-    """Some nodes of a path buffer, of which not all need count, and which of them there are; their
-    dt and B."""
+    """Return some nodes of a path buffer, which of them exist, and their dt and B.
+
+    Not all of them need count.
+    """
     node = load_kept(path + k, listed).to(tl.int32)
     there = listed & (node >= 0) & (node < num_slots)
     dt = load_kept(dt_pointer + node * dt_stride, there)
@@ -306,7 +314,7 @@ def path_weights(A, dt, accepted):
 
 @triton.jit
 def advanced(h, decay, after, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl.constexpr):
-    """The state after those of 16 nodes of the path that are accepted."""
+    """Return the state after the accepted nodes among 16 of the path."""
     x = tl.where(accepted[:, None], x.to(tl.float32), 0.0)
     B = tl.where(accepted[:, None], B, 0.0)
     added = mixed_product(tl.trans(x * after[:, None]), B, PRECISION, MIXED)
@@ -316,7 +324,7 @@ def advanced(h, decay, after, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl
 
 @triton.jit
 def _replayed(place, path, WIDTH: tl.constexpr):
-    """Return the row in the old buffer of a token of [old tail, accepted path]."""
+    """Return the row in the old buffer of a token of [old conv state, accepted path]."""
     on_path = place >= WIDTH - 1
     node = load_kept(path + place - (WIDTH - 1), on_path)
     return tl.where(on_path, WIDTH - 1 + node, place).to(tl.int32)
@@ -397,7 +405,7 @@ def _keep_channels(
 def _keep_tail(
     old, new, row_stride, column, owned, path, path_length, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The last inputs of [old tail, accepted path] are the new tail."""
+    """Store the new conv state: the last inputs of [old conv state, accepted path]."""
     for place in tl.static_range(WIDTH - 1):
         source = _replayed(path_length + place, path, WIDTH)
         kept = load_kept(old + source * row_stride + column, owned)
@@ -412,7 +420,7 @@ def _keep_steps(
     DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """dt of the new nodes, and c_i = Σ_j L[i, j]·dt_j·A, for all heads."""
+    """Store dt of the new nodes, and c_i = Σ_j L[i, j]·dt_j·A, for all heads."""
     head = tl.arange(0, BLOCK_H)
     in_h = head < HEADS
     bias = load_kept(dt_bias + head, in_h).to(tl.float32)
@@ -460,7 +468,7 @@ def _keep_steps(
 
 @triton.jit
 def _positive_dt(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
-    """softplus and clamp."""
+    """Apply softplus and clamp."""
     # max(x, 0) + log1p(e), with log1p(e) = 2·atanh(e / (2 + e)) as a series: exact for small e too
     dt = dt.to(tl.float32) + bias
     e = tl.exp(-tl.abs(dt))

@@ -1,6 +1,6 @@
 """A gated-delta layer's call over a chain, step by step: the multi-step state update (Triton).
 
-What `gated_delta_tree.py` does by matrix products, this does as the recurrence itself: each program
+`gated_delta/tree.py` does it by matrix products, this as the recurrence itself: each program
 keeps its part of the state in registers, takes the accepted path of the last tree and then the new
 tokens one by one. Useless for a tree, which has to be unrolled into chains. The conv is the same
 launch as for a tree. The naive twin is `naive.gated_delta_tree`.
@@ -135,6 +135,6 @@ def _decay(at_dt, A):
 
 @triton.jit
 def _unit(at, in_d, EPS: tl.constexpr):
-    """A key or a query, of length 1."""
+    """Scale a key or a query to length 1."""
     raw = load_kept(at, in_d).to(tl.float32)
     return raw * tl.rsqrt(tl.sum(raw * raw, axis=0) + EPS)

@@ -1,5 +1,7 @@
-"""The gated delta rule of training and prefill: flash-linear-attention's Triton kernel where it is,
-else ours."""
+"""The gated delta rule of training and prefill: flash-linear-attention's kernel if it is installed.
+
+Else it is our scan in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MAX_KEY_DIM = 256  # of it
 
 @functools.cache
 def flash_linear_attention_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """flash-linear-attention's `chunk_gated_delta_rule`, or None when the package is not there."""
+    """Return flash-linear-attention's `chunk_gated_delta_rule`, or None without the package."""
     try:
         module = importlib.import_module("fla.ops.gated_delta_rule")
     except ImportError:
@@ -37,10 +39,10 @@ def gated_delta_scan(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`naive.gated_delta_scan`, through flash-linear-attention's kernel on CUDA in 16
-    bits when it is there; the kernel has chunks of its own size.
+    """Compute `naive.gated_delta_scan`, by flash-linear-attention's kernel on CUDA in 16 bits.
 
-    Both return y (B, T, H, V) in v's dtype and the last state, (B, H, K, V).
+    That needs the package; the kernel has chunks of its own size. Both return y (B, T, H, V) in
+    v's dtype and the last state, (B, H, K, V).
     """
     kernel = None
     if v.is_cuda and v.dtype in KERNEL_DTYPES and k.shape[-1] <= MAX_KEY_DIM:

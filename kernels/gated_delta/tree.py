@@ -1,17 +1,17 @@
 """A gated-delta layer's tree call in two launches: tree conv, then replay and tree (Triton).
 
-In the last one program serves one sequence, one value head and a block of its value channels. It
-alone reads and writes its part of the state: it replays the last accepted path into it, and keeps
-it in registers for all nodes of the new tree. The replay needs nothing of the conv, so on GPUs that
-can (compute capability 9.0) it runs beside it. Then the nodes come in blocks, each with a
+In the last launch one program serves one sequence, one value head and a block of its value
+channels. It alone reads and writes its part of the state: it replays the last accepted path into
+it, and keeps it in registers for all nodes of the new tree. The replay does not need the conv, so
+with compute capability 9.0 both run at the same time. Then the nodes come in blocks, each with a
 triangular system that is inverted by doubling of depth (`_inverse`). The naive twin is
 `naive.gated_delta_tree`.
 
-Blocks wait for one another, but only u has to: what a block's nodes have to do with each other and
-with those of earlier blocks follows from q, k, β and the decays alone. For more than `FEW` and at
-most `MOST_PAIRED` nodes a launch between the two finds that for all blocks at once
-(`pairs_kernel`), so that the last one has a few products a block left. State and replay need
-nothing of it, and run beside both.
+Blocks wait for one another only for u: the couplings of a block's nodes with each other and with
+those of earlier blocks follow from q, k, β and the decays alone. For more than `FEW` and at most
+`MOST_PAIRED` nodes a launch between the two computes the couplings of all blocks at once
+(`pairs_kernel`), so that the last one has a few products a block left. State and replay do not
+need it, and run at the same time.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def gated_delta_tree(
     cache_state: CacheState,
     first: int,
 ) -> Tensor:
-    """`naive.gated_delta_tree` in two launches, of more than `FEW` and at most
-    `MOST_PAIRED` nodes in three; y (B, Q, H·V) in projected's dtype."""
+    """Compute `naive.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype.
+
+    More than `FEW` and at most `MOST_PAIRED` nodes take three launches.
+    """
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     v = convolve(kept, rows, derived, weights, shape, topology, cache_state, first)
@@ -102,7 +104,7 @@ def gated_delta_tree(
 
 
 def exact_products(dtype: torch.dtype) -> str:
-    """For `mixed_product` where an error would stay in the state: never a single tf32 product."""
+    """Return the precision of `mixed_product` where errors would stay in the state: no tf32."""
     mixed = mixed_precision_of(dtype)
     return "tf32x3" if mixed == "tf32" else mixed
 
@@ -296,7 +298,7 @@ def gated_delta_kernel(
 
 @triton.jit
 def _inverse(system, depth, known, BLOCK_N: tl.constexpr):
-    """(I + A)⁻¹, where A is what system holds between strict ancestors and descendants.
+    """Return (I + A)⁻¹, where A has the entries of system between ancestors and descendants.
 
     Let T invert I + A within each band of 2ᵐ depths, and E be what of A joins the two halves of the
     bands twice as wide. TE has rows in the deeper halves and columns in the others only, so that
@@ -323,7 +325,7 @@ def _replay(
     p, in_p, path, path_size, path_length, num_slots,
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """The state after the accepted path of the last tree."""
+    """Return the state after the accepted path of the last tree."""
     # Of the first nodes all is there by the time it is known how many of them count
     at = tl.arange(0, 16)
     k, u, log_decay = _path_nodes(
@@ -347,7 +349,7 @@ def _path_nodes(
     path, at, listed, num_slots, qk, qk_stride, k_channel, in_d,
     log_decays, steps_stride, updates, updates_stride, p, in_p,
 ):  # fmt: skip
-    """k, u and log-decay of some nodes of a path buffer, of which not all need count."""
+    """Return k, u and log-decay of some nodes of a path buffer, of which not all need count."""
     node = load_kept(path + at, listed).to(tl.int32)
     there = listed & (node >= 0) & (node < num_slots)
     k = _rows(qk + k_channel[None, :], qk_stride, node, there, in_d)
@@ -360,8 +362,10 @@ def _advanced(
     state, decayed, k, u, log_decay, at, count,
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """The state after those of 16 nodes of the path that count, and its log-decay from the root,
-    which was `decayed` before them."""
+    """Return the state after the nodes that count, of 16 of the path, and its log-decay.
+
+    The log-decay from the root was `decayed` before these nodes.
+    """
     counts = at < count
     total = tl.sum(tl.where(at == tl.minimum(count, 16) - 1, log_decay, 0.0), axis=0)
     k = tl.where(counts[:, None], k, 0.0)
@@ -373,7 +377,7 @@ def _advanced(
 
 @triton.jit
 def _rows(columns, stride, node, there, inside):
-    """Rows of some nodes; zeros where there is none."""
+    """Load the rows of some nodes; zeros for missing ones."""
     return load_kept(columns + node[:, None] * stride, there[:, None] & inside[None, :])
 
 
@@ -387,7 +391,7 @@ def _inverse_length(rows, EPS: tl.constexpr):
 def _decays(
     ancestors, tree_size, node, known, log_decay, other, there, other_decay
 ):  # fmt: skip
-    """e^{c_i − c_j} where node j (column) is above or at node i (row), else 0."""
+    """Return e^{c_i − c_j} where node j (column) is above or at node i (row), else 0."""
     above = load_kept(
         ancestors + node[:, None] * tree_size + other[None, :], known[:, None] & there[None, :]
     )

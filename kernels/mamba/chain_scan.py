@@ -1,6 +1,6 @@
 """A Mamba-2 layer's call over a chain, step by step: the multi-step state update (Triton).
 
-What `tree_scan.py` does by matrix products, this does as the recurrence itself: each program keeps
+`tree_scan.py` does it by matrix products, this as the recurrence itself: each program keeps
 its part of the state in registers and takes the new tokens one by one (the fused update of Snakes
 and Ladders, Wu et al. 2024). Useless for a tree, which has to be unrolled into chains. Replay and
 conv are the same launch as for a tree; many sequences go another way (`streamed_scan.py`). The
@@ -30,7 +30,7 @@ def mamba_chain(
     cache_state: CacheState,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`naive.mamba_tree` of new chains, as `topology` must be, in two launches."""
+    """Compute `naive.mamba_tree` of new chains in two launches; `topology` must be of chains."""
     batch, num_new, _ = projected.shape
     if streams(state, num_new):
         where = (weights, shape, topology, cache_state, out)

@@ -1,4 +1,4 @@
-"""The chunk scan of training and prefill: mamba-ssm's Triton kernel where it is, else ours."""
+"""Chunk scan of training and prefill: mamba-ssm's Triton kernel if it is installed, else ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @functools.cache
 def mamba_ssm_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """mamba-ssm's `mamba_chunk_scan_combined`, or None when the package is not installed."""
+    """Return mamba-ssm's `mamba_chunk_scan_combined`, or None without the package."""
     try:
         module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     except ImportError:
@@ -38,7 +38,7 @@ def chunk_scan(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`naive.chunk_scan`, through mamba-ssm's kernel on CUDA in 16 or 32 bits when it is there.
+    """Compute `naive.chunk_scan`, by mamba-ssm's kernel on CUDA in 16 or 32 bits if installed.
 
     Both return y (B, T, H, P) in x's dtype and the last state, (B, H, P, S).
     """
@@ -54,8 +54,10 @@ def chunk_scan(
 
 
 def _uncompiled(function: T) -> T:
-    """For the compiler not to follow it. What says so takes a second to import, and nothing comes
-    here where PyTorch is built without GPUs."""
+    """Keep PyTorch's compiler out of a function.
+
+    The import takes a second, and is not needed where PyTorch is built without GPUs.
+    """
     on_gpus = torch.version.cuda or torch.version.hip
     return torch.compiler.disable(function) if on_gpus else function
 
@@ -65,7 +67,7 @@ def _mamba_ssm_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     chunk_size: int, initial_state: Tensor | None, segment_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """None where the package is not installed."""
+    """Return the scan by mamba-ssm's kernel, or None without the package."""
     kernel = mamba_ssm_kernel()
     if kernel is None:
         return None

@@ -1,11 +1,11 @@
 """A Mamba-2 layer's call of many sequences, whose states stream through shared memory (Triton).
 
-What limits such a call is reading and writing the states. A program serves a sequence and a head:
-it finds out once what all of the head's channels need, and then goes over blocks of these, the
-states of the next ones on their way. Each block is advanced along the last accepted path, stored,
-and scanned, by matrix products (a tree, as in `tree_scan.py`) or step by step (a chain, as in
-`chain_scan.py`). So a state is read once and written once. The conv, which has no state to write,
-is the same launch as otherwise. The naive twin is `naive.mamba_tree`.
+Such a call is limited by reading and writing the states. A program serves a sequence and a head:
+it computes once the values that all of the head's channels need, and then goes over blocks of
+channels, while the states of the next blocks are loaded. Each block is advanced along the last
+accepted path, stored, and scanned, by matrix products (a tree, as in `tree_scan.py`) or step by
+step (a chain, as in `chain_scan.py`). So a state is read once and written once. The conv, which
+writes no state, is the same launch as in the other scans. The naive twin is `naive.mamba_tree`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def mamba_streamed(
     *,
     as_chain: bool = False,
 ) -> Tensor:
-    """`naive.mamba_tree` of whole trees, or step by step of chains, in two launches; y (B, Q, H·P)
-    in projected's dtype."""
+    """Compute `naive.mamba_tree` of whole trees in two launches; y (B, Q, H·P).
+
+    Chains go step by step. y is in projected's dtype.
+    """
     batch, num_new, _ = projected.shape
     kept = projected[..., shape.d_inner :]
     C = replay_and_convolve(kept, rows, derived, None, weights, shape, topology, cache_state, 0)

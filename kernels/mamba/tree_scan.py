@@ -37,7 +37,7 @@ def mamba_tree(
     first: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
+    """Compute `naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
     batch, num_new, _ = projected.shape
     if streams(state, num_new, first):
         return mamba_streamed(
@@ -84,7 +84,7 @@ def _nodes(
     start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
     steps, steps_part_stride, steps_stride, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x, B, dt and log-decay of a block of nodes."""
+    """Load x, B, dt and log-decay of a block of nodes."""
     node = start + tl.arange(0, BLOCK_N)
     there = node < num_nodes
     at = xb + node[:, None] * xb_stride

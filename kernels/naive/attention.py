@@ -1,4 +1,4 @@
-"""Attention of tree nodes in plain PyTorch: the twin of `tree_attention.py`.
+"""Attention of tree nodes in plain PyTorch: the twin of `attention/tree_attention.py`.
 
 Shapes: B batch, N tree nodes, Q new nodes, H heads, Hkv heads of keys, D head dim, L cache slots,
 K slots of an accepted path.
@@ -29,15 +29,24 @@ def attend_tree(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Everything between an attention layer's projections, for nodes first … first + Q − 1.
+    """Compute attention between a layer's projections, for nodes first … first + Q − 1 of trees.
 
-    With first = 0 a new tree begins: the accepted keys of the last one are made contiguous.
-    The new nodes' keys and values are rotated to their depths and take the slots behind.
+    With first = 0 a new tree begins, and the accepted keys of the last one are made contiguous. The
+    new nodes' keys and values are rotated to their depths, and take the slots after them; nodes
+    without a slot are not stored.
 
-    Args: qkv (B, Q, (H + 2·Hkv)·D), the projections of q, k and v; keys and values
-    (B, Hkv, L, D), written in place; rotary (2, positions, D / 2), cosines and sines; bound, how
-    many slots to look at, at least those in use after this call; scale, of the scores, D^−½ unless
-    given; out, where the result is to be. New nodes that have no slot any more leave nothing.
+    Args:
+        qkv: (B, Q, (H + 2·Hkv)·D), the projections of q, k and v.
+        keys: (B, Hkv, L, D), written in place.
+        values: (B, Hkv, L, D), written in place.
+        rotary: (2, positions, D / 2), cosines and sines.
+        topology: The trees.
+        cache_state: Committed lengths, accepted paths, and the tree of each sequence.
+        first: Nodes of the trees that earlier calls have read.
+        bound: Slots to attend to, at least those in use after this call.
+        scale: Factor of the scores; None is D^−½.
+        out: (B, Q, H·D), written; None returns a new tensor.
+
     Returns (B, Q, H·D) in qkv's dtype.
     """
     batch, num_new, _ = qkv.shape
@@ -75,7 +84,7 @@ def _attend_rows(
     scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """`attend_tree` of some sequences of a cache, on copies that have a slot for each node."""
+    """Compute `attend_tree` of some sequences of a cache, on copies with a slot for each node."""
     rows, count = cache_state.rows, caches[0].shape[2]
     assert rows is not None
     room = (0, 0, 0, first + qkv.shape[1])
@@ -88,7 +97,7 @@ def _attend_rows(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding on halves: x (…, D), cos and sin as `whole_heads` gives them."""
+    """Apply rotary embedding to halves of x (…, D); cos and sin are from `whole_heads`."""
     wide = as_dtype(x, cos.dtype)
     y = torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin)
     return as_dtype(y, x.dtype)
@@ -102,11 +111,17 @@ def tree_attention(
     unused: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of tree nodes to the committed keys and to their ancestors.
+    """Compute attention of tree nodes to the committed keys and to their ancestors.
 
-    Args: q (B, H, Q, D), keys and values (B, Hkv, L, D), mask (B, 1, H / Hkv·Q, L), unused
-    (B, 1, L, 1) as in `AttentionPlaces`; scale, of the scores, D^−½ unless given. Unused slots may
-    hold anything. Returns (B, H, Q, D) in q's dtype.
+    Args:
+        q: (B, H, Q, D).
+        keys: (B, Hkv, L, D).
+        values: (B, Hkv, L, D).
+        mask: (B, 1, H / Hkv·Q, L), as in `AttentionPlaces`.
+        unused: (B, 1, L, 1), slots that may hold anything, as in `AttentionPlaces`.
+        scale: Factor of the scores; None is D^−½.
+
+    Returns (B, H, Q, D) in q's dtype.
     """
     if unused is not None:  # 0 · NaN would be NaN
         keys, values = (each.masked_fill(unused, 0.0) for each in (keys, values))
@@ -120,8 +135,11 @@ def tree_attention(
 def move_accepted(cache: Tensor, length: Tensor, path: Tensor, path_length: Tensor) -> None:
     """Make the keys (or values) of an accepted path contiguous, in place.
 
-    Args: cache (B, Hkv, L, D), length (B,) committed slots, path (B, K) node indices of which
-    the first path_length (B,) count. Slots length … length + K − 1 may be written.
+    Args:
+        cache: (B, Hkv, L, D); slots length … length + K − 1 may be written.
+        length: (B,) committed slots.
+        path: (B, K) node indices.
+        path_length: (B,) nodes of the path that count.
     """
     moves = moved_slots(length, path, path_length)
     if moves is not None:

@@ -1,5 +1,7 @@
-"""Causal depthwise convolutions in plain PyTorch: along a tree, over a sequence, and gated, as a
-layer of its own (the twin of `short_conv.py`). And how a layer's `rows` are read and written.
+"""Causal depthwise convolutions in plain PyTorch: along a tree, over a sequence, and gated.
+
+The gated one is a layer of its own, the twin of `conv/short_conv.py`. The last functions read and
+write a layer's `rows`.
 
 Shapes: B batch, T tokens, N tree nodes, C channels, W conv width, L inputs of a line.
 Sums run in fp32, or in fp64 when the inputs are.
@@ -19,11 +21,17 @@ from stree_kernels.naive.dtypes import as_dtype, widened
 def tree_conv(
     inputs: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor
 ) -> Tensor:
-    """Causal depthwise convolution along each node's ancestors, before the activation.
+    """Convolve each node's inputs with those of its ancestors, before the activation.
 
-    Args: inputs (B, N, C), tail (B, W − 1, C) the last committed inputs, weight (C, W),
-    bias (C,), windows (N, W) or (B, N, W) indices into [tail, inputs], oldest first
-    (`TokenTree.windows`). Returns (B, N, C) in inputs' dtype.
+    Args:
+        inputs: (B, N, C).
+        tail: (B, W − 1, C), the conv state: the last committed inputs.
+        weight: (C, W).
+        bias: (C,) or None.
+        windows: (N, W) or (B, N, W), indices into [tail, inputs], oldest first
+            (`TokenTree.windows`).
+
+    Returns (B, N, C) in inputs' dtype.
     """
     sequences = torch.arange(len(inputs), device=inputs.device)[:, None, None]
     seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[sequences, windows]
@@ -33,9 +41,14 @@ def tree_conv(
 def segment_conv(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
 ) -> Tensor:
-    """Causal depthwise convolution over packed sequences: a token sees its own segment only.
+    """Convolve packed sequences; a token sees its own segment only.
 
-    Args: inputs (B, T, C), weight (C, W), bias (C,), segment_ids (B, T) or None.
+    Args:
+        inputs: (B, T, C).
+        weight: (C, W).
+        bias: (C,) or None.
+        segment_ids: (B, T), or None for one segment a row.
+
     Returns (B, T, C) in inputs' dtype, before the activation.
     """
     width = weight.shape[1]
@@ -51,7 +64,7 @@ def segment_conv(
 
 
 def convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(B, n, C) of the inputs (B, n, W, C) that a conv sees, oldest first, in their dtype."""
+    """Convolve windows of inputs (B, n, W, C), oldest first, to (B, n, C) in their dtype."""
     y = (widened(seen) * widened(weight).t()).sum(2)
     y = y if bias is None else y + widened(bias)
     return as_dtype(y, seen.dtype)
@@ -66,15 +79,18 @@ def short_conv_tree(
     cache_state: CacheState,
     first: int,
 ) -> Tensor:
-    """A gated causal depthwise convolution, C·conv(B·x), of nodes first … first + Q − 1 of a tree,
-    and its memory.
+    """Compute the gated convolution C·conv(B·x) of nodes first … first + Q − 1 of trees.
 
-    As `mamba_tree`, without a scan: with first = 0 a new tree begins after the accepted path of the
-    last one, else the tree grows.
+    As in `mamba_tree`, with first = 0 a new tree begins after the accepted path of the last one;
+    else the trees continue. Writes `rows`.
 
-    Args: projected (B, Q, 3·C), the gates B and C and then x; rows (2, B, W − 1 + N, C), B·x of
-    [committed tail, nodes], twice, as in `mamba_tree`; weight (C, W), bias (C,).
-    Returns (B, Q, C) in projected's dtype. Writes `rows`.
+    Args:
+        projected: (B, Q, 3·C), the gates B and C, and then x.
+        rows: (2, B, W − 1 + N, C), two halves of B·x of [conv state, nodes], as in `mamba_tree`.
+        weight: (C, W).
+        bias: (C,) or None.
+
+    Returns (B, Q, C) in projected's dtype.
     """
     opened, gate, values = projected.chunk(3, dim=-1)
     inputs = opened * values
@@ -88,16 +104,16 @@ def short_conv_tree(
 
 
 def short_conv_replay(rows: Tensor, tail: int, cache_state: CacheState) -> Tensor:
-    """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
+    """Return the conv state (B, W − 1, C) after the accepted path, for the caller to write.
+
+    tail is W − 1.
+    """
     places = path_places(rows, tail, cache_state)
     return kept_of(held_at(rows, places.before), places)
 
 
 def held_at(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the entries of rows (…, C) at places (…), counted through all but their last dim.
-
-    Returns (…, C).
-    """
+    """Return the entries (…, C) of rows (…, C) at flat indices (…) of all but their last dim."""
     channels = rows.shape[-1]
     found = rows.reshape(-1, channels).index_select(0, places.reshape(-1))
     return found.view(*places.shape, channels)
@@ -115,7 +131,7 @@ def kept_of(line: Tensor, places: ConvPlaces) -> Tensor:
 
 
 def write_kept(rows: Tensor, places: ConvPlaces, line: Tensor) -> None:
-    """Write what is kept of lines to the rows."""
+    """Write the entries that `ConvPlaces` keeps of lines to the rows."""
     kept = kept_of(line, places)
     there = rows.narrow(2, places.written, kept.shape[1])
     there.index_copy_(0, places.half, kept[None])

@@ -1,5 +1,7 @@
-"""The gated delta rule in plain PyTorch: its scan, and a layer's tree call. The twins of
-`gated_delta_scan.py`, `gated_delta_tree.py` and `gated_delta_chain.py`.
+"""The gated delta rule in plain PyTorch: its scan, and a layer's tree call.
+
+The functions are the twins of `gated_delta/scan.py`, `gated_delta/tree.py` and
+`gated_delta/chain.py`.
 
 Per value head S is a state (K, V), g ≤ 0 the log of its decay and β the strength of a write
 (Yang et al. 2025, Gated Delta Networks). One token:
@@ -36,11 +38,17 @@ def gated_delta_scan(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule over a sequence, in chunks (Yang et al. 2024, section 3; 2025, section 3.3).
+    """Apply the rule to a sequence, in chunks (Yang et al. 2024, section 3; 2025, section 3.3).
 
-    Args: q and k (B, T, G, K), v (B, T, H, V), log_decay (g) and beta (B, T, H),
-    initial_state (B, H, K, V), segment_ids (B, T) non-decreasing: a token sees only tokens of its
-    own segment, and an initial state only reaches the first one.
+    Args:
+        q: (B, T, G, K).
+        k: (B, T, G, K).
+        v: (B, T, H, V).
+        log_decay: g (B, T, H).
+        beta: (B, T, H).
+        initial_state: (B, H, K, V), which reaches the first segment only; None is zeros.
+        segment_ids: (B, T) non-decreasing: a token sees its own segment only; None is one segment.
+
     Returns y (B, T, H, V) in v's dtype and the state after the last token, (B, H, K, V).
     """
     batch, length, num_heads = log_decay.shape
@@ -109,13 +117,19 @@ def tree_delta(
     state: Tensor,
     updates: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and updates u of a tree's last Q nodes, from one state.
+    """Compute outputs and updates u of a tree's last Q nodes, from one state, which stays.
 
-    Args: q (B, Q, G, K), v (B, Q, H, V) and beta (B, Q, H) of these nodes; k (B, N, G, K) and
-    log_decay (g) (B, N, H) of all; ancestors (N, N) bool, lower triangular, with [i, j] true when
-    j is i or an ancestor of i; state (B, H, K, V); updates (B, N − Q, H, V) of the nodes before.
-    Returns y (B, Q, H, V) in v's dtype and u (B, Q, H, V). The state is not written: see
-    `replay_updates`.
+    Args:
+        q: (B, Q, G, K) of these nodes.
+        k: (B, N, G, K) of all nodes.
+        v: (B, Q, H, V) of these nodes.
+        log_decay: g (B, N, H) of all nodes.
+        beta: (B, Q, H) of these nodes.
+        ancestors: (N, N) bool, lower triangular: [i, j] is true when j is i or an ancestor of i.
+        state: (B, H, K, V); `replay_updates` advances it.
+        updates: (B, N − Q, H, V) of the nodes before.
+
+    Returns y (B, Q, H, V) in v's dtype and u (B, Q, H, V).
     """
     num_heads = log_decay.shape[-1]
     first, out_dtype = updates.shape[1], v.dtype
@@ -137,11 +151,16 @@ def tree_delta(
 def replay_updates(
     state: Tensor, k: Tensor, updates: Tensor, log_decay: Tensor, counts: Tensor
 ) -> Tensor:
-    """The state after an accepted path: S ← e^{Σ_j g_j}·S + Σ_j e^{Σ_{m>j} g_m}·k_j ⊗ u_j.
+    """Return the state after an accepted path: S ← e^{Σ_j g_j}·S + Σ_j e^{Σ_{m>j} g_m}·k_j ⊗ u_j.
 
-    Args: state (B, H, K, V); k (B, M, G, K), updates u (B, M, H, V) and log_decay (g) (B, M, H)
-    along the path, of which those that counts (B, M) bool says are accepted.
-    Returns the new state in state's dtype; without an accepted node the state as it was.
+    Args:
+        state: (B, H, K, V).
+        k: (B, M, G, K) along the path.
+        updates: u (B, M, H, V) along the path.
+        log_decay: g (B, M, H) along the path.
+        counts: (B, M) bool, nodes that are accepted; a row without any keeps its state.
+
+    Returns the new state in state's dtype.
     """
     num_heads = log_decay.shape[-1]
     # where(), not a product: an uncounted slot may hold anything, NaN included
@@ -165,19 +184,20 @@ def gated_delta_tree(
     cache_state: CacheState,
     first: int,
 ) -> Tensor:
-    """Everything between a gated-delta layer's projections, for nodes first … first + Q − 1 of a
-    tree.
+    """Compute conv and delta rule between a layer's projections, for nodes first … first + Q − 1.
 
     With first = 0 a new tree begins: the last one's accepted path is replayed into the state,
-    and the new one's inputs go to the other half of `rows`. Else the tree grows.
+    and the new one's inputs go to the other half of `rows`. Else the tree continues. Writes rows,
+    updates and state.
 
-    Args: projected (B, Q, H·V + C + 2·H), z, what `rows` keeps, and b; rows
-    (2, B, W − 1 + N, C + H) raw conv inputs and a of [committed tail, nodes], twice:
-    `cache_state.parity` says where the last tree is, and the caller flips it after all layers;
-    updates (B, N, H, V), u of the tree's nodes, once, because the replay has read it before it is
-    written; state (B, H, K, V).
-    Returns y (B, Q, H·V) in projected's dtype, before the gated norm. Writes rows, updates and
-    state.
+    Args:
+        projected: (B, Q, H·V + C + 2·H), z, the inputs that `rows` keeps, and b.
+        rows: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and a of [conv state, nodes];
+            `cache_state.parity` names the last tree's, and the caller flips it after all layers.
+        updates: (B, N, H, V), u of the tree's nodes; the replay reads them before they are written.
+        state: (B, H, K, V).
+
+    Returns y (B, Q, H·V) in projected's dtype, before the gated norm.
     """
     batch, num_new, _ = projected.shape
     half = cache_state.parity
@@ -217,7 +237,8 @@ def gated_delta_replay(
 ) -> Tensor:
     """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
 
-    Args as in `gated_delta_tree`. Returns the new tail, (B, W − 1, C + H), for the caller to write.
+    Args as in `gated_delta_tree`. Returns the new conv state with a, (B, W − 1, C + H), for the
+    caller to write.
     """
     seen = rows.index_select(0, cache_state.parity)[0]
     sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
@@ -239,21 +260,21 @@ def gated_delta_replay(
 def convolved_heads(
     line: Tensor, weights: GatedDeltaWeights, shape: GatedDeltaShape, windows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of raw inputs (B, W − 1 + N, C), [tail, nodes], along windows (N, W)."""
+    """Return q, k and v of raw inputs (B, W − 1 + N, C), [conv state, nodes], by windows (N, W)."""
     tail, nodes = line[:, : shape.tail], line[:, shape.tail :]
     convolved = tree_conv(nodes, tail, weights.conv, weights.conv_bias, windows)
     return split_heads(F.silu(convolved), shape)
 
 
 def split_heads(convolved: Tensor, shape: GatedDeltaShape) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k (…, G, K) and v (…, H, V) of the conv's output (…, C)."""
+    """Split the conv's output (…, C) into q and k (…, G, K) and v (…, H, V)."""
     q, k, v = convolved.split(shape.conv_dims, dim=-1)
     keys = (shape.num_key_heads, shape.key_dim)
     return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (shape.num_heads, -1))
 
 
 def log_decays(a: Tensor, weights: GatedDeltaWeights) -> Tensor:
-    """g (…, H) of the projected a: −exp(A_log)·softplus(a + dt_bias), in the accumulation dtype."""
+    """Return g (…, H) = −exp(A_log)·softplus(a + dt_bias) in the accumulation dtype."""
     dtype = accumulation_dtype(a.dtype)
     dt = F.softplus(a.to(dtype) + weights.dt_bias.to(dtype))
     return -weights.A_log.to(dtype).exp() * dt
@@ -270,7 +291,7 @@ def strengths(b: Tensor, shape: GatedDeltaShape) -> Tensor:
 
 
 def _unit(keys: Tensor, num_heads: int) -> Tensor:
-    """(…, G, K) of any length → (…, H, K) of length 1 in the accumulation dtype."""
+    """Scale (…, G, K) to length 1, repeated to (…, H, K), in the accumulation dtype."""
     keys = keys.to(accumulation_dtype(keys.dtype))
     keys = keys * (keys.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
     return keys.repeat_interleave(num_heads // keys.shape[-2], dim=-2)
@@ -281,12 +302,12 @@ def _scaled_queries(q: Tensor, num_heads: int) -> Tensor:
 
 
 def _decays(totals: Tensor, visible: Tensor) -> Tensor:
-    """e^{c_i − c_j} where j is visible to i, else 0, of totals c (…, N)."""
+    """Return e^{c_i − c_j} where j is visible to i, else 0, for totals c (…, N)."""
     # Off the mask the difference can be positive and overflow: mask before the exponent
     difference = totals[..., :, None] - totals[..., None, :]
     return difference.masked_fill(~visible, -torch.inf).exp()
 
 
 def _solve(system: Tensor, wanted: Tensor) -> Tensor:
-    """X of (I + A)·X = wanted, where A is what lies below the diagonal of system (…, N, N)."""
+    """Solve (I + A)·X = wanted, where A is the strictly lower triangle of system (…, N, N)."""
     return torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -1,4 +1,4 @@
-"""Rows read at tokens or nodes, and the norm, in plain PyTorch: the twins of `gather.py`.
+"""Gather rows at tokens or nodes, and norms, in plain PyTorch: the twins of `gather.py`.
 
 The norm takes a stream, which may begin as such rows.
 
@@ -24,9 +24,14 @@ def embed_norm(
     written: bool = False,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (B, Q), and their norm: both
-    (B, N or Q, D). A node below 0 stands for the first. written: the step itself writes the nodes.
-    added (B, N or Q, D), to the rows ahead of the norm.
+    """Return rows of a weight at tokens, and their norm, both (B, N or Q, D).
+
+    Args:
+        weight: (V, D).
+        tokens: (B, N).
+        nodes: (B, Q), nodes to read; below 0 stands for the first. None is all.
+        written: Whether launches of the same step write the nodes.
+        added: (B, N or Q, D), added to the rows before the norm; None adds nothing.
     """
     x = F.embedding(tokens if nodes is None else tokens.gather(1, nodes.clamp(min=0)), weight)
     if added is not None:
@@ -35,13 +40,15 @@ def embed_norm(
 
 
 def norm(stream: Stream) -> Tensor:
-    """The norm (B, Q, D) of a stream."""
+    """Return the norm (B, Q, D) of a stream."""
     return stream.norm_by(embed_norm, add_rms_norm)
 
 
 def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
-    """Rows of x (B, N, C) at nodes (B, M), each normed over groups of channels: (B, M, C). A node
-    that there is none of stands for the last."""
+    """Return rows (B, M, C) of x (B, N, C) at nodes (B, M), normed over groups of channels.
+
+    An index without a node stands for the last one.
+    """
     nodes = nodes.clamp(max=x.shape[1] - 1)[..., None]
     return rms_norm(x.gather(1, nodes.expand(-1, -1, x.shape[2])), scale, eps, groups)
 
@@ -51,10 +58,15 @@ def take_roots(
 ) -> Tensor:
     """End the call that reads certain tokens, and begin drafts after each row's last, its root.
 
-    Args: stream of B rows after each of the tokens of block (B, 1 + M), how many are certain, and
-    the tokens; active (B,) bool; tokens (B, N), whose first are written; steering, of which all is
-    written that `advance` writes, and path_length: the certain ones are all accepted, in active
-    rows. Returns the norm (B, 1, D) after the roots.
+    Args:
+        stream: Of B rows after each of the certain tokens.
+        block: (B, 1 + M), the number of certain tokens, and the tokens.
+        active: (B,) bool.
+        tokens: (B, N), whose first column is written: the roots.
+        cache_state: Written as by `advance`, and path_length, since all certain tokens of active
+            rows are accepted.
+
+    Returns the norm (B, 1, D) after the roots.
     """
     hidden = norm(stream)
     advance(cache_state)

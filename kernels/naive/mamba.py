@@ -1,5 +1,6 @@
-"""Mamba-2 in plain PyTorch: its scans, and a layer's tree call. The twins of `chunk_scan.py`,
-`tree_conv.py`, `tree_scan.py` and `chain_scan.py`.
+"""Mamba-2 in plain PyTorch: its scans, and a layer's tree call.
+
+The functions are the twins of `conv/tree_conv.py` and of `mamba/`.
 
 Shapes: B batch, T tokens, N tree nodes, H heads, P head dim, S state, G groups, C channels,
 W conv width, K slots of an accepted path.
@@ -35,13 +36,20 @@ def chunk_scan(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's recurrence over a sequence, in chunks (SSD: Dao and Gu 2024, section 6).
+    """Compute Mamba-2's recurrence over a sequence, in chunks (SSD: Dao and Gu 2024, section 6).
 
     h_t = exp(dt_t·A)·h_{t−1} + dt_t·x_t ⊗ B_t,  y_t = h_t·C_t + D·x_t
 
-    Args: x (B, T, Gx, P), dt (B, T, H) after softplus, A (H,) negative, B (B, T, Gb, S),
-    C (B, T, Gc, S), D (H,), initial_state (B, H, P, S), segment_ids (B, T) non-decreasing: a
-    token sees only tokens of its own segment, and an initial state only reaches the first one.
+    Args:
+        x: (B, T, Gx, P).
+        dt: (B, T, H) after softplus.
+        A: (H,), negative.
+        B: (B, T, Gb, S).
+        C: (B, T, Gc, S).
+        D: (H,).
+        initial_state: (B, H, P, S), which reaches the first segment only; None is zeros.
+        segment_ids: (B, T) non-decreasing: a token sees its own segment only; None is one segment.
+
     Returns y (B, T, H, P) in x's dtype and the state after the last token, (B, H, P, S).
     """
     batch, length, num_heads = dt.shape
@@ -103,7 +111,7 @@ def chunk_scan(
 
 
 def _per_head(grouped: Tensor, num_heads: int) -> Tensor:
-    """(..., G, X) → (..., H, X) in the accumulation dtype."""
+    """Repeat the groups of (..., G, X) to heads (..., H, X), in the accumulation dtype."""
     repeats = num_heads // grouped.shape[-2]
     grouped = widened(grouped)
     return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=-2)
@@ -119,12 +127,19 @@ def tree_scan(
     ancestors: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """Outputs of the last Q nodes of a token tree from one state (STree, Eq. 5-6).
+    """Compute the outputs of the last Q nodes of a token tree from one state (STree, Eq. 5-6).
 
-    Args: x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S), C (B, Q, Gc, S), D (H,),
-    ancestors (B, N, N) with 1 or true at [i, j] when j is i or an ancestor of i, state
-    (B, H, P, S).
-    Returns y (B, Q, H, P) in x's dtype. The state is not written: see `replay`.
+    Args:
+        x: (B, N, Gx, P).
+        dt: (B, N, H).
+        A: (H,).
+        B: (B, N, Gb, S).
+        C: (B, Q, Gc, S).
+        D: (H,).
+        ancestors: (B, N, N), 1 or true at [i, j] when j is i or an ancestor of i.
+        state: (B, H, P, S), which stays; `replay` advances it.
+
+    Returns y (B, Q, H, P) in x's dtype.
     """
     batch, num_nodes, num_heads = dt.shape
     num_new, out_dtype = C.shape[1], x.dtype
@@ -166,9 +181,14 @@ def replay(
 
     h ← exp(Σ_k a_k)·h + Σ_k exp(Σ_{m>k} a_m)·dt_k·x_k ⊗ B_k  (activation replay: Wu et al. 2024)
 
-    Args: state (B, H, P, S) in fp32 or wider; x (B, K, Gx, P), dt (B, K, H), A (H,), B
-    (B, K, Gb, S) along the path; counts (B, K) bool, the nodes that are accepted, None for all.
-    A row without an accepted node keeps its state.
+    Args:
+        state: (B, H, P, S) in fp32 or wider.
+        x: (B, K, Gx, P) along the path.
+        dt: (B, K, H) along the path.
+        A: (H,).
+        B: (B, K, Gb, S) along the path.
+        counts: (B, K) bool, nodes that are accepted (a row without any keeps its state); None is
+            all.
     """
     x, dt, B, A = (as_dtype(part, state.dtype) for part in (x, dt, B, A))
     if counts is not None:  # where(), not a product: an uncounted slot may hold anything, NaN too
@@ -188,7 +208,7 @@ def replay(
 
 
 def _repeated(grouped: Tensor, repeats: int) -> Tensor:
-    """(G, …) → (G · repeats, …), each repeated after itself."""
+    """Repeat each of (G, …) after itself, to (G · repeats, …)."""
     return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=0)
 
 
@@ -203,16 +223,20 @@ def mamba_tree(
     first: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Everything between a Mamba-2 layer's projections, for nodes first … first + Q − 1 of a tree.
+    """Compute conv and scan between a Mamba-2 layer's projections, for nodes first … first + Q − 1.
 
     With first = 0 a new tree begins: the last one's accepted path is replayed into the state,
-    and the new one's inputs go to the other half of `rows`. Else the tree grows.
+    and the new one's inputs go to the other half of `rows`. Else the tree continues. Writes `rows`
+    and `state`.
 
-    Args: projected (B, Q, H·P + C + H), z and then what `rows` keeps; rows (2, B, W − 1 + N, C + H)
-    raw conv inputs and dt of [committed tail, nodes], twice: `cache_state.parity` says where the
-    last tree is, and the caller flips it after all layers; state (B, H, P, S); out, where y
-    is to be.
-    Returns y (B, Q, H·P) in projected's dtype, gated if `shape` says so. Writes `rows` and `state`.
+    Args:
+        projected: (B, Q, H·P + C + H), z, and the inputs that `rows` keeps.
+        rows: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and dt of [conv state, nodes];
+            `cache_state.parity` names the last tree's, and the caller flips it after all layers.
+        state: (B, H, P, S).
+        out: (B, Q, H·P), written; None returns a new tensor.
+
+    Returns y (B, Q, H·P) in projected's dtype, gated if `shape` says so.
     """
     num_new = projected.shape[1]
     places = conv_places(rows, shape.tail, topology, cache_state, 0, first, num_new)
@@ -236,7 +260,8 @@ def mamba_replay(
 ) -> Tensor:
     """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
 
-    Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
+    Args as in `mamba_tree`. Returns the new conv state with dt, (B, W − 1, C + H), for the caller
+    to write.
     """
     places = path_places(rows, shape.tail, cache_state)
     line = held_at(rows, places.before)
@@ -246,15 +271,17 @@ def mamba_replay(
 
 
 def _negative(A_log: Tensor) -> Tensor:
-    """A (H,)."""
+    """Return A (H,), negative."""
     return widened(A_log).exp().neg_()
 
 
 def _scan_inputs(
     seen: Tensor, weights: MixerWeights, shape: MixerShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (B, n, Gx, P), dt (B, n, H), B (B, n, Gb, S) and C (B, n, Gc, S) of n nodes, given what
-    `rows` keeps of the inputs that the conv sees at each, (B, n, W, C + H)."""
+    """Return x (B, n, Gx, P), dt (B, n, H), B (B, n, Gb, S) and C (B, n, Gc, S) of n nodes.
+
+    They are computed from the entries (B, n, W, C + H) of `rows` in each node's window.
+    """
     inputs = conv_channels(seen.narrow(-1, 0, shape.num_channels), shape)
     convolved = F.silu(convolve(inputs, weights.conv, weights.conv_bias))
     dt = positive_dt(seen[:, :, -1, shape.num_channels :], weights, shape)
@@ -263,7 +290,7 @@ def _scan_inputs(
 
 
 def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
-    """Projected x, B and C (…, C) as the conv takes them: x and B repeated a head if need be."""
+    """Return projected x, B and C (…, C) for the conv, with x and B repeated a head if needed."""
     if not shape.repeat_before_conv:
         return projected
     x, B, C = projected.split(shape.xbc_dims, dim=-1)
@@ -277,7 +304,7 @@ def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
 
 
 def split_channels(convolved: Tensor, shape: MixerShape) -> tuple[Tensor, Tensor, Tensor]:
-    """x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of the conv's output."""
+    """Split the conv's output into x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S)."""
     x_groups, b_groups, c_groups = shape.scan_groups
     x, B, C = convolved.split_with_sizes(shape.conv_dims, dim=-1)
     at = x.shape[:-1]
@@ -285,6 +312,6 @@ def split_channels(convolved: Tensor, shape: MixerShape) -> tuple[Tensor, Tensor
 
 
 def positive_dt(dt: Tensor, weights: MixerWeights, shape: MixerShape) -> Tensor:
-    """dt (…, H) after bias, softplus and clamp, in the accumulation dtype."""
+    """Return dt (…, H) after bias, softplus and clamp, in the accumulation dtype."""
     dt = F.softplus(widened(dt) + widened(weights.dt_bias))
     return dt if shape.dt_limit == (0.0, math.inf) else dt.clamp(*shape.dt_limit)

@@ -1,4 +1,4 @@
-"""MLPs of which each token has chosen a few, in plain PyTorch: the twins of `experts.py`.
+"""Mixture of MLPs, of which each token chooses a few, in plain PyTorch: twins of `experts.py`.
 
 Shapes: R rows (tokens of all sequences), E experts, K of them chosen by a row, I an expert's width.
 """
@@ -17,9 +17,12 @@ ALL_ROWS = 64  # whose outputs of all experts exist at once
 def choose_experts(
     logits: Tensor, correction: Tensor | None, router: Router
 ) -> tuple[Tensor, Tensor]:
-    """Weights in logits' dtype and indices of the chosen experts, (R, K) each.
+    """Return weights in logits' dtype and indices of the chosen experts, (R, K) each.
 
-    Args: logits (R, E) in fp32 or wider; correction (E,), of a router by sigmoid.
+    Args:
+        logits: (R, E) in fp32 or wider.
+        correction: (E,) of a router by sigmoid, else None.
+        router: The rule.
     """
     if router.softmax:
         best, chosen = logits.topk(router.top, dim=-1)
@@ -44,12 +47,19 @@ def choose_experts(
 def experts(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """down(activation(up·x)) of each row's experts, weighed and added up.
+    """Compute down(activation(up·x)) of each row's experts, weighed and added up.
 
-    Args: rows (R, D), weights and chosen (R, K), up (E, I, D) or, with a gate above it,
-    (E, 2·I, D), down (E, D, I), kind as in `activated`.
-    Returns parts of a sum, (S, R, D) in rows' dtype or wider; here one. No step waits for the
-    device.
+    No step waits for the device.
+
+    Args:
+        rows: (R, D).
+        weights: (R, K).
+        chosen: (R, K), indices of experts.
+        up: (E, I, D), or (E, 2·I, D) with a gate above it.
+        down: (E, D, I).
+        kind: As in `activated`.
+
+    Returns parts of a sum, (S, R, D) in rows' dtype or wider; here S = 1.
     """
     weights = weights.to(rows.dtype)
     if chosen.numel() <= len(up):
@@ -62,7 +72,7 @@ def experts(
 def _by_the_chosen(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """For few rows: only the chosen experts' weights are read, each for itself."""
+    """Compute few rows: read only the chosen experts' weights, for each row."""
     inner = torch.einsum("rd,rkid->rki", rows, up[chosen])
     inner = activated(inner, kind) * weights[..., None]
     return torch.einsum("rki,rkdi->rd", inner, down[chosen])
@@ -71,7 +81,7 @@ def _by_the_chosen(
 def _by_all(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """Every expert's products for every row: its weights are read once."""
+    """Compute every expert's products for every row: each weight is read once."""
     shape = len(rows), len(up)
     scale = weights.new_zeros(shape).scatter(1, chosen, weights).t()[..., None]
     unchosen = torch.ones(shape, dtype=torch.bool, device=rows.device).scatter(1, chosen, False)

@@ -1,4 +1,4 @@
-"""Norms, gates, activations and the end of a tree call, in plain PyTorch: twins of `pointwise.py`.
+"""Norms, gates, activations and the end of a tree call in plain PyTorch: twins of `pointwise.py`.
 
 Norms and gates are computed in fp32, or in fp64 when the inputs are.
 """
@@ -16,10 +16,15 @@ from stree_kernels.naive.dtypes import widened
 def add_rms_norm(
     x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + added (or x) and its root-mean-square norm, each (…, D) in x's dtype.
+    """Return x + added and its root-mean-square norm, each (…, D) in x's dtype.
 
-    added (S, …, D), the parts of a sum, as `linear_parts` gives it, or several such. With beside
-    (…, E), the norm is that of both next to each other, (…, D + E).
+    Args:
+        x: (…, D).
+        added: (S, …, D), parts of a sum as `linear_parts` returns them, or several such; None adds
+            nothing.
+        weight: (D,), or (D + E,) with `beside`.
+        eps: Of the norm.
+        beside: (…, E); the norm is then of [x + added, beside], (…, D + E). None is none.
     """
     if isinstance(added, tuple):
         added = torch.cat(added)
@@ -31,7 +36,7 @@ def add_rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, groups: int = 1, gate: Tensor | None = None
 ) -> Tensor:
-    """Root-mean-square norm of x·silu(gate), (…, D) in x's dtype, over groups of channels."""
+    """Return the root-mean-square norm of x·silu(gate), (…, D) in x's dtype, by groups."""
     wide = widened(x)
     if gate is not None:
         wide = wide * F.silu(widened(gate))
@@ -50,23 +55,22 @@ def rms_norm(
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    """Mamba-2's norm of y·silu(gate), both (…, C), over groups of channels."""
+    """Return Mamba-2's norm of y·silu(gate), both (…, C), over groups of channels."""
     return rms_norm(y, weight, eps, groups, gate)
 
 
 def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of each head's channels, then silu(gate): y and gate (…, H·V), weight (V,)."""
+    """Norm each head's channels, then multiply by silu(gate): y, gate (…, H·V), weight (V,)."""
     return gated(rms_norm(y.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2), gate)
 
 
 def gated(y: Tensor, gate: Tensor) -> Tensor:
-    """y·silu(gate) in y's dtype."""
+    """Return y·silu(gate) in y's dtype."""
     return (widened(y) * F.silu(widened(gate))).to(y.dtype)
 
 
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
-    """The norm of each head of q and k in qkv (…, (H + 2·num_k)·P), q, k and v side by side, with
-    one weight (P,) each; v stays."""
+    """Norm each head of q and k in qkv (…, (H + 2·num_k)·P), with one weight (P,) each; v stays."""
     heads = qkv.unflatten(-1, (-1, len(q_weight)))
     q, k, v = heads.split([heads.shape[-2] - 2 * num_k, num_k, num_k], dim=-2)
     q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
@@ -74,18 +78,18 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_
 
 
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
-    """y·sigmoid(gate) in y's dtype."""
+    """Return y·sigmoid(gate) in y's dtype."""
     return (widened(y) * widened(gate).sigmoid()).to(y.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate)·up of gate and up side by side, (…, 2·I) → (…, I)."""
+    """Return silu(gate)·up (…, I) of gate and up side by side, (…, 2·I)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def activated(y: Tensor, kind: str) -> Tensor:
-    """An MLP's inner values (…, I): of gate and up side by side, (…, 2·I), or of up alone."""
+    """Return an MLP's inner values (…, I) of gate and up side by side, (…, 2·I), or up alone."""
     if kind == "relu2":
         return F.relu(y).square()
     if kind == "swiglu":
@@ -95,7 +99,7 @@ def activated(y: Tensor, kind: str) -> Tensor:
 
 
 def advance(cache_state: CacheState) -> None:
-    """The end of a tree call: the path that it replayed is committed, its own tree is the last."""
+    """End a tree call: commit the path that it replayed, and make its tree the last one."""
     cache_state.length.add_(cache_state.path_length)
     cache_state.path_length.zero_()
     cache_state.parity.bitwise_xor_(1)

@@ -1,4 +1,4 @@
-"""Matrix products in plain PyTorch: the twins of `products.py` and `short_products.py`."""
+"""Matrix products in plain PyTorch: the twins of `products/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny  # which a row of zeros has
 
 
 def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
-    """x (…, D), or the norm of a stream, by a weight (E, D) → (…, E) in x's dtype."""
+    """Multiply x (…, D), or the norm of a stream, by a weight (E, D) to (…, E) in x's dtype."""
     x = norm(x) if isinstance(x, Stream) else x
     if isinstance(weight, Tensor):
         return F.linear(x, weight)
@@ -26,8 +26,10 @@ def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
 
 
 def in_8_bits(weight: Tensor) -> Scaled:
-    """A weight (E, D) with the largest number of each row as the largest of e4m3, 448; a row that
-    is not finite stays so."""
+    """Return a weight (E, D) in e4m3, scaled so that each row's largest number is 448.
+
+    448 is the largest number of e4m3. A row that is not finite stays so.
+    """
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), ROWS_AT_ONCE):
@@ -38,34 +40,35 @@ def in_8_bits(weight: Tensor) -> Scaled:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (T, D) as e4m3 numbers, and what each row (T, 1) is to be multiplied with, fp32."""
+    """Return x (T, D) as e4m3 numbers, and the fp32 scale of each row (T, 1)."""
     wide = widened(x)
     scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE).float()
     return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """`linear` in fp32 or wider, from what is not rounded first."""
+    """Compute `linear` in fp32 or wider, without rounding its inputs first."""
     return F.linear(widened(x), widened(weight))
 
 
 def laid(weight: Tensor) -> Tensor:
-    """A weight (E, D) stored as products of a few rows read it fastest: on a CPU input by input."""
+    """Store a weight (E, D) as products of few rows read it fastest: on a CPU input by input."""
     return weight.t().contiguous().t() if weight.device.type == "cpu" else weight.contiguous()
 
 
 def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
-    """`linear`, as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
+    """Compute `linear` as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
     return linear(x.norm_by(gated_rms_norm) if isinstance(x, Gated) else x, weight)[None]
 
 
 def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
-    """x (…, D), or the norm of a stream, by gate and up one above the other, (2·I, D), and SwiGLU
-    of both → (…, I)."""
+    """Multiply x (…, D), or a stream's norm, by gate and up (2·I, D); return SwiGLU (…, I)."""
     return swiglu(linear(x, weight))
 
 
 def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
-    """An MLP's inner values (…, I), as `activated` makes them of x (…, D) by a weight (2·I, D) and
-    an adapter's term, low (…, R) by up (2·I, R)."""
+    """Return an MLP's inner values (…, I) with an adapter.
+
+    They are `activated` of x (…, D) by a weight (2·I, D), plus low (…, R) by up (2·I, R).
+    """
     return activated(linear(x, weight) + linear(low, up), kind)

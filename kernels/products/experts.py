@@ -1,11 +1,11 @@
-"""MLPs of which each token has chosen a few, in three launches that read each once (Triton).
+"""Mixture of MLPs, of which each token chooses a few, in three launches (Triton).
 
-In `route_kernel` a program chooses a token's experts. In `up_kernel` each program lists those that
-any token has chosen, and serves one of them and some of its inner values, for all rows: a tensor
-core multiplies 16 rows in the time of one, so that rows which have not chosen the expert
-cost nothing, and are filled with zeros. In `down_kernel` a program adds up some outputs over a
-share of the list; the norm that follows adds up the shares. The naive twins are in
-`naive/mixture.py`.
+Each chosen expert's weights are read once. In `route_kernel` a program chooses a token's experts.
+In `up_kernel` each program lists those that any token has chosen, and serves one of them and some
+of its inner values, for all rows: a tensor core multiplies 16 rows in the time of one, so that rows
+which have not chosen the expert cost nothing, and are filled with zeros. In `down_kernel` a program
+adds up some outputs over a share of the list; the norm that follows adds up the shares. The naive
+twins are in `naive/mixture.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ CHOSEN_EXPERTS = 4096  # comparisons at a time of what is chosen with what there
 def choose_experts(
     logits: Tensor, correction: Tensor | None, router: Router
 ) -> tuple[Tensor, Tensor]:
-    """`naive.choose_experts` in one launch, but for groups; logits in fp32, contiguous. Of
-    equal logits the first wins."""
+    """Compute `naive.choose_experts` in one launch, except for groups; the first of equals wins.
+
+    logits are in fp32, contiguous.
+    """
     if router.top_groups < router.groups:
         return naive.choose_experts(logits, correction, router)
     assert logits.is_contiguous() and logits.dtype == torch.float32
@@ -53,7 +55,7 @@ def choose_experts(
 def experts(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """`naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
+    """Compute `naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
     (count, width), (num_experts, _, inner), top = rows.shape, _sizes(up, down), chosen.shape[1]
     if count > MOST_ROWS or kind not in KINDS:
         return naive.experts(rows, weights, chosen, up, down, kind)

@@ -1,9 +1,9 @@
 """The product with a small head and the best of each program's tokens in one launch (Triton).
 
-What `short_products.py` is to a product, and `top.py` to choosing, for the drafter that takes few
-tokens of a head that all multiprocessors hold at once: a program makes the logits of its tokens,
-adds the noise of rows that sample, and keeps the k best. A second launch, `top.py`'s, takes the k
-best of those. The naive twin is `naive.draw_children`.
+It joins `short.py`'s product and `sampling/top.py`'s choice, for a drafter that takes few tokens of
+a head which all multiprocessors hold at once: a program computes the logits of its tokens, adds the
+noise of rows that sample, and keeps the k best. A second launch, `top.py`'s, takes the k best of
+those. The naive twin is `naive.draw_children`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def draw_children(
     finite: Tensor,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """`naive.draw_children` in two launches."""
+    """Compute `naive.draw_children` in two launches."""
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
     if isinstance(x, Stream) and x.normed is not None:
         x = x.normed
@@ -61,7 +61,7 @@ def _multiply(
     count: int,
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, n, K), and of each row and program the `count` best scores and their tokens."""
+    """Return logits (B, n, K), and the `count` best scores and tokens of each row and program."""
     assert depths.is_contiguous() and (ids is None or ids.is_contiguous())
     (outputs, inputs), block_inputs = weight.shape, block_of(weight.shape[1])
     share, block_outputs, num_warps = shares_of(outputs, inputs, weight)

@@ -1,14 +1,14 @@
-"""Matrix products of a tree's few rows with a weight: what limits them is how fast it arrives.
+"""Matrix products of a tree's few rows with a weight, limited by the weight's arrival (Triton).
 
-`share_kernel` (Triton): each multiprocessor has one equal share of the outputs and reads its rows
-of the weight from end to end. cuBLAS cuts the outputs into tiles, of which a multiprocessor gets
-1.7, say; or it splits the sum, and adds the parts in another launch. With SwiGLU, gate and up lie
-side by side in a share, and only what SwiGLU makes of them is written. Up to 16 rows a row's
-result does not depend on how many others there are.
+In `share_kernel` each multiprocessor has one equal share of the outputs and reads its rows of the
+weight from end to end. cuBLAS cuts the outputs into tiles, of which a multiprocessor gets 1.7, for
+example, or it splits the sum, and adds the parts in another launch. With SwiGLU, gate and up lie
+side by side in a share, and only SwiGLU's result is written. Up to 16 rows, a row's result does not
+depend on the number of rows.
 
-Every multiprocessor reads all rows of the inputs. Where that would be more than its share of the
-weight, and a norm follows, the shares are of more outputs and of a part of the inputs; the norm
-adds up what the parts gave (`linear_parts`).
+Every multiprocessor reads all rows of the inputs. If these are larger than its share of the weight,
+and a norm follows, a share has more outputs and a part of the inputs; the norm adds up the parts
+(`linear_parts`).
 
 More rows, more outputs than a share can hold, and 32-bit numbers are left to NVIDIA's libraries.
 PyTorch gives a product to cuBLAS, and one with a bias to cuBLASLt, which chooses among other
@@ -32,11 +32,13 @@ from stree_kernels.pointwise import activated, gated_by
 
 @dataclass(frozen=True)
 class Tiling:
-    """Arrival of a share's weights.
+    """Tiling of a share's weights as they are loaded.
 
-    weights: numbers loaded at a time, of gate and of up each; stages: tiles that are loaded before
-    their use, if they fit; inputs_apart: the inputs come through registers, one tile before their
-    use, which leaves shared memory to the weights.
+    Attributes:
+        weights: Numbers loaded at a time, of gate and of up each.
+        stages: Tiles that are loaded before their use, if they fit.
+        inputs_apart: Whether inputs come through registers, one tile before their use, which
+            leaves shared memory to the weights.
     """
 
     weights: int
@@ -66,7 +68,7 @@ LT_ROWS = (32, 96)  # for which cuBLASLt is asked
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`naive.linear`, by shares where rows are few."""
+    """Compute `naive.linear`, by shares if rows are few."""
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     multiprocessors, _ = device_of(x)
@@ -81,12 +83,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def laid(weight: Tensor) -> Tensor:
-    """See `naive.laid`: output by output."""
+    """Store a weight as `naive.laid` does, output by output."""
     return weight.contiguous()
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """`naive.linear_wide`, by shares where rows are few."""
+    """Compute `naive.linear_wide`, by shares if rows are few."""
     outputs = len(weight)
     if x.numel() // x.shape[-1] <= MANY and x.dtype == weight.dtype and _fits(x, weight, outputs):
         return _by_shares(x, weight, outputs, dtype=torch.float32)
@@ -94,7 +96,7 @@ def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """`naive.linear_parts`, in several parts for more than `FEW` rows."""
+    """Compute `naive.linear_parts`, in several parts for more than `FEW` rows."""
     outputs, inputs = weight.shape
     multiprocessors, _ = device_of(x)
     if FEW < x.numel() // inputs <= MANY:
@@ -106,7 +108,7 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """`naive.linear_swiglu`, by shares where rows are few."""
+    """Compute `naive.linear_swiglu`, by shares if rows are few."""
     outputs = weight.shape[0] // 2
     if x.numel() // x.shape[-1] <= MANY and _fits(x, weight, outputs):
         return _by_shares(x, weight, outputs, gated="swiglu")
@@ -114,7 +116,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
-    """`naive.linear_adapted`, in one launch where rows are few; kind, with a gate."""
+    """Compute `naive.linear_adapted`, in one launch if rows are few; kind is one with a gate."""
     outputs, rank = weight.shape[0] // 2, up.shape[1]
     few = x.numel() // x.shape[-1] <= MANY and rank <= MOST_RANK
     if few and _fits(x, weight, outputs) and low.is_contiguous() and up.is_contiguous():
@@ -123,15 +125,17 @@ def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str
 
 
 def precision_of(tensor: Tensor) -> str:
-    """For `product`: fp32 stays exact to about 1e-6, and of 16-bit numbers the interpreter knows no
-    products."""
+    """Return the precision of `product`, which keeps fp32 exact to about 1e-6.
+
+    Triton's interpreter has no products of 16-bit numbers.
+    """
     if tensor.dtype == torch.float32:
         return "tf32x3"
     return "as given" if tensor.is_cuda else "tf32"
 
 
 def mixed_precision_of(dtype: torch.dtype) -> str:
-    """For `mixed_product`: fp16 has too small a range to hold any fp32 number in two."""
+    """Return the precision of `mixed_product`: fp16's range is too small for two fp16 numbers."""
     return {torch.float32: "tf32x3", torch.bfloat16: "in two", torch.float16: "tf32"}[dtype]
 
 
@@ -153,8 +157,10 @@ def _by_shares(
     adapter: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """gated, by which kind of MLP; adapter, as in `linear_adapted`; dtype, of the result (that of
-    x)."""
+    """Compute a product by shares.
+
+    gated is the kind of MLP, adapter as in `linear_adapted`, dtype the result's (None: that of x).
+    """
     inputs = x.shape[-1]
     assert inputs == weight.shape[1]
     rows = x.numel() // inputs
@@ -189,7 +195,7 @@ def _by_shares(
 
 
 def device_of(tensor: Tensor) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory of each."""
+    """Return the number of multiprocessors, and the bytes of shared memory of each."""
     if not tensor.is_cuda:
         return 4, SHARED_BYTES  # in the interpreter
     device = torch.cuda.get_device_properties(tensor.device)
@@ -198,8 +204,7 @@ def device_of(tensor: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A bias that changes nothing, made outside of any graph: a call is always run before it is
-    captured."""
+    """Return a bias of zeros, made outside of any graph: calls are run before they are captured."""
     return torch.zeros(size, dtype=dtype, device=device)
 
 
@@ -267,7 +272,7 @@ def share_kernel(
 
 @triton.jit
 def ask_for(rows, chunks: tl.constexpr):
-    """Let the first chunks of rows come to the L2 cache; rows (R, 1), where they begin."""
+    """Prefetch the first chunks of rows into the L2 cache; rows (R, 1) are their beginnings."""
     at = rows.to(tl.int64) + tl.arange(0, chunks)[None, :] * CHUNK
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
@@ -282,7 +287,7 @@ def input_tile(to_x, k, end, known):
 
 @triton.jit
 def weight_tile(weight, k, end, mine):
-    """Read once a call: what others keep in the L2 cache is to stay there."""
+    """Load a tile that is read once a call, without evicting other values from the L2 cache."""
     mask = mine[:, None] & (k < end)[None, :]
     return tl.load(weight + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
 

@@ -1,15 +1,15 @@
 """Matrix products of a few rows with a weight in 8 bits, a scale an output (Triton): a large head.
 
-Its outputs are too many for the registers (`short_products.py`) or for one share of a
-multiprocessor (`products.py`). So `scaled_kernel` goes through its share tile by tile, in one loop
-over all tiles and all inputs of each: the weights of the next tile arrive while this one is
-written. A share is one piece of memory, read once from end to end. In registers weights become what
-the inputs are, which is exact for e4m3; sums are fp32, and the scale comes last.
+The head has too many outputs for the registers (`short.py`) or for one share of a multiprocessor
+(`linear.py`). So `scaled_kernel` goes through its share tile by tile, in one loop over all tiles
+and all inputs of each: the weights of the next tile arrive while this one is written. A share is
+one range of memory, read once from end to end. In registers weights are converted to the type of
+the inputs, which is exact for e4m3; sums are fp32, and the scale comes last.
 
-The inputs are read again with each tile, from the L2 cache: the more outputs a tile has, the less
-of that there is. Rows beyond `MOST_ROWS` are for further programs, that read the weight again; they
-run beside those before, so that it comes from the L2 cache, too. A row's result does not depend on
-how many others there are, up to `FEW`.
+The inputs are read again with each tile, from the L2 cache: larger tiles need fewer such reads.
+Rows beyond `MOST_ROWS` are for further programs, which read the weight again; they run at the same
+time, so that it comes from the L2 cache, too. Up to `FEW` rows, a row's result does not depend on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from stree_kernels.products.linear import (
 
 @dataclass(frozen=True)
 class Tiling:
-    """Outputs of a tile, at most; how many times ahead weights arrive, this one counted, if those
-    ahead fit; warps; and programs a multiprocessor."""
+    """Tiling of a share: most outputs of a tile, tiles in flight if they fit, warps, programs.
+
+    The programs are those of a multiprocessor.
+    """
 
     outputs: int
     stages: int
@@ -52,7 +54,7 @@ AHEAD = 32768  # bytes of its share that a program asks for before the launch ah
 
 
 def linear(x: Tensor, weight: Scaled) -> Tensor:
-    """`naive.linear` by a weight in 8 bits."""
+    """Compute `naive.linear` by a weight in 8 bits."""
     outputs, inputs = weight.values.shape
     assert x.shape[-1] == inputs and weight.values.is_contiguous() and weight.scale.is_contiguous()
     x, rows = x.contiguous(), x.numel() // inputs

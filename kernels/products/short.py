@@ -1,14 +1,14 @@
 """Matrix products of a tree's few rows with a small weight, with the norm before them (Triton).
 
-What limits a small model's products is not how fast the weight arrives, but a launch and loads that
-wait for one another. So in `short_kernel` a program reads its rows of the weight whole, and before
-the launch ahead has ended: they are in its registers when the inputs come. The norm of the inputs,
-and the sum, the embeddings or the gate that are before it, are no launch of their own: every
-program makes them anew. A sum over a row is made in several parts at once, because each step of
-one waits for the last.
+A small model's products are not limited by the weight's arrival, but by launches and loads that
+wait for one another. So in `short_kernel` a program reads its rows of the weight whole, before the
+previous launch has ended: they are in its registers when the inputs come. The norm of the inputs,
+and the sum, the embeddings or the gate before it, are no launches of their own: every program
+computes them again. A sum over a row is computed in several parts at once, because each step of a
+sum waits for the one before.
 
-Up to `FEW` rows; a row's result does not depend on how many others there are. What does not fit the
-registers of all multiprocessors at once is for `products.py`.
+It serves up to `FEW` rows; a row's result does not depend on the number of rows. Weights that do
+not fit the registers of all multiprocessors at once are for `linear.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPLIT = 4  # parts of a sum
 
 
 def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
-    """`naive.linear` in one launch where it fits."""
+    """Compute `naive.linear` in one launch if it fits."""
     x = _as_normed(x)
     if fits(x, weight):
         return _product(x, weight)
@@ -44,7 +44,7 @@ def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
 
 
 def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
-    """`naive.linear_parts`, as `linear` in one part where that fits."""
+    """Compute `naive.linear_parts`, in one part as `linear` if that fits."""
     if fits(x, weight):
         return _product(x, weight)[None]
     if isinstance(x, Gated):
@@ -53,7 +53,7 @@ def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
 
 
 def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
-    """`naive.linear_swiglu` in one launch where it fits."""
+    """Compute `naive.linear_swiglu` in one launch if it fits."""
     x = _as_normed(x)
     if fits(x, weight, gated=True):
         return _product(x, weight, gated=True)
@@ -64,12 +64,12 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
 
 
 def norm(stream: Stream) -> Tensor:
-    """`naive.norm` in one launch."""
+    """Compute `naive.norm` in one launch."""
     return stream.norm_by(gather.embed_norm, pointwise.add_rms_norm)
 
 
 def _as_normed(x: Tensor | Stream) -> Tensor | Stream:
-    """A stream's norm, where that has been made or is a launch of its own in any case."""
+    """Return a stream's norm if it is computed, or needs a launch of its own; else the stream."""
     if isinstance(x, Stream) and (x.normed is not None or not x.is_plain):
         return norm(x)
     return x
@@ -142,7 +142,7 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
 
 
 def block_of(inputs: int) -> int:
-    """At least 128, so that 8 rows are spread over threads, and added up, as 16 are."""
+    """Return the block of a row, at least 128, so that 8 rows are added up in the order of 16."""
     return max(128, triton.next_power_of_2(inputs))
 
 
@@ -230,7 +230,7 @@ def tile_of(
 
 @triton.jit
 def short_product(tile, values, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """(outputs, rows) of (outputs, inputs) and (rows, inputs)."""
+    """Multiply (outputs, inputs) and (rows, inputs) to (outputs, rows)."""
     if SPLIT == 1:
         return product(tile, tl.trans(values), PRECISION)
     else:

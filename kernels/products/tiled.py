@@ -1,9 +1,9 @@
 """Matrix products of some dozens of rows with gate and up, and SwiGLU, in one launch (Triton).
 
-From 65 rows on a multiprocessor's share of a weight (`products.py`) waits for the inputs as long as
+From 65 rows on, a multiprocessor's share of a weight (`linear.py`) waits for the inputs as long as
 for the weight. Here both come as tiles that the copy engine fetches (compute capability 9.0): a
 program has a tile of gate's outputs and the same of up's. cuBLAS takes as long for the product, but
-then SwiGLU is a launch of its own, and neither of the two begins before the one ahead has ended.
+then SwiGLU is a launch of its own, and neither begins before the previous launch has ended.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """`naive.linear_swiglu` in one launch."""
+    """Compute `naive.linear_swiglu` in one launch."""
     inputs = x.shape[-1]
     rows, outputs = x.numel() // inputs, weight.shape[0] // 2
     out = x.new_empty(*x.shape[:-1], outputs)

@@ -27,8 +27,10 @@ def accept_choices(
     root: Tensor,
     report: Tensor,
 ) -> None:
-    """`naive.accept_choices` in one launch; last strides are 1, and all but tokens, path, block and
-    report are contiguous."""
+    """Compute `naive.accept_choices` in one launch; last strides are 1.
+
+    All tensors except tokens, path, block and report are contiguous.
+    """
     batch, num_nodes = tokens.shape
     num_flags = 1 if finite is None else finite[0].numel()
     num_places = triton.next_power_of_2(num_nodes)

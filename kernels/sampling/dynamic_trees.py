@@ -1,7 +1,7 @@
-"""Token trees that grow on the device: which nodes, and what a call reads of them (Triton).
+"""Dynamic trees on the device: choose their nodes, and build the topology of a call (Triton).
 
 One program a sequence picks nodes by their values; one a few nodes of a sequence walks up from each
-of them. The naive twins are in `naive/growth.py`.
+of them. The naive twins are in `naive/sampling/dynamic_trees.py`.
 
 Launches that follow read what these write. That is safe before their own `follow`, too, for all but
 the next one: see `launch.py`.
@@ -24,8 +24,7 @@ LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
 
 
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
-    """`naive.build_topology` in one launch; all contiguous but parents, whose last stride is
-    1."""
+    """Compute `naive.build_topology` in one launch; all contiguous, parents with last stride 1."""
     batch, size = parents.shape
     assert parents.stride(1) == 1
     assert all(
@@ -44,7 +43,7 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
 def pick_level(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
-    """`naive.pick_level` in one launch; last strides are 1."""
+    """Compute `naive.pick_level` in one launch; last strides are 1."""
     _pick(values, drawn_by, first, end, picks, parents, None, None, None, None, None)
 
 
@@ -58,8 +57,7 @@ def pick_tree(
     parents: Tensor,
     depths: Tensor,
 ) -> None:
-    """`naive.pick_tree` in one launch; last strides are 1, and depths' rows as far apart as
-    tokens'."""
+    """Compute `naive.pick_tree` in one launch; last strides are 1, depths' row strides tokens'."""
     numbers = torch.empty(values.shape, dtype=torch.int32, device=values.device)
     assert depths.stride() == tokens.stride()
     _pick(
@@ -183,7 +181,7 @@ def pick_kernel(
 
 @triton.jit
 def _key(at, known):
-    """Whole numbers in the order of values up to 0, NaN with −∞."""
+    """Return whole numbers in the order of values up to 0, NaN with −∞."""
     value = tl.load(at, mask=known, other=0.0)
     value = tl.where(value != value, -float("inf"), value)
     # Without the sign their bits grow as they fall

@@ -1,9 +1,9 @@
 """The k best tokens of each row of logits, k small, in two launches (Triton).
 
-A general top-k sorts; choosing wants three or so of 10⁴-10⁵ tokens. Each program takes the k
-best of a piece of a row, then one program a row takes the k best of those. Ties go to the
-smaller token. Rows that sample add noise to their scores first, in fp64, and are then alike: a
-sample is the best token of what it gives. The naive twins are `naive.choose_best` and
+A general top-k sorts, while a choice needs about three of 10⁴-10⁵ tokens. Each program takes the k
+best of a part of a row, then one program a row takes the k best of those. Ties go to the smaller
+token. Rows that sample first add noise to their scores, in fp64, and are then treated alike: a
+sample is the token with the best sum. The naive twins are `naive.choose_best` and
 `naive.choose_children`.
 """
 
@@ -24,7 +24,7 @@ MOST_UNROLLED = 8  # code as long as a tree is wide takes minutes to compile
 
 
 def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
-    """`naive.choose_best` for logits (B, n, V) with unit last stride, in two launches."""
+    """Compute `naive.choose_best` for logits (B, n, V) with unit last stride, in two launches."""
     shape = logits.shape[:2]
     tokens = torch.empty(shape, device=logits.device, dtype=torch.long)
     highest = torch.empty(shape, device=logits.device, dtype=torch.float32)
@@ -43,7 +43,7 @@ def choose_children(
     values: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> None:
-    """`naive.choose_children` in the same two launches; depths, places and ids contiguous."""
+    """Compute `naive.choose_children` in the same two launches; depths, places, ids contiguous."""
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
     assert nodes is None or nodes.stride(1) == 1
     assert values is None or values.stride(1) == 1

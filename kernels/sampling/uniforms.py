@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, not on what was drawn before (Triton).
+"""Random numbers that depend on their use, not on earlier draws (Triton).
 
-Philox4x32-10 (Salmon et al. 2011), a function of a request's seed, the position of a token in its
-sequence, and the place of use: a request's tokens are the same whatever shares its batch. The naive
-twins are `naive.uniforms` and, of what `top.py` adds to scores, `naive.token_noise`.
+Philox4x32-10 (Salmon et al. 2011) is a function of a request's seed, the position of a token in its
+sequence, and the place of use: a request's tokens do not depend on the rest of the batch. The naive
+twins are `naive.uniforms` and, for the noise that `top.py` adds to scores, `naive.token_noise`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def uniform(seed, position, place):
-    """In [0, 1), of 53 bits; seed and position are numbers, place is a block."""
+    """Draw in [0, 1), with 53 bits; seed and position are numbers, place is a block."""
     c0 = place.to(tl.uint32)
     c1 = c0 * 0 + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = c0 * 0 + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -24,7 +24,7 @@ def uniform(seed, position, place):
 
 @triton.jit
 def token_noise(seed, position, token):
-    """Gumbel noise of a block of tokens; seed and position are numbers, or blocks that fit it."""
+    """Draw Gumbel noise for a block of tokens; seed and position are numbers, or such blocks."""
     c0 = (token >> 1).to(tl.uint32)
     c1 = c0 * 0 + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = c0 * 0 + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)

@@ -1,17 +1,17 @@
-"""RejectionSampling drafts by what they were drawn from, without a distribution in memory (Triton).
+"""Judge drafts by their probabilities, without a distribution in memory (Triton).
 
 Three kernels for all rules of `naive.accept_drafts`, the naive twin:
 
 1. `rows_kernel` sums up each row of logits by pieces: the highest, and Σ e^{(x − highest) / T}.
 2. `siblings_kernel` judges the children at one place of all nodes (multi-step), or of those of a
    level (traversal, where a node's share comes from its parent's): each child's chance, and by
-   pieces what it leaves of the target's distribution, Σ max(a·p − q, 0), and of the drafter's, Σ q.
+   pieces the rest of the target's distribution, Σ max(a·p − q, 0), and of the drafter's, Σ q.
 3. `walk_kernel`, a program a row, tosses the coins, walks, draws the token after the path, and
-   commits it. To draw, it reads one piece of logits: the sums say which.
+   commits it. To draw, it reads the one piece of logits that the sums name.
 
-What a token is left with after j siblings is a function of its two logits and of 2·j such sums, so
-whoever needs it computes it from the logits (`after_siblings`). A step takes 2 launches and one
-a place among siblings, for traversal on each level. Exponentials are as wide as
+A token's rest after j siblings is a function of its two logits and of 2·j such sums, so that each
+kernel computes it from the logits (`after_siblings`). A step takes 2 launches and one for each
+place among siblings, for traversal on each level. Exponentials are as wide as
 `naive.accumulation_dtype`, sums of pieces fp64.
 """
 
@@ -38,8 +38,10 @@ WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more
 
 
 class Rows(NamedTuple):
-    """Rows of logits, each sequence's nodes first and then what its drafts were drawn from, and
-    what pieces of them sum up to; Any is a tensor on the host and a pointer on the device."""
+    """Rows of logits, each sequence's target's first and then its drafter's, and sums of pieces.
+
+    Any is a tensor on the host and a pointer on the device.
+    """
 
     target: Any
     target_strides: Any  # of sequences and nodes
@@ -56,7 +58,7 @@ class Rows(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Trees, and what siblings leave: left (B, N, K, 2, pieces) of target and drafter."""
+    """Trees, and the rests after siblings: left (B, N, K, 2, pieces) of target and drafter."""
 
     tokens: Any
     token_stride: Any
@@ -95,8 +97,7 @@ def accept_drafts(
     root: Tensor,
     report: Tensor,
 ) -> None:
-    """`naive.accept_drafts`; last strides are 1, and all of a tree but its tokens is
-    contiguous."""
+    """Compute `naive.accept_drafts`; last strides are 1, trees' tensors but tokens contiguous."""
     batch, num_nodes, vocabulary = logits.shape
     widest = drafts.children.shape[2]
     drawn = None if rule == "naive" else drafts.logits
@@ -146,7 +147,7 @@ def accept_drafts(
 
 
 def _judged(rule: str, drafts: Drafts, num_nodes: int) -> list[tuple[Tensor | None, int, int]]:
-    """For each launch the nodes (B, n) whose children it judges, None for all; n, and the place."""
+    """Yield for each launch the nodes (B, n) whose children it judges (None: all), n and place."""
     if rule == "multi_step":
         places = max((places.shape[2] for _, places in drafts.levels), default=0)
         return [(None, num_nodes, place) for place in range(places)]
@@ -177,7 +178,7 @@ def rows_kernel(rows, WIDE: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.cons
 
 @triton.jit
 def load_piece(rows, row, piece, WIDE: tl.constexpr, PIECE: tl.constexpr):
-    """Tokens, and their logits in a row."""
+    """Load a piece's tokens, and their logits in a row."""
     token = piece * PIECE + tl.arange(0, PIECE)
     per_sequence = rows.num_nodes + rows.num_drawn
     sequence, at = row // per_sequence, row % per_sequence
@@ -195,15 +196,17 @@ def load_piece(rows, row, piece, WIDE: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def scaled(below, temperature, WIDE: tl.constexpr):
-    """e^{below / T} of logits less the highest one, 0 where that is −∞, too."""
+    """Return e^{below / T} of logits less the highest one, and 0 if that is −∞, too."""
     by = tl.where(temperature > 0, temperature, 1.0).to(WIDE)
     return tl.where(below <= 0, tl.exp(below / by), 0.0)
 
 
 @triton.jit
 def row_sums(rows, row, temperature, PIECES: tl.constexpr):
-    """A row's highest logit and the first token that has it, and what its pieces sum up to; at
-    temperature 0 all of it is on that token."""
+    """Return a row's highest logit, the first token that has it, and the sums of its pieces.
+
+    At temperature 0 all of the sum is on that token.
+    """
     piece = tl.arange(0, PIECES)
     known = piece < rows.pieces
     at = row * rows.pieces + piece
@@ -220,7 +223,7 @@ def row_sums(rows, row, temperature, PIECES: tl.constexpr):
 def weights(
     rows, row, piece, temperature, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):
-    """A piece of a row's distribution, not normalised, with the row's sum."""
+    """Return a piece of a row's distribution, not normalised, with the row's sum."""
     token, value = load_piece(rows, row, piece, WIDE, PIECE)
     top, best, part = row_sums(rows, row, temperature, PIECES)
     weight = scaled(value - top.to(WIDE), temperature, WIDE)
@@ -413,7 +416,7 @@ def walk_kernel(
 
 @triton.jit
 def write(commit, sequence, step, longest, token):
-    """A new token: in the block, the report, and the next root, which the last one is."""
+    """Write a new token to the block, the report and the root, which the last token becomes."""
     tl.store(commit.block + sequence * commit.block_stride + 1 + step, token)
     tl.store(commit.report + sequence * commit.report_stride + 2 + step, token)
     tl.store(commit.root + sequence, token)
@@ -424,7 +427,7 @@ def are_finite(
     rows, finite, num_flags, sequence, num_nodes,
     NODES: tl.constexpr, PIECES: tl.constexpr, BESIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """1 when all logits were, 0 when the target's were not, −1 when the drafter's."""
+    """Return 1 if all logits are finite, 0 if the target's are not, −1 if the drafter's are not."""
     node = tl.arange(0, NODES)
     row = sequence * (rows.num_nodes + rows.num_drawn) + node
     known = (node < num_nodes)[:, None]
@@ -477,7 +480,7 @@ def draw(
     rows, trees, sequence, node, siblings, step, seed, position,
     RULE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The token after a node, from what its first children leave: first a piece, then a token."""
+    """Draw the token after a node from the rest after its first children: a piece, then a token."""
     temperature = tl.load(rows.temperature + sequence)
     at = sequence * (rows.num_nodes + rows.num_drawn) + node
     _, _, mass = row_sums(rows, at, temperature, PIECES)

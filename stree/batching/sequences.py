@@ -146,7 +146,7 @@ class RunningSequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt tokens are still to be read."""
+        """True while prompt tokens are still to be read."""
         return self.num_read < len(self.prompt)
 
     @property

@@ -187,7 +187,7 @@ class BatchState:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether `kept` changes logits of any row."""
+        """True if `kept` changes logits of any row."""
         return self.filtered or self.penalised
 
     def remember(self) -> None:

@@ -102,12 +102,12 @@ class DrafterName:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a folder without any prefix."""
+        """True for a folder without any prefix."""
         return self.is_folder and not self.float8 and self.draws_in_turn
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder of the target's tokenizer, without n-grams.
+        """True for a folder of the target's tokenizer, without n-grams.
 
         Its head may be in 8 bits, and it may draw siblings in any way.
         """
@@ -115,12 +115,12 @@ class DrafterName:
 
     @property
     def draws_in_turn(self) -> bool:
-        """Whether siblings are drawn without replacement, which is the default."""
+        """True if siblings are drawn without replacement, which is the default."""
         return self.siblings is SiblingSampling.WITHOUT_REPLACEMENT
 
     @property
     def grows(self) -> bool:
-        """Whether it fills dynamic trees, as `Drafter.grows`."""
+        """True if it fills dynamic trees, as `Drafter.grows`."""
         return self.is_folder and self.siblings is not SiblingSampling.INDEPENDENT
 
     def corpus_text(self) -> str:

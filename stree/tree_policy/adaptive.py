@@ -141,7 +141,7 @@ class AdaptiveTrees:
 
     @property
     def drafts(self) -> bool:
-        """Whether drafters have to read the prompts of new requests."""
+        """True if drafters have to read the prompts of new requests."""
         return self.current != PLAIN
 
     def choose(self, num_rows: int) -> TokenTree:

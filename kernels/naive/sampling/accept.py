@@ -1,4 +1,4 @@
-"""The walk along the target's own choices, in plain PyTorch: the twin of `accept.py`."""
+"""Acceptance along the target's own choices in plain PyTorch: the twin of `sampling/accept.py`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,25 @@ def accept_choices(
     root: Tensor,
     report: Tensor,
 ) -> None:
-    """Follow the target's own choices down each tree, and write down what was accepted.
+    """Follow the target's own choices down each tree, and write the accepted path.
 
-    Args: best (B, N) and highest (B, N), the token that the target chooses after each node and its
-    score; tokens (B, N) and parents (B, N) of the trees; finite (B, …) bool or None, which of the
-    drafter's logits were; active (B,) bool, whose rows decode at all. Written: path (B, K) and
-    path_length (B,), the accepted nodes; in active rows block (B, 1 + M), how many new tokens there
-    are and the tokens, the target's own last one included, position (B,), which moves on by as
-    many, and root (B, 1), the last of them; report (B, 2 + 2·M): 1 when all logits were finite, 0
-    when the target's were not, −1 when the drafter's; the same as block; and the path. M is above
-    the trees' depth.
+    M is larger than the trees' depth.
+
+    Args:
+        best: (B, N), the token that the target chooses after each node.
+        highest: (B, N), its score.
+        tokens: (B, N) of the trees.
+        parents: (B, N) of the trees.
+        finite: (B, …) bool, which of the drafter's logits were finite; None without logits.
+        active: (B,) bool, rows that decode.
+        path: (B, K), written: the accepted nodes.
+        path_length: (B,), written: their number.
+        block: (B, 1 + M), written in active rows: the number of new tokens, and the tokens, the
+            target's own last one included.
+        position: (B,), moved on by that number in active rows.
+        root: (B, 1), written in active rows: the last new token.
+        report: (B, 2 + 2·M), written: 1 when all logits were finite, 0 when the target's were not,
+            −1 when the drafter's were not; the block; and the path.
     """
     longest = (report.shape[1] - 2) // 2
     node = torch.zeros_like(root)

@@ -1,4 +1,4 @@
-"""Growing of token trees on the device, in plain PyTorch: the twins of `dynamic_trees.py`.
+"""Dynamic trees on the device in plain PyTorch: the twins of `sampling/dynamic_trees.py`.
 
 Shapes: B sequences, N nodes of a tree, P nodes of a pool, from which a tree is chosen, I of them
 that have children (the root first), Q picks, W conv width.
@@ -64,15 +64,20 @@ def pick_tree(
     parents: Tensor,
     depths: Tensor,
 ) -> None:
-    """The nodes of each pool with the largest values, as a tree, the largest first: a smaller tree
-    would be its first nodes.
+    """Pick the nodes of each pool with the largest values as a tree, the largest first.
 
-    No child has a larger value than its parent, and of equal ones the first win: so the parents of
-    picks are picks, and come before them.
+    A smaller tree is its first nodes. No child has a larger value than its parent, and of equal
+    values the first wins: so the parents of picks are picks, and come before them.
 
-    Args: values (B, P) and drawn_by (P,) as in `pick_level`, the root first with the value 0; drawn
-    (B, I), the nodes from which others were drawn; pool_depths (P,) int32 and pool_tokens (B, P).
-    Written, all (B, N): tokens, parents (−1 for the root) and depths int32.
+    Args:
+        values: (B, P) as in `pick_level`, the root first with the value 0.
+        drawn_by: (P,) as in `pick_level`.
+        drawn: (B, I), nodes from which others were drawn.
+        pool_depths: (P,) int32.
+        pool_tokens: (B, P).
+        tokens: (B, N), written.
+        parents: (B, N), written; −1 for the root.
+        depths: (B, N) int32, written.
     """
     picks = _ranked(values)[:, : tokens.shape[1]]
     tokens.copy_(pool_tokens.gather(1, picks))
@@ -84,6 +89,6 @@ def pick_tree(
 
 
 def _ranked(values: Tensor) -> Tensor:
-    """Places from the largest down; of equal ones the first first."""
+    """Return indices from the largest value down; of equal values the first comes first."""
     values = torch.where(values.isnan(), -torch.inf, values)
     return values.sort(dim=1, descending=True, stable=True).indices

@@ -1,4 +1,4 @@
-"""Choice of the tokens after a node, in plain PyTorch: the twins of `top.py` and `head.py`.
+"""Choice of the tokens after a node in plain PyTorch: twins of `top.py` and `products/head.py`.
 
 Shapes: B batch, N tree nodes, n of them, V vocabulary, k children of a node.
 """
@@ -50,7 +50,7 @@ def choice_scores(
 
 
 def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
-    """The token that is chosen after each node, (B, n), and its score, (B, n).
+    """Return the token that is chosen after each node, (B, n), and its score, (B, n).
 
     The score is not finite when any logit of the row is NaN or +∞. Args as in `choice_scores`.
     """
@@ -69,16 +69,20 @@ def choose_children(
     values: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> None:
-    """Write the best tokens after some nodes to their places in the trees; nothing waits for the
-    device.
+    """Write the best tokens after some nodes to their children, without waiting for the device.
 
-    Args: logits (B, n, V), depths, sampling and ids as in `choice_scores`; places (B, n, k), the
-    node of its tree that takes each of the best, −1 for none; tokens (B, N), written there; finite
-    (B, n) bool, written: no logit is NaN or +∞. With nodes (B, n), those that the logits are of,
-    values (B, N) fp32 are written likewise: how sure the path down to a node is. A child's is its
-    parent's plus the logarithm of its share in the softmax of logits + temperature · noise: the
-    target chooses the best of those, by its own logits, so a share means the same at all
-    temperatures.
+    The value of a child is its parent's plus the logarithm of its share in the softmax of
+    logits + temperature · noise. The target chooses the best of these by its own logits, so that a
+    share means the same at all temperatures.
+
+    Args:
+        logits: (B, n, V), as in `choice_scores`, like depths, sampling and ids.
+        places: (B, n, k), the child that takes each of the best tokens, −1 for none.
+        tokens: (B, N), written at `places`.
+        finite: (B, n) bool, written: no logit is NaN or +∞.
+        nodes: (B, n), nodes that the logits are of; None without values.
+        values: (B, N) fp32, written at `places`: the log-probability of each child's path; None
+            for no values.
     """
     every = choice_scores(logits, depths, sampling, ids)
     scores, best = every.topk(places.shape[2], dim=-1)
@@ -103,8 +107,10 @@ def choose_children(
 def draw_children(
     x: Tensor | Stream, weight: Tensor | Scaled, depths: Tensor, *others: Any
 ) -> Tensor:
-    """`choose_children` by the logits (B, n, K) of a head (K, D), which are returned, given rows x
-    (B, n, D) or a stream ahead of its norm."""
+    """Choose children by the logits (B, n, K) of a head (K, D), and return the logits.
+
+    x is rows (B, n, D), or a stream before its norm. Other arguments as in `choose_children`.
+    """
     logits = linear(x, weight)
     choose_children(logits, depths, *others)
     return logits

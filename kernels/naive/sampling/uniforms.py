@@ -1,5 +1,7 @@
-"""Random numbers that depend on seed, position and use alone, in plain PyTorch: the twins of
-`uniforms.py`, and of the noise that `top.py` adds to scores."""
+"""Random numbers that depend on seed, position and use alone, in plain PyTorch.
+
+The functions are the twins of `sampling/uniforms.py`, and of the noise that `sampling/top.py` adds.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)  # what the words of a key grow by
 
 
 def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-    """Random numbers in [0, 1), (B, P) fp64: a function of seed, position and place alone.
+    """Return random numbers in [0, 1), (B, P) fp64, by seed, position and place alone.
 
-    Philox4x32-10 (Salmon et al. 2011) with the seed as key and (place, position, 0) as counter; the
+    Philox4x32-10 (Salmon et al. 2011) has the seed as key and (place, position, 0) as counter; the
     first two of its four words give 53 bits.
 
-    Args: seeds (B,) and positions (B,) int64, not negative; places (B, P) int64 below 2³².
+    Args:
+        seeds: (B,) int64, not negative.
+        positions: (B,) int64, not negative.
+        places: (B, P) int64 below 2³².
     """
     words = _philox(seeds[:, None], places, positions[:, None] + torch.zeros_like(places), 0)
     return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
@@ -26,13 +31,16 @@ def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
 def token_noise(
     seeds: Tensor, positions: Tensor, num_tokens: int, ids: Tensor | None = None
 ) -> Tensor:
-    """Gumbel noise (B, n, V) fp64 of each token: a function of seed, position and token alone.
+    """Return Gumbel noise (B, n, V) fp64 of each token, by seed, position and token alone.
 
-    −log(−log u) of uniform numbers of 52 bits, never 0 or 1: two of a Philox counter (half the
-    token, position, 1).
+    It is −log(−log u) of uniform numbers u of 52 bits, never 0 or 1; a Philox counter (half the
+    token, position, 1) gives two of them.
 
-    Args: seeds (B,), positions (B, n) int64, not negative; ids (V,), the tokens, in place of the
-    first num_tokens.
+    Args:
+        seeds: (B,) int64, not negative.
+        positions: (B, n) int64, not negative.
+        num_tokens: V, for the first tokens.
+        ids: (V,), the tokens; None is the first `num_tokens`.
     """
     if ids is None:
         pairs = torch.arange(-(-num_tokens // 2), device=seeds.device)
@@ -50,7 +58,7 @@ def token_noise(
 
 
 def _philox(seeds: Tensor, places: Tensor, positions: Tensor, stream: int) -> list[Tensor]:
-    """The four words at counter (place, position, stream), the seed being the key."""
+    """Return the four words at counter (place, position, stream), with the seed as key."""
     places, low, high = torch.broadcast_tensors(places, positions & _WORD, positions >> 32)
     # Constants are made where they are needed: nothing waits for the device.
     numbers = torch.arange(10, device=places.device).view(-1, *[1] * places.dim())

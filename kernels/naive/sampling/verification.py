@@ -1,8 +1,7 @@
-"""Verifiers that judge drafts by what they were drawn from, in plain PyTorch: the twins of
-`verification.py`.
+"""Rules of verifiers that judge drafts by their probabilities, in plain PyTorch.
 
-Each rule keeps the target's distribution exactly; what they are, and who found them, stands in
-stree/verifiers/.
+They are the twins of `sampling/verification.py`. Each rule keeps the target's distribution exactly;
+stree/verifiers/ says where each comes from.
 
 Shapes: B rows, N nodes of the largest tree, K children of the widest node, V vocabulary, M tokens
 that a step yields at most.
@@ -35,12 +34,16 @@ def accept_drafts(
     report: Tensor,
     choose: Choose | None = None,
 ) -> None:
-    """Judge drafted trees by a rule, naive, multi_step or traversal, and write down what passes.
+    """Judge drafted trees by a rule, and write the accepted path.
 
-    Args: logits (B, N, V) after every node, −∞ for tokens that a row leaves out; sampling, whose
-    position moves on; active, path, path_length, block, root and report as in
-    `naive.accept_choices`. choose, for tests, draws indices (B, n) from probs (B, n, V) for places
-    of use (B, n); by default the rows' own random numbers do.
+    Args:
+        rule: "naive", "multi_step" or "traversal".
+        logits: (B, N, V) after every node, −∞ for tokens that a row leaves out.
+        drafts: The drafts, and the drafter's logits.
+        sampling: Settings of the rows; its position moves on.
+        active: (B,) bool; it and the next five as in `naive.accept_choices`.
+        choose: For tests: draws indices (B, n) from probs (B, n, V) for places of use (B, n). None
+            uses the rows' own random numbers.
     """
     judge = dict(naive=accept_naive, multi_step=accept_multi_step, traversal=accept_traversal)[rule]
     chooser = choose or Chooser(sampling)
@@ -61,8 +64,13 @@ def accept_drafts(
 
 @dataclass
 class Accepted:
-    """path (B, M) nodes from the root, of which count (B,) are accepted (0 in idle rows); tokens
-    (B, M), of which as many are new: the drafts on the path, and the target's own."""
+    """Accepted paths.
+
+    Attributes:
+        path: (B, M) nodes from the root.
+        count: (B,) accepted nodes of the path, and new tokens; 0 in idle rows.
+        tokens: (B, M), the drafts on the path, and the target's own token.
+    """
 
     path: Tensor
     count: Tensor
@@ -70,7 +78,7 @@ class Accepted:
 
 
 class Chooser:
-    """Draws by inverting cumulative distributions with the rows' own random numbers."""
+    """Draw by inverting cumulative distributions with the rows' own random numbers."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -85,13 +93,15 @@ class Chooser:
 
 
 def coin(share: Tensor, places: Tensor, choose: Choose) -> Tensor:
-    """Bool (B, n), true with the probabilities share (B, n)."""
+    """Toss coins (B, n) that are true with probabilities share (B, n)."""
     return choose(torch.stack([1.0 - share, share], -1), places) > 0
 
 
 def distribution(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Each row's probabilities, fp64, of logits (B, …, V) at its temperature (B,); at 0 all of it
-    on the best token."""
+    """Return fp64 probabilities of logits (B, …, V) at each row's temperature (B,).
+
+    Temperature 0 puts all on the best token.
+    """
     temperature = temperature.view([-1] + [1] * (logits.dim() - 1))
     greedy = temperature == 0
     scores = logits.double() / torch.where(greedy, 1.0, temperature)
@@ -103,10 +113,15 @@ def distribution(logits: Tensor, temperature: Tensor) -> Tensor:
 def accept_naive(
     logits: Tensor, drafts: Drafts, active: Tensor, temperature: Tensor, choose: Choose
 ) -> Accepted:
-    """Walk down each tree; every level is computed, whether it counts or not. Of siblings with one
-    token the first is followed.
+    """Walk down each tree along the target's samples; the first of siblings with one token counts.
 
-    Args: logits and drafts as in `accept_drafts`; active (B,) bool and temperature (B,).
+    Every level is computed, whether it counts or not.
+
+    Args:
+        logits: As in `accept_drafts`.
+        drafts: As in `accept_drafts`.
+        active: (B,) bool.
+        temperature: (B,).
     """
     at = torch.arange(len(drafts.tokens), device=logits.device)
     node = torch.zeros_like(at)
@@ -132,16 +147,16 @@ def accept_naive(
 def accept_multi_step(
     logits: Tensor, drafts: Drafts, active: Tensor, temperature: Tensor, choose: Choose
 ) -> Accepted:
-    """Walk down each tree; every level is computed, whether it counts or not.
+    """Walk down each tree by multi-step speculative sampling.
 
-    A child x is accepted with probability min(1, p(x) / q(x)), where q is what it was drawn from
-    (without replacement: less the siblings before it);
-    after a rejection p becomes max(p − q, 0) renormalised, and the next sibling is tried. A point
-    mass is accepted with probability p(x), and a rejection leaves p without x; so is a child for
-    which the drafter had no token of any probability left. Greedy rows are the limit in which p is
-    all on the best token.
+    A child x is accepted with probability min(1, p(x) / q(x)), where q is the distribution that it
+    was drawn from (without replacement: less the siblings before it). After a rejection p becomes
+    max(p − q, 0) renormalised, and the next sibling is tried. A deterministic draft is accepted
+    with probability p(x), and a rejection leaves p without x; so is a child for which the drafter
+    had no token of any probability left. Greedy rows are the limit in which p is all on the best
+    token. Every level is computed, whether it counts or not.
 
-    Args: as in `accept_naive`.
+    Args are those of `accept_naive`.
     """
     batch = len(drafts.tokens)
     at = torch.arange(batch, device=logits.device)
@@ -188,14 +203,14 @@ def accept_multi_step(
 def accept_traversal(
     logits: Tensor, drafts: Drafts, active: Tensor, temperature: Tensor, choose: Choose
 ) -> Accepted:
-    """Judge all nodes of each tree at once: how much of the target's mass there is for a node does
-    not depend on any coin, only on the drafts that come before it (`share_out`).
+    """Judge all nodes of each tree at once, from the leaves up (traversal verification).
 
-    A node passes with the share that its children have left of its own, and the token after it is
-    drawn from what they have left of the target's distribution there. The root has the share 1, and
-    passes when nothing else did.
+    The target's mass for a node does not depend on any coin, only on the drafts before it
+    (`share_out`). A node passes with the share that its children have left of its own, and the
+    token after it is drawn from the rest of the target's distribution there. The root has the share
+    1, and passes when no other node does.
 
-    Args: as in `accept_naive`.
+    Args are those of `accept_naive`.
     """
     batch, size = drafts.tokens.shape
     at = torch.arange(batch, device=logits.device)[:, None]
@@ -249,15 +264,18 @@ def share_out(
     drafts: Drafts,
     temperature: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the children of nodes (B, n), whose share is (B, n), theirs.
+    """Divide the share (B, n) of nodes (B, n) among their children.
 
-    With a the node's share, p the target's distribution and q what a child x was drawn from, the
-    child gets min(1, a·p(x) / q(x)). What it could not take, max(a·p − q, 0) of mass s, stays: for
-    the next child p is that renormalised, and a is s / (s + 1 − a), the share among those cases in
-    which all before were rejected.
+    With a the node's share, p the target's distribution and q the distribution that a child x was
+    drawn from, the child gets min(1, a·p(x) / q(x)). The rest max(a·p − q, 0), of mass s, stays:
+    for the next child p is that renormalised, and a is s / (s + 1 − a), the share among the cases
+    in which all children before were rejected.
 
-    Args: places (B, n, K), the children, −1 for none. Returns their shares (B, n, K), and what they
-    leave: of the share (B, n), and of the target's distribution (B, n, V).
+    Args:
+        places: (B, n, K), the children, −1 for none.
+
+    Returns the children's shares (B, n, K), the rest of the share (B, n), and the rest of the
+    target's distribution (B, n, V).
     """
     at = torch.arange(len(nodes), device=nodes.device)[:, None]
     target = distribution(logits[at, nodes], temperature)
@@ -286,8 +304,10 @@ def share_out(
 class Siblings:
     """Distributions from which some nodes' children were drawn, one after the other.
 
-    offered (…, V): the drafter's distribution after each node, None where all children are points;
-    taken (…, V): its tokens that earlier siblings have taken; independent siblings take none.
+    Attributes:
+        offered: (…, V), the drafter's distribution after each node; None if all children are
+            deterministic.
+        taken: (…, V), tokens that earlier siblings have taken; independent siblings take none.
     """
 
     offered: Tensor | None
@@ -308,8 +328,11 @@ class Siblings:
         return cls(offered, torch.zeros_like(like, dtype=torch.bool), drafts.independent)
 
     def drawn_from(self, token: Tensor, is_point: Tensor) -> Tensor:
-        """The next child's distribution (…, V); all of it is on its token (…, 1) where that is a
-        point (…, 1), or the drafter had nothing left."""
+        """Return the next child's distribution (…, V).
+
+        All of it is on its token (…, 1) if the child is deterministic, point (…, 1), or the drafter
+        had no probability left.
+        """
         point = torch.zeros_like(self.taken, dtype=torch.float64).scatter_(-1, token, 1.0)
         if self.offered is None:
             return point
@@ -318,7 +341,7 @@ class Siblings:
         return torch.where(is_point | (total == 0), point, left / total)
 
     def take(self, token: Tensor, out: Tensor) -> None:
-        """Siblings drawn later are not these tokens (…, 1), where out (…, 1)."""
+        """Take tokens (…, 1) out of the distribution of later siblings, where out (…, 1)."""
         if self.independent:
             return
         self.taken = self.taken.scatter(-1, token, out | self.taken.gather(-1, token))
