@@ -278,3 +278,9 @@ def attention_mask(
     column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
     mask = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
     return mask, (column > num_nodes)[:, None, :, None]
+
+
+def columns_of(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Return the columns (…) of tokens (…) in a head over ids (K,), ascending; K for no column."""
+    columns = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    return torch.where(ids[columns] == tokens, columns, len(ids))
