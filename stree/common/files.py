@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stree.common.errors import CannotWrite, CheckpointRefused
+from stree.common.locks import holding
 from stree.common.plain_data import MAX_BYTES, read_json
 
 MANIFEST_NAME = "MANIFEST.json"
@@ -32,8 +33,9 @@ MANIFEST_VERSION = 1
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _READ_SUBFOLDER = "additional_chat_templates"  # the only one that `transformers` looks into
 
-_LEFTOVER = re.compile(r"\.tmp-(?P<old>old-)?(?P<pid>\d+)-[0-9a-f]{8}-(?P<host>.*)")
-_FOREIGN_LEFTOVER_AGE_S = 24 * 3600.0
+_LEFTOVER = re.compile(r"\.tmp-(?P<old>old-)?(?P<pid>\d+)-[0-9a-f]{8}-(?P<host>[^-]*)-?(?P<ns>\d*)")
+_FOREIGN_AGE_S = 24 * 3600.0
+_UNLOCKED_AGE_S = 60.0  # a writer locks its folder right after it has made it
 _REFUSED_WRITE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
     errno.EFBIG, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
@@ -132,9 +134,10 @@ def publish_directory(
         temporary = _temporary_path(path.parent)
         try:
             temporary.mkdir()
-            yield temporary
-            _write_manifest(temporary, manifest_extra or {})
-            _put_in_place(temporary, path, overwrite)
+            with holding(temporary, wait=True):
+                yield temporary
+                _write_manifest(temporary, manifest_extra or {})
+                _put_in_place(temporary, path, overwrite)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             _in_use.discard(temporary)
@@ -247,9 +250,10 @@ def require_own_files(
 def sweep_leftovers(parent: str | os.PathLike[str]) -> list[Path]:
     """Remove the `.tmp-*` entries of `parent` whose writer is dead; return what was removed.
 
-    A writer on this host counts as dead when its process is gone; an entry of another host, or
-    of unknown origin, when untouched for a day. A directory that an interrupted overwrite had
-    moved aside, and whose place is still empty, is put back first.
+    A writer on this host counts as dead when its process is gone; where that cannot be seen (in
+    another container), when its entry is unlocked and untouched for a minute; an entry of another
+    host, of unknown origin or without locks, when untouched for a day. A directory that an
+    interrupted overwrite had moved aside, and whose place is still empty, is put back first.
     """
     parent = Path(parent)
     swept = []
@@ -408,25 +412,41 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _temporary_path(parent: Path, kind: str = "") -> Path:
-    host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
-    path = parent / f".tmp-{kind}{os.getpid()}-{secrets.token_hex(4)}-{host}"
+    host, namespace = _origin()
+    path = parent / f".tmp-{kind}{os.getpid()}-{secrets.token_hex(4)}-{host}-{namespace}"
     _in_use.add(path)
     return path
 
 
+def _origin() -> tuple[str, str]:
+    """Return this host's name and the number of the process IDs' namespace ("0" if unknown)."""
+    host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
+    try:
+        return host, re.sub(r"[^0-9]", "", os.readlink("/proc/self/ns/pid")) or "0"
+    except OSError:
+        return host, "0"
+
+
 def _is_abandoned(entry: Path) -> bool:
     match = _LEFTOVER.fullmatch(entry.name)
-    this_host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
-    if match and match["host"] == this_host:
+    host, namespace = _origin()
+    is_near = match is not None and match["host"] == host
+    if match and is_near and match["ns"] in ("", namespace):  # older ones name no namespace
         pid = int(match["pid"])
         # Our own number on an entry that is not ours: a restarted container reuses numbers.
-        if pid == os.getpid() or not _is_running(pid):
-            return True
+        return pid == os.getpid() or not _is_running(pid) or _is_untouched(entry, False)
+    return _is_untouched(entry, is_near)
+
+
+def _is_untouched(entry: Path, is_near: bool) -> bool:
+    """Return True when no writer holds an entry, and none has touched it for a day, or for a minute
+    where its lock tells because it is of this host (`is_near`)."""
     try:
-        age_s = time.time() - entry.lstat().st_mtime
-    except FileNotFoundError:
+        with holding(entry) as is_free:
+            age_s = time.time() - entry.lstat().st_mtime
+    except (BlockingIOError, FileNotFoundError):
         return False
-    return age_s > _FOREIGN_LEFTOVER_AGE_S
+    return age_s > (_UNLOCKED_AGE_S if is_near and is_free else _FOREIGN_AGE_S)
 
 
 def _is_running(pid: int) -> bool:
@@ -435,7 +455,7 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

@@ -26,6 +26,7 @@ from stree.common.files import (
     verify_manifest,
     write_atomically,
 )
+from stree.common.locks import holding
 from stree.common.plain_data import MAX_BYTES
 
 
@@ -51,7 +52,7 @@ def leftover(folder, pid, kind="", host=None):
     files._in_use.discard(own)
     _, _, own_host = own.name.removeprefix(".tmp-").split("-", 2)
     path = folder / f".tmp-{kind}{pid}-0123abcd-{host or own_host}"
-    path.mkdir()
+    path.mkdir(parents=True)
     return path
 
 
@@ -349,6 +350,37 @@ def test_sweep_removes_the_dead_and_spares_the_living(tmp_path):
     (tmp_path / "step").mkdir()
     assert set(sweep_leftovers(tmp_path)) == {dead, reused_number, old_elsewhere}
     assert set(tmp_path.iterdir()) == {living, elsewhere, tmp_path / "step"}
+
+
+def test_sweep_judges_writers_of_other_containers_by_their_locks(tmp_path, monkeypatch):
+    """Their process numbers say nothing here: a minute without a lock does, and without a host in
+    common, a day."""
+    origin = files._origin()
+    monkeypatch.setattr(files, "_origin", lambda: (origin[0], "1"))
+    pid, ago = dead_process_id(), (time.time() - 120,) * 2
+    fresh, stale, held = (leftover(tmp_path / name, pid) for name in ("fresh", "stale", "held"))
+    elsewhere = leftover(tmp_path / "elsewhere", pid, host="anothernode")
+    monkeypatch.setattr(files, "_origin", lambda: origin)
+    for each in (stale, held, elsewhere):
+        os.utime(each, ago)
+    with holding(held):
+        swept = {each: sweep_leftovers(each.parent) for each in (fresh, stale, held, elsewhere)}
+    assert swept == {fresh: [], stale: [stale], held: [], elsewhere: []}
+    assert sweep_leftovers(held.parent) == [held]
+
+
+def test_sweep_spares_what_another_container_is_writing(tmp_path, monkeypatch):
+    """A folder in the making is locked, however long ago it was touched."""
+    origin = files._origin()
+    monkeypatch.setattr(files, "_origin", lambda: (origin[0], "1"))
+    with publish_directory(tmp_path / "step") as folder:
+        (folder / "weights").write_text("")
+        os.utime(folder, (0, 0))
+        monkeypatch.setattr(files, "_origin", lambda: origin)
+        files._in_use.clear()
+        assert sweep_leftovers(tmp_path) == []
+    verify_manifest(tmp_path / "step")
+    assert hidden(tmp_path) == []
 
 
 def test_sweep_spares_what_this_process_is_writing(tmp_path):
