@@ -118,6 +118,24 @@ class CacheCLI(DistillCLI):
         writer.require_space()
         if options["dry_run"] or not writer.missing():
             return
+
+        def say_waiting() -> None:
+            print(f"waiting for another command that fills {writer.directory}", flush=True)
+
+        with workers.locked(writer.directory, say_waiting):
+            writer.require_same_cache()  # as the other command left it
+            if writer.missing():
+                self._fill(writer, data, workers, device, precision)
+        left = len(writer.missing())
+        if workers.is_main:
+            print(f"{writer.directory}: {_state(left, len(writer.shards))}", flush=True)
+
+    def _fill(
+        self, writer: CacheWriter, data: ConversationDataModule, workers: Workers,
+        device: torch.device, precision: str,
+    ) -> None:  # fmt: skip
+        model = self.options["model"]
+        dtype = model["target_dtype"]
         target = load_model(model["target"], device, loaded_dtype(dtype))
         if dtype == "float8":
             require_float8(device)
@@ -129,9 +147,6 @@ class CacheCLI(DistillCLI):
             **describe_code(),
         }
         writer.write(target, data.pad_id, data.batch_size, workers, made_with, precision)
-        left = len(writer.missing())
-        if workers.is_main:
-            print(f"{writer.directory}: {_state(left, len(writer.shards))}", flush=True)
 
     def _describe_run(
         self, data: ConversationDataModule, on_cuda: bool, dtype: torch.dtype, precision: str

@@ -111,6 +111,22 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if not missing:
         return
+
+    def say_waiting() -> None:
+        EvaluationProgress().say(f"waiting for another command that fills {options['out']}")
+
+    with workers.locked(generation.folder, say_waiting):
+        generation.require_same_data()  # as the other command left it
+        if generation.missing():
+            fill(options, generation, workers, progress)
+
+
+def fill(
+    options: dict[str, Any], generation: Generation, workers: Workers, progress: EvaluationProgress
+) -> None:
+    """Load the models and write this worker's share of what is missing in the folder."""
+    spec = generation.spec
+    device, dtype = pick_device(options["device"]), pick_dtype(options["dtype"])
     tokenizer = load_tokenizer(options["target"])
     target = load_model(options["target"], device, dtype)
     drafter = None

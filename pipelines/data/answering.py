@@ -174,7 +174,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.folder, self.spec = Path(folder), spec
         self.prompts, self.tree_policy = prompts, tree_policy
-        self._require_same_data()
+        self.require_same_data()
 
     def missing(self) -> list[int]:
         shards = range(self.spec.num_shards)
@@ -280,7 +280,8 @@ class Generation:
     def _path(self, shard: int) -> Path:
         return shard_path(self.folder, self.spec, shard)
 
-    def _require_same_data(self) -> None:
+    def require_same_data(self) -> None:
+        """Raise UsageError when the folder holds data of another description."""
         found = read_spec(self.folder)
         if found is None or found == self.spec:
             return

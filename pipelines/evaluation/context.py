@@ -7,7 +7,8 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
@@ -24,6 +25,7 @@ from stree.common.words import device_name
 from stree.loading import find_device
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.records import Environment
+from stree_pipelines.evaluation.result_store import LOCK_NAME, locked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
@@ -65,6 +67,18 @@ class Workers:
             if rank in os.environ and count in os.environ:
                 return cls(int(os.environ[rank]), int(os.environ[count]))
         return cls()
+
+    @contextmanager
+    def locked(self, folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Keep other commands out of a folder that these workers fill, each with its own part.
+
+        Waits for them after calling `on_wait()`. The same worker of two launches counts as two.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(locked(folder / LOCK_NAME, on_wait, shared=self.count > 1))
+            if self.count > 1:
+                stack.enter_context(locked(folder / f"{LOCK_NAME}-{self.rank}", on_wait))
+            yield
 
     def leave(self) -> None:
         """Disconnect at the end of a command, together with the others.

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from stree.common.errors import BadData
 from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
+from stree.common.locks import take_lock
 from stree.speculation_profile import first_fault
 from stree_pipelines.evaluation.records import (
     Reading,
@@ -148,6 +149,23 @@ def read_archive(path: Path) -> dict[str, list[SampleRow]]:
     return found
 
 
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None], shared: bool = False) -> Iterator[None]:
+    """Hold a lock file, made with its folder where there is none, inside the block.
+
+    Waits until it is free, after calling `on_wait()`; a killed holder's lock is gone. A `shared`
+    lock keeps out those alone that do not share it. Raises CannotWrite when the disk refuses.
+    """
+    with reporting_refusals(path, codes=None):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a")  # noqa: SIM115 (closed below)
+    with file:
+        if not take_lock(file.fileno(), shared):
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+
+
 class ResultStore:
     """The evaluation folder: results, samples and journals."""
 
@@ -156,24 +174,9 @@ class ResultStore:
 
     @contextmanager
     def locked(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Keep other evaluations out of the folder, whose timing and journals they would disturb.
-
-        Waits until it is free, after calling `on_wait()`; a killed holder's lock is gone.
-        """
-        path = self.directory / LOCK_NAME
-        with reporting_refusals(path, codes=None):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a")  # noqa: SIM115 (closed below)
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                on_wait()
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                # Some network filesystems have no locks: taking turns is then up to the user.
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
+        """Keep other evaluations out of the folder, whose timing and journals they would disturb;
+        wait for them after calling `on_wait()`."""
+        with locked(self.directory / LOCK_NAME, on_wait):
             yield
 
     def results(self) -> list[ResultRow]:

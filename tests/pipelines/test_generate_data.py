@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +33,14 @@ from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree.models.slicing import slice_drafter
 from stree_pipelines import cache_teacher, distill, generate_data
+from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data import answering
 from stree_pipelines.data.answering import seed_of
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec
 from stree_pipelines.data.packing import TokenTable, shared_out
+from stree_pipelines.evaluation.context import Workers
 
 NUM_PROMPTS, TEMPERATURES = 6, (0.0, 0.7, 1.0)
 
@@ -227,6 +230,26 @@ def test_what_is_there_is_not_made_again(workspace, whole, monkeypatch, capsys):
     monkeypatch.setattr(generate_data, "load_model", None)
     generate(workspace, whole)
     assert "4 of 4 shards are there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["7", "8"])
+def test_a_second_command_waits_and_looks_again(workspace, whole, tmp_path, monkeypatch, seed):
+    """The first one fills the folder while the second one waits: by its settings or by others."""
+    first, said = ExitStack(), []
+    first.enter_context(Workers().locked(tmp_path / "data", pytest.fail))
+
+    def say(progress, line):
+        said.append(line)
+        if "waiting for another command" in line:
+            shutil.copytree(whole, tmp_path / "data", dirs_exist_ok=True)
+            first.close()
+
+    monkeypatch.setattr(EvaluationProgress, "say", say)
+    monkeypatch.setattr(generate_data, "load_model", None)
+    with nullcontext() if seed == "7" else pytest.raises(UsageError, match="seed was 7, now 8"):
+        generate(workspace, tmp_path / "data", "--seed", seed)
+    assert f"waiting for another command that fills {tmp_path / 'data'}" in said
+    assert shards_of(tmp_path / "data") == shards_of(whole)
 
 
 @pytest.mark.parametrize("order", ["10", "01"])

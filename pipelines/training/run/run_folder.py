@@ -6,8 +6,6 @@ RUN/config.yaml (resolved), RUN/command.json (command line, commit, versions), R
 from __future__ import annotations
 
 import csv
-import errno
-import fcntl
 import io
 import json
 import shutil
@@ -24,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from stree.common.errors import BadData, CannotWrite, CheckpointRefused, UsageError
 from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
+from stree.common.locks import take_lock
 from stree.common.plain_data import parse_yaml, read_text
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.context import describe_code
@@ -87,23 +86,15 @@ def take_run_folder(run_dir: Path) -> IO[str]:
     with reporting_refusals(run_dir / LOCK_NAME, codes=None):
         file = open(run_dir / LOCK_NAME, "a", encoding="utf-8")  # noqa: SIM115 (the caller's)
     deadline = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
+    while not take_lock(file.fileno()):
+        if time.monotonic() > deadline:
             file.close()
             raise UsageError(
                 f"another training is running in {run_dir}: wait for its end, or choose another "
                 "--run_dir"
-            ) from None
-        except OSError as error:
-            # Some network filesystems have no locks: one training at a time is up to the user.
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-        return file
+            )
+        time.sleep(0.1)
+    return file
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class CacheWriter:
         self.tables = dict(tables)
         self.plans = {split: ShardPlan.of(table, spec) for split, table in tables.items()}
         self.identity = identity_of(spec, describe_splits(self.tables, self.plans))
-        self._require_same_cache()
+        self.require_same_cache()
 
     @property
     def num_positions(self) -> int:
@@ -182,7 +182,8 @@ class CacheWriter:
             log_tail[places] = top.log_tail.cpu().numpy()
         return {"ids": spec.encode_ids(ids), "log_probs": log_probs, "log_tail": log_tail}
 
-    def _require_same_cache(self) -> None:
+    def require_same_cache(self) -> None:
+        """Raise UsageError when the folder holds another cache."""
         found = read_cache_file(self.directory)
         if found is None:
             return

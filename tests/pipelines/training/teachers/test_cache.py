@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 from collections import namedtuple
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from stree.common.files import publish_directory
 from stree_pipelines import cache_teacher, distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.packing import TokenTable
+from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.training import distillation
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.module import shift_left
@@ -76,7 +78,7 @@ def small(workspace, tmp_path_factory) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in paths
@@ -212,6 +214,28 @@ def test_processes_share_the_shards_and_need_not_meet(workspace, tmp_path, monke
         make_cache(workspace, tmp_path / "two", *arguments)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
     assert len(made) == len(set(made)) == len(list((tmp_path / "two").glob("*/shard-*"))) > 4
+
+
+def test_a_second_command_waits_and_looks_again(workspace, tmp_path, monkeypatch):
+    """The first one fills the folder by other settings while the second one waits."""
+    make_cache(workspace, tmp_path / "whole", "--top_k", "8")
+    first, cache = ExitStack(), tmp_path / "cache"
+    first.enter_context(Workers().locked(cache, pytest.fail))
+    take_turns = Workers.locked
+
+    def locked(workers, folder, on_wait):
+        def finish_first():
+            on_wait()
+            shutil.copytree(tmp_path / "whole", cache, dirs_exist_ok=True)
+            first.close()
+
+        return take_turns(workers, folder, finish_first)
+
+    monkeypatch.setattr(Workers, "locked", locked)
+    monkeypatch.setattr(cache_teacher, "load_model", None)
+    with pytest.raises(UsageError, match=r"holds another teacher cache .*top_k was 8, now 4"):
+        make_cache(workspace, cache, "--top_k", "4")
+    assert files_of(cache) == files_of(tmp_path / "whole")
 
 
 def test_a_full_disk_is_refused_before_anything_is_loaded(workspace, tmp_path, monkeypatch):
