@@ -248,7 +248,8 @@ def snakes_figure_4(folder: Path) -> Made:
     rows = bench_rows(folder, what="serve")
     require_rows(rows, "serve", folder)
     ways = ("plain", "tree", "modes")
-    heads = ("batch size", "τ", *(f"tokens/s, {way}" for way in ways), "tree", "modes")
+    titles = ("plain", "tree", "chosen")
+    heads = ("batch size", "τ", *(f"tokens/s, {title}" for title in titles), *titles[1:])
     lines: list[Cells] = [heads]
     for row in sorted(rows, key=lambda row: (row["tau"], row["num_rows"])):
         lines.append((

@@ -181,8 +181,8 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "ours is the 73 M hybrid of `make chat`, at T = 0, n-grams of prompt "
               "and answer without a corpus", COMPARE, POLICIES, paper_tables.snakes_5),
         Entry("snakes-figure-4", "throughput against batch size", A10G,
-              RANDOM + ", at given τ, with a drafter, plain and with the tree of 13; modes is "
-              "what measured costs choose; the figure's values are not in the text. Of "
+              RANDOM + ", at given τ, with a drafter, plain, with the tree of 13, and with the "
+              "tree that measured costs choose; the figure's values are not in the text. Of "
               "real text in a queue `bench_queue.py` prints a table of its own",
               decode("serve", "8b", options='--taus "[2.5,1.5]" --num_steps 40'), BATCH,
               paper_benches.snakes_figure_4),
