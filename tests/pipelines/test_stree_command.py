@@ -236,13 +236,15 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
         "--benchmarks starter --tree configs/trees/paper.yaml --limit 1 --max_new_tokens 4 "
         "--temperatures 0 --out eval"
     )
-    told = run(str(installed / "python"), "-c", SESSION, "doctor", evaluation, "report eval")
+    typed = ("doctor", "corpus data", evaluation, "report eval")
+    told = run(str(installed / "python"), "-c", SESSION, *typed)
     assert "Everything that is needed works." in told
     assert all(Path(each).is_relative_to(installed.parent) for each in told.splitlines()[-3:])
     assert {row.method for row in ResultStore(empty / "eval").results()} == {
         "autoregressive", "vanilla_sd", "stree"
     }  # fmt: skip
     assert (empty / "eval/report.html").is_file()
+    assert (empty / "data/train.jsonl").is_file()
 
 
 @pytest.mark.parametrize(
