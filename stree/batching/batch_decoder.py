@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 
@@ -23,7 +23,6 @@ from stree import verifiers
 from stree.batching.checks import (
     checked_sequence,
     not_finite,
-    require_fillable,
     require_partners,
     require_target,
 )
@@ -45,12 +44,12 @@ from stree.batching.step_timing import context_of, measure_step_times
 from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
 from stree.common.clock import PhaseClock, recorded
-from stree.common.errors import UsageError, naming_what_does_not_fit
+from stree.common.errors import UsageError
 from stree.common.lru import LRUCache
 from stree.common.words import counted
 from stree.drafters import Drafter
 from stree.drafters.cross_tokenizer import CrossTokenizerSpec
-from stree.drafters.model import ModelDrafter, ModelDrafterSpec
+from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.generation import (
     GenerationConfig,
@@ -58,13 +57,12 @@ from stree.generation import (
     require_whole,
 )
 from stree.model_words import described, placed
-from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees, deepest_of, largest_of, trees_of
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 from stree_kernels import ops
@@ -161,26 +159,11 @@ class BatchDecoder(RequestServer):
         if (num_positions := target.config.num_positions) is not None:
             # Beyond it nothing is served; the last tree may reach further
             max_length = min(max_length, num_positions + self.max_nodes + 1)
-        new_cache = target.new_cache
-        if require_backtracking(backtracking) == "joint" and drafter is not None:
-            if not isinstance(target, HybridModel):
-                raise UsageError(
-                    f'backtracking "joint" is for a HybridModel, the target is a '
-                    f'{type(target).__name__}: take "replay"'
-                )
-            new_cache = partial(new_cache, backtracking=backtracking)
-        fewer = "num_rows or max_length" if num_rows > 1 else "max_length"
-        with naming_what_does_not_fit(
-            f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
-            f"{num_rows} × buffers for {max_length} tokens and {self.max_nodes} nodes",
-        ):
-            if isinstance(drafter, ModelDrafterSpec | NGram | CrossTokenizerSpec):
-                read = [each.num_inner for each in choices if isinstance(each, BeamTree)]
-                most = max([self.max_nodes, *read])
-                drafter = drafter.for_decoder(target, num_rows, max_length, most)
-            self.cache = new_cache(max_length, self.max_nodes, num_rows)
-        self.cache.variant.copy_(torch.arange(num_rows))
-        require_fillable(drafter, self.verifier, choices)
+        step = Step.new(
+            target, drafter, self.verifier, choices, num_rows=num_rows, max_length=max_length,
+            max_nodes=self.max_nodes, backtracking=backtracking,
+        )  # fmt: skip
+        self.cache, drafter = step.cache, step.drafter
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
@@ -188,7 +171,6 @@ class BatchDecoder(RequestServer):
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
         self._prefill_marks: deque[tuple[Any, Any]] = deque()  # when they began and were done
-        step = Step(target, self.cache, drafter, self.verifier)
         self.runner = runner_of(step)
         self.prefixes: PrefixCache | None = None
         if num_prefixes:
@@ -247,7 +229,7 @@ class BatchDecoder(RequestServer):
                 f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
             )
         sequence = checked_sequence(self, request)
-        self._require_same_models()
+        self.runner.step.require_same_models()
         self._follow_weights()
         self.prefill.admit(row, sequence)
         self._sequences[row] = sequence  # last: whatever fails before, the row is still free
@@ -421,9 +403,9 @@ class BatchDecoder(RequestServer):
                 self.prepare_prefill(row)
             for tree in trees_of(self.tree_policy):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
-                rows, tree_batch, longest, position = self._step_of(self._sequences, trees)
-                for most in {longest, self._longest(tree_batch, deepest)}:
-                    self.runner.prepare(rows, tree_batch, most, position)
+                inputs = self._inputs_of(self._sequences, trees)
+                for most in {inputs.longest, self._longest(inputs.tree_batch, deepest)}:
+                    self.runner.prepare(replace(inputs, longest=most))
 
     def prepare_prefill(self, row: int) -> None:
         """Capture the graphs that the prefill of a row needs, if its prompt is still to be read."""
@@ -512,10 +494,9 @@ class BatchDecoder(RequestServer):
             self._next = num_rows, self.adaptive_trees.choose(num_rows)
 
     def _launch(self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]) -> None:
-        rows, tree_batch, longest, position = self._step_of(decoding, trees)
-        clock, drafted = self.phase_clock, tree_batch.num_nodes > 1
-        mark = clock.mark if clock else _no_mark
-        self.runner.launch(rows, tree_batch, longest, position, mark)
+        inputs = self._inputs_of(decoding, trees)
+        clock, drafted = self.phase_clock, inputs.tree_batch.num_nodes > 1
+        self.runner.launch(inputs, clock.mark if clock else _no_mark)
         if clock is not None:
             clock.end_call()
         left_behind = self.drafter is not None and not drafted
@@ -529,10 +510,10 @@ class BatchDecoder(RequestServer):
                 launched[row] = each, tree
         self._launched.append(InFlightStep(launched, drafted))
 
-    def _step_of(
+    def _inputs_of(
         self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]
-    ) -> tuple[BatchState, TreeBatch, int, int]:
-        """Return rows, tree batch, longest block and largest root position of a step.
+    ) -> StepInputs:
+        """Return the inputs of a step of the rows that decode, each with its tree.
 
         All rows that are taken take part, or their buffers would fall behind.
         """
@@ -543,20 +524,21 @@ class BatchDecoder(RequestServer):
             idle = PLAIN
         of_rows = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
-        prepared = self._prepared.get(idle)
-        if prepared is None or (prepared.trees, prepared.generations) != (of_rows, generations):
+        inputs = self._prepared.get(idle)
+        if inputs is None or (inputs.trees, inputs.generations) != (of_rows, generations):
             tree_batch = make_tree_batch(of_rows, self.target.device)
             rows = self.rows.narrow(0, batch, generations)
-            self._prepared[idle] = prepared = StepInputs(of_rows, generations, rows, tree_batch)
-        prepared.generations = generations  # the same objects, so that the next step compares fast
-        rows, tree_batch = prepared.rows, prepared.tree_batch
-        longest = self._longest(tree_batch, max(each.longest for each in self._sequences.values()))
+            inputs = StepInputs(rows, tree_batch, 1, 0, of_rows, generations)
+            self._prepared[idle] = inputs
+        inputs.generations = generations  # the same objects, so that the next step compares fast
+        longest = max(each.longest for each in self._sequences.values())
+        inputs.longest = self._longest(inputs.tree_batch, longest)
         # A row that has ended may have dropped tokens of its last block
-        position = max(
+        inputs.position = max(
             each.position + each.ahead + (each.longest if each.finish_reason else 0)
             for row, each in self._sequences.items() if row in trees or each.finish_reason
         )  # fmt: skip
-        return rows, tree_batch, longest, position
+        return inputs
 
     def _collect(self) -> list[StepOutput]:
         launch, report = self._take_launched(), self.runner.collect()
@@ -600,27 +582,10 @@ class BatchDecoder(RequestServer):
     def _fail(self, row: int, sequence: RunningSequence, who: str) -> StepOutput:
         sequence.finish_reason = "error"
         self.rows.active[row] = False
-        models = [(name, model) for name, model, _ in self._models() if name == who]
+        models = [(name, model) for name, model, _ in self.runner.step.models() if name == who]
         tokens = sequence.prompt + sequence.stop.tokens
         error = not_finite(who, models, sequence.stats.num_calls, tokens)
         return StepOutput(row, [], "error", error)
-
-    def _models(self) -> list[tuple[str, HybridModel, Any]]:
-        """Return name, model and cache of target and drafter, as far as they have weights."""
-        models = []
-        if isinstance(self.target, HybridModel):
-            models.append(("target", self.target, self.cache))
-        if isinstance(self.drafter, ModelDrafter):
-            models.append(("drafter", self.drafter.model, self.drafter.cache))
-        return models
-
-    def _require_same_models(self) -> None:
-        for name, model, cache in self._models():
-            if (model.dtype, model.device) != (cache.dtype, cache.device):
-                raise UsageError(
-                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
-                    f"for {cache.dtype} on {cache.device}: make a new decoder"
-                )
 
 
 def _no_mark(phase: str) -> None: ...

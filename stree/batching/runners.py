@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stree.batching.prefillers import Called, ChunkedPrefill, EagerPrefill
+from stree.batching.sequences import StepInputs
 from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.host_copy import AsyncHostCopy, HostCopy
@@ -55,20 +56,10 @@ class EagerRunner:
         self.weights = Weights(step)
 
     @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
-    def launch(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int, mark: Mark
-    ) -> None:
-        """Start a step.
-
-        Args:
-            rows: The rows that take part.
-            tree_batch: A tree for each row.
-            longest: The most tokens of any row's block, which is the most nodes of any accepted
-                path.
-            position: The largest position of any row's root, rows that have not begun excepted.
-            mark: Called with the name of each phase that ends.
-        """
-        bound, tree_batch = position + tree_batch.num_nodes, tree_batch.own()
+    def launch(self, inputs: StepInputs, mark: Mark) -> None:
+        """Start a step; `mark` is called with the name of each phase that ends."""
+        rows, tree_batch, longest = inputs.rows, inputs.tree_batch.own(), inputs.longest
+        bound = inputs.position + tree_batch.num_nodes
         longest_path: int | None = longest
         if rows.block.device.type == "cpu":  # reading the counts does not wait for a device
             counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
@@ -81,7 +72,7 @@ class EagerRunner:
         self.step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
         self.reports.append(report)
 
-    def prepare(self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int) -> None:
+    def prepare(self, inputs: StepInputs) -> None:
         """Do nothing: there are no graphs to capture."""
 
     def collect(self) -> list[list[int]]:
@@ -137,19 +128,15 @@ class GraphRunner:
         self.prefiller = ChunkedPrefill(CudaGraph)
         self.tasks: dict[Hashable, CudaGraph] = {}
 
-    def launch(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int, mark: Mark
-    ) -> None:
+    def launch(self, inputs: StepInputs, mark: Mark) -> None:
         """Start a step as `EagerRunner.launch` does; its report is copied to the host meanwhile."""
-        graphs = self.prepare(rows, tree_batch, longest, position)
-        self.launched.append(graphs.replay(tree_batch, mark))
+        self.launched.append(self.prepare(inputs).replay(inputs.tree_batch, mark))
 
-    def prepare(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, position: int
-    ) -> StepGraphs:
+    def prepare(self, inputs: StepInputs) -> StepGraphs:
         """Return the graphs of such steps, captured when they are first asked for."""
-        longest = max(longest, tree_batch.max_depth + 1)
-        num_used, num_slots = position + tree_batch.num_nodes, self.step.cache.num_slots
+        rows, tree_batch = inputs.rows, inputs.tree_batch
+        longest = max(inputs.longest, tree_batch.max_depth + 1)
+        num_used, num_slots = inputs.position + tree_batch.num_nodes, self.step.cache.num_slots
         bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
         chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
         key = (len(rows.active), tree_batch.shape, longest, *chosen_by, bound)

@@ -169,15 +169,23 @@ class RunningSequence:
 
 @dataclass
 class StepInputs:
-    """Rows and tree batch of a step, with the trees and settings that they were made from.
+    """Inputs of a step; most steps use the rows and the tree batch of the step before.
 
-    Most steps use the inputs of the step before.
+    Attributes:
+        rows: The rows that take part.
+        tree_batch: A tree for each row.
+        longest: The most tokens of any row's block, which is the most nodes of any accepted path.
+        position: The largest position of any row's root, rows that have not begun excepted.
+        trees: The trees that the tree batch was made of.
+        generations: The settings that the rows were made for.
     """
 
-    trees: list[TokenTree]
-    generations: list[GenerationConfig]
     rows: BatchState
     tree_batch: TreeBatch
+    longest: int
+    position: int
+    trees: list[TokenTree] = field(default_factory=list)
+    generations: list[GenerationConfig] = field(default_factory=list)
 
 
 @dataclass

@@ -7,16 +7,25 @@ and a row that is idle stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from stree.batching.checks import require_fillable
 from stree.batching.state import BatchState
+from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.drafters import Drafter, FeatureDrafter, Proposal
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafter, ModelDrafterSpec
+from stree.drafters.ngram import NGram
 from stree.models.hidden_states import HiddenStateTap
+from stree.models.joint import require_backtracking
+from stree.models.model import HybridModel
+from stree.trees.token_tree import BeamTree, TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 
@@ -36,6 +45,78 @@ class Step:
     cache: Any
     drafter: Drafter | None
     verifier: Verifier
+
+    @classmethod
+    def new(
+        cls,
+        target: Any,
+        drafter: Any,
+        verifier: Verifier,
+        trees: Iterable[TokenTree],
+        *,
+        num_rows: int,
+        max_length: int,
+        max_nodes: int,
+        backtracking: str,
+    ) -> Step:
+        """Return the step of a new batch, with caches for its rows.
+
+        Args:
+            target: A `HybridModel`, or another model with `new_cache` and `tree_batch_forward`.
+            drafter: A drafter, or the specification of one (`ModelDrafterSpec`, `NGram`,
+                `CrossTokenizerSpec`), which is made here; None for autoregressive decoding.
+            verifier: Accepts or rejects the drafts.
+            trees: All trees that steps may have.
+            num_rows: Rows of the caches.
+            max_length: Tokens of the longest sequence.
+            max_nodes: Nodes of the largest tree.
+            backtracking: "replay" or "joint" (`HybridCache`).
+
+        Raises:
+            UsageError: For a drafter or verifier that cannot take one of the trees, and for joint
+                backtracking of a target that is no `HybridModel`.
+            OutOfMemory: When the caches do not fit.
+        """
+        trees = tuple(trees)
+        new_cache = target.new_cache
+        if require_backtracking(backtracking) == "joint" and drafter is not None:
+            if not isinstance(target, HybridModel):
+                raise UsageError(
+                    f'backtracking "joint" is for a HybridModel, the target is a '
+                    f'{type(target).__name__}: take "replay"'
+                )
+            new_cache = partial(new_cache, backtracking=backtracking)
+        fewer = "num_rows or max_length" if num_rows > 1 else "max_length"
+        with naming_what_does_not_fit(
+            f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
+            f"{num_rows} × buffers for {max_length} tokens and {max_nodes} nodes",
+        ):
+            if isinstance(drafter, ModelDrafterSpec | NGram | CrossTokenizerSpec):
+                read = [each.num_inner for each in trees if isinstance(each, BeamTree)]
+                most = max([max_nodes, *read])
+                drafter = drafter.for_decoder(target, num_rows, max_length, most)
+            cache = new_cache(max_length, max_nodes, num_rows)
+        cache.variant.copy_(torch.arange(num_rows))
+        require_fillable(drafter, verifier, trees)
+        return cls(target, cache, drafter, verifier)
+
+    def models(self) -> list[tuple[str, HybridModel, Any]]:
+        """Return name, model and cache of target and drafter, as far as they have weights."""
+        models = []
+        if isinstance(self.target, HybridModel):
+            models.append(("target", self.target, self.cache))
+        if isinstance(self.drafter, ModelDrafter):
+            models.append(("drafter", self.drafter.model, self.drafter.cache))
+        return models
+
+    def require_same_models(self) -> None:
+        """Raise `UsageError` for a model whose dtype or device is no longer its cache's."""
+        for name, model, cache in self.models():
+            if (model.dtype, model.device) != (cache.dtype, cache.device):
+                raise UsageError(
+                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
+                    f"for {cache.dtype} on {cache.device}: make a new decoder"
+                )
 
     def drafts(self, tree_batch: TreeBatch) -> bool:
         """Return whether the trees have nodes for the drafter to fill."""

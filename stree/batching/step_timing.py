@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stree.batching.sequences import StepInputs
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError
 from stree.common.words import device_name, dtype_name
@@ -145,9 +146,8 @@ def _run_steps(
     longest = tree_batch.max_depth + 1
     for step in steps:
         position = min(context + step * longest, decoder.max_length)
-        decoder.runner.launch(
-            rows, tree_batch, longest if step else 1, position, lambda phase: None
-        )
+        inputs = StepInputs(rows, tree_batch, longest if step else 1, position)
+        decoder.runner.launch(inputs, lambda phase: None)
         decoder.runner.drop()
 
 

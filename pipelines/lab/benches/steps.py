@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.runners import GraphRunner
+from stree.batching.sequences import StepInputs
 from stree.batching.state import BatchState
 from stree.batching.step_timing import tokens_of_row
 from stree.decoder import Decoder
@@ -170,10 +171,10 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
         decoder.rows.begin(row, context, first)
     rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
     tree_batch = make_tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
-    longest = decoder.tree.max_depth + 1
+    inputs = StepInputs(rows, tree_batch, decoder.tree.max_depth + 1, decoder.max_length)
 
     def launch() -> None:
-        decoder.runner.launch(rows, tree_batch, longest, decoder.max_length, lambda phase: None)
+        decoder.runner.launch(inputs, lambda phase: None)
         decoder.runner.drop()
 
     return launch

@@ -175,8 +175,7 @@ def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu
     launch = decoder.runner.launch
     monkeypatch.setattr(
         decoder.runner, "launch",
-        lambda rows, tree_batch, *rest: (launched.append(tree_batch), launch(rows, tree_batch,
-        *rest)),
+        lambda inputs, mark: (launched.append(inputs.tree_batch), launch(inputs, mark)),
     )  # fmt: skip
     requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
     served = serve(decoder, requests, seed=5)

@@ -158,9 +158,9 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
     )  # fmt: skip
     launch = decoder.runner.launch
 
-    def listening(rows, tree_batch, longest, position, mark):
-        assert int(decoder.cache.path_length.max()) <= longest
-        launch(rows, tree_batch, longest, position, mark)
+    def listening(inputs, mark):
+        assert int(decoder.cache.path_length.max()) <= inputs.longest
+        launch(inputs, mark)
 
     decoder.runner.launch = listening
     prompt = [3, 1, 4]

@@ -870,8 +870,8 @@ def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():
     )
     chosen, choose, launch = [], adaptive_trees.choose, decoder.runner.launch
     adaptive_trees.choose = lambda num_rows: chosen.append(num_rows) or choose(num_rows)
-    decoder.runner.launch = lambda rows, *rest: (
-        launched.append((chosen[-1], len(rows.active))) or launch(rows, *rest)
+    decoder.runner.launch = lambda inputs, mark: (
+        launched.append((chosen[-1], len(inputs.rows.active))) or launch(inputs, mark)
     )
     launched: list = []
     for each in range(2):
