@@ -21,6 +21,7 @@ from toys import TableTarget
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from stree import Decoder, GenerationConfig, Request, TokenTree
+from stree.__main__ import COMMANDS
 from stree.checkpoints import configs as checkpoint_configs
 from stree.checkpoints.load_save import load_config, load_model, save_model
 from stree.checkpoints.shared_weights import shared_model
@@ -236,6 +237,10 @@ def test_every_command_of_the_guides_is_known():
         ("make", "install"), ("make", "quickstart"), ("make", "test"), ("hf", "download")
     }  # fmt: skip
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
+    page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
+    for name, entry in COMMANDS.items():
+        script = entry.module.replace(".", "/")
+        assert f"| `stree {name}` | `pipelines/{script}.py` | {entry.summary} |" in page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
