@@ -1,0 +1,163 @@
+"""Figures of README and docs, recomputed from the committed rows that they name.
+
+A line names the rows of its figures in a comment, which no reader of the page sees:
+
+    <!-- rows: h200-sharegpt/ba8f615 method=stree T=0 step=3200: speedup acceptance_length -->
+    <!-- bench: h200-step/8b.jsonl what=step num_nodes=13: 1/speedup_per_tau -->
+
+The folder or file is one of docs/results. Values with commas (and no blank) are several rows, `;`
+begins another choice of rows in the same folder, and without `benchmark=` all benchmarks are
+pooled. All numbers with a decimal point before the comment must be these figures, in this order,
+each with its interval or without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt;
+`NAME@each` is the geometric mean over benchmarks of each one's figure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+from functools import lru_cache
+from pathlib import Path
+from statistics import geometric_mean
+
+import numpy as np
+import pytest
+
+from stree import metrics
+from stree_pipelines.comparison import answers as figures
+from stree_pipelines.comparison.answers import Answers
+from stree_pipelines.evaluation.result_store import ResultStore
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "docs/results"
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+NAMED = re.compile(r"<!-- (?P<kind>rows|bench): (?P<where>\S+) (?P<what>.+?) -->")
+NUMBER = re.compile(r"[+−-]?\d+\.\d+")
+NO_FIGURE = re.compile(r"T = [\d.]+(, [\d.]+)*( and [\d.]+)?|\]\([^)]*\)")  # nor are links
+INTERVALS = {
+    "acceptance_length": lambda samples, plain: metrics.acceptance_length_interval(samples),
+    "speedup": metrics.speedup_interval,
+    "tokens_per_second": lambda samples, plain: metrics.tokens_per_second_interval(samples),
+}
+
+
+def lines_of(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return [(line, found) for line in lines if (found := NAMED.search(line))]
+
+
+CLAIMS = [
+    pytest.param(line, found, id=f"{page.relative_to(REPOSITORY)}:{number}")
+    for page in PAGES
+    for number, (line, found) in enumerate(lines_of(page), start=1)
+]
+
+
+@lru_cache
+def store_of(folder):
+    return ResultStore(RESULTS / folder)
+
+
+def choices(text):
+    """{key: value} of each row, or pool of rows, that a comment names."""
+    pairs = [word.partition("=")[::2] for word in shlex.split(text)]
+    names = [name for name, _ in pairs]
+    for values in itertools.product(*(re.split(r",(?! )", value) for _, value in pairs)):
+        yield dict(zip(names, values, strict=True))
+
+
+def samples_of(folder, method, T, step=None, benchmark=None, **unknown):
+    assert not unknown, f"{unknown} is no part of a row's name"
+    store = store_of(folder)
+    rows = [
+        row for row in store.results()
+        if row.method == method and row.temperature == float(T)
+        and step in (None, str(row.step)) and benchmark in (None, row.benchmark)
+    ]  # fmt: skip
+    assert rows, f"{folder} has no row of {method} at T = {T}, step {step}"
+    samples = [sample for row in rows for sample in store.samples(row)]
+    assert len(samples) == sum(row.num_prompts for row in rows)
+    return samples
+
+
+def from_rows(folder, chosen, name):
+    """A figure and its interval."""
+    if name.endswith("@each"):
+        benchmarks = {row.benchmark for row in store_of(folder).results()}
+        each = (
+            from_rows(folder, {**chosen, "benchmark": benchmark}, name.removesuffix("@each"))[0]
+            for benchmark in benchmarks
+        )
+        return geometric_mean(each), None
+    samples = samples_of(folder, **chosen)
+    plain = [sample.baseline for sample in samples]
+    name, _, other = name.partition("/")
+    if other:
+        mine, theirs = (
+            Answers.of([each])
+            for each in (samples, samples_of(folder, **{**chosen, "method": other}))
+        )
+        gain = mine.over(theirs, getattr(figures, name), np.divide)
+        return gain.value, gain.interval
+    value = metrics.summarise(samples, plain)[name]
+    return value, INTERVALS[name](samples, plain) if name in INTERVALS else None
+
+
+def from_bench(file, chosen, name):
+    """A figure that all rows have that fit."""
+    rows = [json.loads(line) for line in (RESULTS / file).read_text("utf-8").splitlines()]
+    fitting = [
+        row for row in rows if all(str(row.get(key)) == value for key, value in chosen.items())
+    ]
+    inverse = name.startswith("1/")
+    values = [row[name.removeprefix("1/")] for row in fitting]
+    assert values, f"{file} has no row with {chosen}"
+    shown = {f"{1 / value if inverse else value:.2f}" for value in values}
+    assert len(shown) == 1, f"rows of {file} with {chosen} differ: {shown}"
+    return float(shown.pop()), None
+
+
+def recomputed(found):
+    """The numbers of a line, (value, interval or None) in their order."""
+    for group in found["what"].split(";"):
+        rows, _, names = group.partition(":")
+        for chosen in choices(rows):
+            for name in names.split():
+                of = from_rows if found["kind"] == "rows" else from_bench
+                yield of(found["where"], chosen, name)
+
+
+def test_readme_and_results_name_the_rows_of_their_figures():
+    assert len(lines_of(PAGES[0])) >= 6, "README's figures name their rows"
+    assert all((RESULTS / found["where"]).exists() for page in PAGES for _, found in lines_of(page))
+
+
+def test_no_figure_of_readme_s_tables_is_without_its_row():
+    """Of what has an interval, or is a ratio to plain decoding."""
+    lines = PAGES[0].read_text(encoding="utf-8").splitlines()
+    figured = [line for line in lines if line.startswith("|") and NUMBER.search(line)]
+    assert figured and all(NAMED.search(line) for line in figured)
+
+
+@pytest.mark.parametrize(("line", "found"), CLAIMS)
+def test_a_figure_is_what_its_rows_say(line, found):
+    before = NO_FIGURE.sub("", line[: found.start()])
+    told = [each.replace("−", "-") for each in NUMBER.findall(before)]
+    rest, wanted = told, []
+    for value, interval in recomputed(found):
+        figure, *ends = (f"{each:.2f}" for each in (value, *(interval or ())))
+        wanted += [figure, *ends]
+        assert rest[:1] == [figure], f"recomputed: {wanted}"
+        rest = rest[1:]
+        if ends and rest[:2] == ends:  # not every figure's interval is told
+            rest = rest[2:]
+    assert rest == [], f"recomputed: {wanted}"
+
+
+def test_a_stale_figure_does_not_pass():
+    rows = "h200-sharegpt/ba8f615 method=stree T=0 step=3200: speedup"
+    line = f"| 1.63× [1.55, 1.73] <!-- rows: {rows} -->"
+    with pytest.raises(AssertionError, match=r"recomputed: \['1.63', '1.55', '1.74'\]"):
+        test_a_figure_is_what_its_rows_say(line, NAMED.search(line))
