@@ -39,4 +39,4 @@ def test_rows_of_a_timed_step_choose_different_experts(monkeypatch):
         chosen.clear()
         measure_step_times(decoder, [PLAIN], 16, 2, [8], GenerationConfig(temperature=temperature))
         steps = [each for each in chosen if len(each) == 8]
-        assert len(steps) > 20 and all(len(set(each)) >= 4 for each in steps)
+        assert len(steps) > 4 and all(len(set(each)) >= 4 for each in steps)
