@@ -63,11 +63,12 @@ test-gpu: $(VENV)/ready-dev  ## what needs a GPU, and the kernels' tests on it
 	$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('make test-gpu found no GPU')"
 	$(BIN)/python -m pytest -q -m gpu
 
-check: $(VENV)/ready-dev  ## lint and types
+check: $(VENV)/ready-dev  ## lint, types, and the rules of tests/test_house.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(PACKAGES)
 	MYPYPATH=build/packages $(BIN)/mypy -p stree -p stree_kernels -p stree_pipelines
+	$(BIN)/python -m pytest -q tests/test_house.py
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

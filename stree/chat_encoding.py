@@ -100,18 +100,15 @@ class Fence(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """tokens: int32 (T,); assistant: bool (T,), True where the assistant speaks, its end-of-turn
-    token included."""
+    """Ids int32 (T,), and mask bool (T,) of the assistant's tokens, end-of-turn included."""
 
     tokens: NDArray[np.int32]
     assistant: NDArray[np.bool_]
 
 
 def resolve_template(tokenizer: Any, template: str | None = None) -> str:
-    """Return the Jinja text of a template; None is the tokenizer's own.
-
-    Any other is looked up by `named_template`. Raises `UsageError`.
-    """
+    """Return the Jinja text of a template; None is the tokenizer's own, `named_template` returns
+    others. Raises `UsageError`."""
     if template is not None:
         return named_template(template)
     own = tokenizer.chat_template
@@ -147,10 +144,10 @@ def named_template(template: str) -> str:
 class ChatEncoder:
     """Encoder of conversations with one tokenizer and one template.
 
-    With `{% generation %}` in the template its marks say what the assistant speaks. Without, each
-    assistant turn is what the template adds to the rendering of the turns before it (generation
-    prompt included); renderings that are not prefixes of one another are refused. Of many answers
-    in the same surroundings the first and the last are rendered so, and the others looked up.
+    With `{% generation %}` in the template its marks enclose the assistant's texts. Without, each
+    assistant turn is the text that the template adds to the rendering of the turns before it
+    (generation prompt included); renderings that are not prefixes of one another are refused. Of
+    many answers between the same texts the first and the last are rendered, the others looked up.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None):
@@ -176,8 +173,8 @@ class ChatEncoder:
         self._anchor_ids = self._ids([self._anchor])[0] if self._anchor else []
 
     def encode(self, conversations: Sequence[Sequence[Message]]) -> list[EncodedChat]:
-        """Return ids and mask of each conversation. Faster for many at once: the pieces of all are
-        encoded in parallel. Raises `BadData` when the template refuses a conversation."""
+        """Return ids and mask of each conversation; many at once are encoded in parallel. Raises
+        `BadData` when the template refuses a conversation."""
         pieces: list[Piece] = []
         owners: list[int] = []
         for messages in conversations:
@@ -197,8 +194,8 @@ class ChatEncoder:
         return chats
 
     def encode_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Return the ids of `messages` and of the opening of an assistant turn: the prompt of an
-        answer. `variables` go to the template. Raises `BadData` when it refuses the messages."""
+        """Return the ids of a prompt: those of `messages`, and of an assistant turn's opening.
+        `variables` go to the template. Raises `BadData` when it refuses the messages."""
         pieces = self.pieces(messages, prompt=True, **variables)
         return [token for ids in self._encode_pieces(pieces, [len(pieces)]) for token in ids]
 
@@ -497,6 +494,6 @@ def chat_encoder(tokenizer: Any, template: str | None = None) -> ChatEncoder:
 def encode_prompt(
     tokenizer: Any, messages: Sequence[Message], template: str | None = None, **variables: Any
 ) -> list[int]:
-    """Return the ids of a prompt: `messages` and the opening of the assistant's answer. They are
-    exactly the first ids of the same conversation in training. `variables` go to the template."""
+    """Return the ids of a prompt, which are the first ids of the same conversation in training.
+    They are those of `messages` and of the answer's opening; `variables` go to the template."""
     return chat_encoder(tokenizer, template).encode_prompt(messages, **variables)

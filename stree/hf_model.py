@@ -64,25 +64,33 @@ def from_transformers(
     num_prefixes: int = 0,
     **unknown: Never,
 ) -> TransformersDecoder:
-    """A decoder whose `generate` is `model.generate`, with drafts.
-
-    Args:
-        model: Of any supported family, loaded by transformers on one device. Its tensors are shared
-            (`stree.checkpoints.shared_weights`).
-        drafter: A name that `stree.load` takes (a folder, one on the hub, n-grams, `top:FOLDER`), a
-            model of ours or of transformers. None decodes plainly.
-        tree: A tree, a choice among several, or a name of either, as in `stree.load` (default with
-            a drafter: the paper's).
-        verifier: As in `stree.load`.
-        backtracking: As in `stree.load`.
-        num_prefixes: As in `stree.load`. Prefixes are forgotten when a call needs larger buffers
-            than those before.
+    """Return a decoder whose `generate` takes the arguments of `model.generate`, with drafts.
 
     All other settings are the model's own, or come with each call of `generate`.
+
+    Args:
+        model: A model of any supported family, loaded by transformers on one device. Its tensors
+            are shared (`stree.checkpoints.shared_weights`).
+        drafter: A name that `stree.load` takes (a folder, one on the hub, n-grams, `top:FOLDER`),
+            or a model of ours or of transformers. None decodes without drafts.
+        tree: A tree, a tree policy, or a name of either, as in `stree.load`. None is the paper's
+            tree with a drafter, else the root alone.
+        verifier: A name (`stree.verifiers.named`), or a verifier of your own.
+        backtracking: "replay" or "joint", as in `BatchDecoder`.
+        num_prefixes: Prefixes to keep, as in `BatchDecoder`; they are forgotten when a call needs
+            larger buffers than those before.
 
     Raises:
         UsageError: When model, drafter and tree do not fit.
         CheckpointRefused: For a model of no known family.
+
+    Example:
+        >>> import stree, torch, transformers
+        >>> sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)
+        >>> decoder = stree.from_transformers(transformers.LlamaForCausalLM(config).eval())
+        >>> decoder.generate(torch.tensor([[5, 3, 8]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
     """
     refuse_unknown("from_transformers", unknown)
     target = shared_model(model)

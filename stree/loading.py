@@ -85,44 +85,49 @@ def load(
     num_rows: int | None = None,
     **unknown: Never,
 ) -> Decoder | BatchDecoder:
-    """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
+    """Load target, drafter and tokenizer from checkpoint folders, or from the Hugging Face hub.
+
+    Without a tree it takes the settings that the drafter's measured profile recommends for this
+    kind of device and temperature, step times included. These may be no drafter at all, or the
+    folder in another form, such as `float8:`. If no fitting measurement of these two checkpoints
+    exists, it takes the paper's tree, and warns; n-grams have no profile and no warning.
 
     Args:
         target: A checkpoint's folder, or a name on the hub.
-        drafter: The same; or n-grams, alone or with a checkpoint: `ngram`, `ngram:CONTEXT`,
-            `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or `text:FOLDER`, a
-            checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`). Before a name with
-            a folder, `float8:` has the model draft with its head in 8 bits, `independent:` has it
-            draw each sibling from all of its distribution, and `top:` has it draft its best tokens
-            (`stree.drafters.model.ModelDrafterSpec`). None decodes plainly.
-        tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
-            (`AdaptiveTrees`), or by what each was worth, "bandit A or B" (`BanditTrees`). A few
-            steps of each are timed here, unless the choice has costs of such steps: of this device,
-            in this dtype, greedy or sampled. None takes what the drafter's measured profile
-            recommends for this kind of device and temperature, its costs included, which is no
-            drafter at all where plain decoding was fastest, and may be the folder in another form,
-            such as `float8:`, where that was.
-            Where nothing was measured that fits, or other files than these two checkpoints, it
-            takes the paper's tree, and a warning says which of the two; n-grams have no profile and
-            no warning.
-        temperature: What is going to be decoded with.
+        drafter: A folder or name, as target; or n-grams, alone or with a folder: `ngram`,
+            `ngram:CONTEXT`, `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or
+            `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`).
+            Before a name with a folder, `float8:` drafts with the head in 8 bits, `independent:`
+            draws each sibling from all of the distribution, and `top:` drafts the best tokens
+            (`stree.drafters.model.ModelDrafterSpec`). None decodes without drafts.
+        tree: A tree or its name; or a tree policy: "A or B" (`AdaptiveTrees`) chooses by measured
+            step times, "bandit A or B" (`BanditTrees`) by each tree's rewards. Some steps of each
+            tree are timed here, unless the policy has step times of this device and dtype, greedy
+            or sampled. None takes the profile's.
+        temperature: Temperature of the requests to expect; 0 is greedy.
         device: "cpu", "cuda" or "cuda:N"; "auto" is a GPU if there is one.
-        dtype: Of the weights, also by name.
+        dtype: Dtype of the weights, or its name.
         max_length: Tokens of the longest sequence, prompt included.
-        verifier: A name, as in `stree.verifiers.named`. None takes the one that the profile's tree
-            was measured with, else `coupled`.
+        verifier: A name (`stree.verifiers.named`), or a verifier of your own. None takes the one
+            that the profile's tree was measured with, else `coupled`.
         backtracking: "replay" or "joint", as in `BatchDecoder`. None takes that of the profile's
             tree, else replay.
-        num_prefixes: How many prefixes are kept; of a conversation two, its last prompt, and that
-            with the answer.
-        num_rows: How many sequences at once: with a number, a `BatchDecoder` is returned, which
-            has the same tree, verifier and tokenizer.
+        num_prefixes: Prefixes to keep; a conversation needs two, its last prompt, and that with the
+            answer. 0 keeps none.
+        num_rows: Sequences at once: a number returns a `BatchDecoder` with the same tree, verifier
+            and tokenizer; None returns a `Decoder`.
 
     Raises:
         UsageError: For a value out of range, before anything is read.
-        NotFound: For what is not there.
-        CheckpointRefused: For what cannot be read, and for a drafter with another tokenizer than
-            the target's.
+        NotFound: For a folder, file or name that does not exist.
+        CheckpointRefused: For a checkpoint that cannot be read, and for a drafter with another
+            tokenizer than the target's.
+
+    Example:
+        >>> import stree
+        >>> decoder = stree.load("checkpoints/python-docs-hybrid", "ngram:4", device="cpu")
+        >>> len(decoder.complete("The class of", max_new_tokens=8).tokens)
+        8
     """
     refuse_unknown("load", unknown)
     if device == "auto":

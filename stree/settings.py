@@ -89,10 +89,15 @@ class Settings:
 
 
 def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from a config and keyword arguments, which win over it; None is not given.
+    """Return the settings of a config and of keyword arguments, which win over it.
 
-    Args: given, our GenerationConfig, or `transformers`': with its meaning of what is not set in
-    it, but for lengths (ours then). Raises `UsageError`, naming what cannot be honoured.
+    Args:
+        given: Our GenerationConfig, or `transformers`', whose defaults then hold for unset values
+            except lengths; None for none.
+        options: Settings by keyword; a None is not given.
+
+    Raises:
+        UsageError: For a setting that is not supported, which it names.
     """
     asked = {name: value for name, value in (options or {}).items() if value is not None}
     if given is None or isinstance(given, GenerationConfig):
@@ -116,8 +121,10 @@ def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Setting
 def asked_for(
     inputs: Any, given: Any, attention_mask: Any, options: Mapping[str, Any], tokenizer: Any
 ) -> Asked:
-    """Return each prompt (T,) of a call of `generate` with its settings, and whether a list of
-    outputs is wanted."""
+    """Return each prompt (T,) of a call of `generate` with its settings.
+
+    The second value says whether a list of outputs is wanted.
+    """
     options = dict(options)
     if "input_ids" in options:
         if inputs is not None:
@@ -139,9 +146,15 @@ def asked_of_texts(
     options: Mapping[str, Any],
     tokenizer: Any,
 ) -> Asked:
-    """Return what `asked_for` does, for texts or conversations that a tokenizer encodes first.
+    """Encode texts or conversations, and return the same as `asked_for`.
 
-    Args: encode, of the tokenizer and one of them; several, whether `given` is a list of them.
+    Args:
+        encode: Called with the tokenizer and a text or conversation.
+        given: A text or conversation, or a list of them.
+        several: Whether `given` is a list.
+        generation_config: As in `settings_of`.
+        options: As in `settings_of`.
+        tokenizer: None raises `UsageError`.
     """
     if tokenizer is None:
         raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")

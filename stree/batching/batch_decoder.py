@@ -217,10 +217,7 @@ class BatchDecoder(RequestServer):
 
         Raises `UsageError` when no row is free, or for a request that cannot be served (`check`).
 
-        Example:
-            row = batch.admit(stree.Request(prompt_ids))
-            reports = batch.step()  # until the report of the row has a finish_reason
-            output = batch.release(row)
+        `step` decodes the row until one of its outputs has a finish_reason; `release` frees it.
         """
         free = (row for row in range(self.num_rows) if row not in self._sequences)
         row = next(free, None)

@@ -98,8 +98,11 @@ def require_room(
     target: HybridConfig,
     max_length: int,
 ) -> None:
-    """Raise `UsageError` when a request does not fit a decoder for max_length tokens, goes beyond
-    its target's positions, or names tokens that the target does not have."""
+    """Raise `UsageError` when a request does not fit a decoder for max_length tokens.
+
+    It is also raised for a request beyond the target's positions, or with tokens that the target
+    does not have.
+    """
     vocabulary, positions = target.vocab_size, target.num_positions
     longest = len(prompt) + generation.max_new_tokens
     needed = longest + tree.max_depth + 1

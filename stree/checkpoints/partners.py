@@ -22,8 +22,9 @@ def partner_remarks(
     Text of files in it (a recorded hash, a folder's name) is safe to print.
 
     Args:
-        target, drafter: checkpoint folders.
-        max_length: tokens of the longest sequence; None: as long as the target's positions.
+        target: The target's checkpoint folder.
+        drafter: The drafter's checkpoint folder.
+        max_length: Tokens of the longest sequence; None is as long as the target's positions.
     """
     if made_for := _other_weights(target, drafter):
         yield shown(made_for)

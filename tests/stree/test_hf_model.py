@@ -1,5 +1,6 @@
 """The door from transformers: its models' tensors, its `generate`, the same tokens."""
 
+import doctest
 import inspect
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 import stree
+from stree import hf_model
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
 from stree.checkpoints.load_save import load_model
@@ -611,3 +613,8 @@ def test_a_prompt_that_is_refused_leaves_no_row_taken(granite):
         with pytest.raises(UsageError, match=f"the prompt has the token {VOCAB}"):
             decoder.generate(foreign, max_new_tokens=4)
     assert_same(granite, decoder, ids, max_new_tokens=4, do_sample=False)
+
+
+def test_the_example_runs():
+    result = doctest.testmod(hf_model)
+    assert result.attempted and not result.failed

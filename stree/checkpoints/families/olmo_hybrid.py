@@ -96,8 +96,7 @@ def _layers(values: CheckedJson, num_layers: int) -> list[str]:
 
 
 def _positions(values: CheckedJson) -> dict[str, Any]:
-    """Read rotary positions, or that there are none: then the base is null, in a table or beside
-    it, as published configs have it."""
+    """Read rotary positions, or none: then the base is null, in a table or outside of it."""
     tables = [
         values[name] for name in ("rope_parameters", "rope_scaling")
         if isinstance(values.get(name), Mapping) and values[name]

@@ -96,10 +96,10 @@ class SharedUse(nn.Module):
 
 
 class Layer(nn.Module):
-    """One or two blocks as `HybridConfig.blocks` says: a norm and parts side by side, or the parts
-    and then a norm.
+    """One or two blocks as `HybridConfig.blocks` says.
 
-    first_slot is the index of its first mixer's cache.
+    A block is a norm and then parts side by side, or the parts and then a norm. first_slot is the
+    index of its first mixer's cache.
     """
 
     def __init__(self, config: HybridConfig, index: int, first_slot: int) -> None:
