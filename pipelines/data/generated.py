@@ -10,6 +10,7 @@ temperature and seed. A shard's rows are a function of generation.json and the p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from stree.checkpoints.checked_json import LARGEST
 from stree.common.errors import BadData, CheckpointRefused, UsageError
-from stree.common.files import verify_manifest
+from stree.common.files import require_own_files, verify_manifest
 from stree.common.plain_data import read_json
 from stree.verifiers import named
 from stree_pipelines.evaluation.records import config_hash
@@ -128,7 +129,7 @@ class Answer:
 
 
 def is_generated(source: str | Path) -> bool:
-    return (Path(source).expanduser() / SPEC_NAME).is_file()
+    return os.path.lexists(Path(source).expanduser() / SPEC_NAME)
 
 
 def shard_path(folder: Path, spec: GenerationSpec, shard: int) -> Path:
@@ -138,7 +139,7 @@ def shard_path(folder: Path, spec: GenerationSpec, shard: int) -> Path:
 def read_spec(folder: Path) -> GenerationSpec | None:
     """Read generation.json; None when there is none. Raises BadData when it cannot be read."""
     path = folder / SPEC_NAME
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
         content = read_json(path)
@@ -194,7 +195,9 @@ def num_answer_tokens(folder: Path, spec: GenerationSpec) -> int:
 
     count = 0
     for shard in range(spec.num_shards):
-        about = parquet.read_metadata(shard_path(folder, spec, shard) / TABLE_NAME)
+        path = shard_path(folder, spec, shard)
+        require_own_files(path)  # another process may have written it
+        about = parquet.read_metadata(path / TABLE_NAME)
         for group in map(about.row_group, range(about.num_row_groups)):
             columns = map(group.column, range(group.num_columns))
             count += sum(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -69,7 +70,8 @@ def raw_rows(source: str | Path, max_chars: int) -> Iterator[tuple[str, Any]]:
     """Yield (place, decoded row or BadRow) for every row of any kind of source."""
     path = Path(source).expanduser()
     if path.is_dir():
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        if any(map(os.path.lexists, (path / "dataset_info.json", path / "dataset_dict.json"))):
+            _require_regular(each for each in path.rglob("*") if not each.is_dir())
             return _dataset_rows(str(path), on_disk=True)
         return _folder_rows(path, max_chars)
     if path.is_file():
@@ -97,11 +99,16 @@ def _folder_rows(folder: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
             break
     else:
         raise BadData(f"{folder}: holds no .jsonl, .json or .parquet file")
+    _require_regular(files)
+    for path in files:
+        yield from _file_rows(path, max_chars)
+
+
+def _require_regular(files: Iterable[Path]) -> None:
+    """Refuse links to devices, which are read without end, and pipes, which are waited for."""
     for path in files:
         if not path.is_file():
             raise BadData(f"{path}: not a regular file; remove it from the folder")
-    for path in files:
-        yield from _file_rows(path, max_chars)
 
 
 def _file_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:

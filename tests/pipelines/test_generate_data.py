@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -38,7 +39,7 @@ from stree_pipelines.data import answering
 from stree_pipelines.data.answering import seed_of
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.datamodule import ConversationDataModule
-from stree_pipelines.data.generated import GenerationSpec
+from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
 from stree_pipelines.data.packing import TokenTable, shared_out
 from stree_pipelines.evaluation.context import Workers
 
@@ -555,6 +556,22 @@ def test_a_description_of_another_form_is_refused(changes, reason, workspace, co
     content = json.loads((copied / "generation.json").read_text())
     (copied / "generation.json").write_text(json.dumps({**content, **changes}))
     refuses(workspace, copied, reason)
+
+
+@pytest.mark.parametrize("name", ["generation.json", "MANIFEST.json", "samples.parquet"])
+@pytest.mark.parametrize("put", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo])
+def test_devices_and_pipes_are_refused_unread(name, put, workspace, copied):
+    path = copied / name if name == "generation.json" else shard(copied) / name
+    path.unlink()
+    put(path)
+    refuses(workspace, copied, rf"{name} (is a link to /dev/zero|is no reg|cannot be.*no regular)")
+
+
+def test_devices_are_not_counted(copied):
+    (shard(copied) / "samples.parquet").unlink()
+    (shard(copied) / "samples.parquet").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointRefused, match="is a link to /dev/zero"):
+        num_answer_tokens(copied, read_spec(copied))
 
 
 def test_greedy_samples_are_counted_without_listing_them():

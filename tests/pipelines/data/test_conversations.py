@@ -438,3 +438,11 @@ def test_links_to_devices_and_pipes_are_refused(tmp_path):
     os.mkfifo(tmp_path / "c.jsonl")
     with pytest.raises(BadData, match=r"c\.jsonl: neither a regular file"):
         list(read_conversations(tmp_path / "c.jsonl")[0])
+    import datasets
+
+    datasets.Dataset.from_list([json.loads(GOOD)]).save_to_disk(tmp_path / "saved")
+    (table,) = (tmp_path / "saved").glob("*.arrow")
+    table.unlink()
+    table.symlink_to("/dev/zero")
+    with pytest.raises(BadData, match=r"\.arrow: not a regular file"):
+        list(read_conversations(tmp_path / "saved")[0])
