@@ -15,6 +15,7 @@ from stree.common.errors import NotFound, UsageError
 from stree.trees.token_tree import TokenTree, balanced
 from stree_pipelines import compare
 from stree_pipelines.evaluation.result_store import ResultStore
+from stree_pipelines.evaluation.sources import SOURCES
 from stree_pipelines.lab import paper_tables
 from stree_pipelines.lab.bench_report import read_rows
 from stree_pipelines.lab.papers import numbers as paper_numbers
@@ -296,6 +297,15 @@ def test_what_cannot_be_made_says_why(tmp_path, capsys):
         paper_tables.main(["stree-table-9"])
     with pytest.raises(UsageError, match="no table is named"):
         paper_tables.main([])
+
+
+def test_what_is_left_out_for_want_of_prompts_is_no_benchmark_that_can_be_fetched():
+    fetched = " ".join(f"{each.name} {each.licence}" for each in SOURCES.values()).lower()
+    notes = " ".join(entry.note for entry in ENTRIES.values())
+    left = re.findall(r"([\w, ]+) (?:is|are) left out: we have no prompts", notes)
+    names = [name.strip() for each in left for name in re.split(r",| and ", each)]
+    assert len(names) >= 3
+    assert [name for name in names if name.lower() in fetched] == []
 
 
 def test_the_pages_are_what_the_command_writes(tmp_path):
