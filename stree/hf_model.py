@@ -36,7 +36,7 @@ from stree.model_words import described, placed
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import prompts_of
-from stree.settings import end_of
+from stree.settings import THEIRS, end_of, instead_of
 from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of
 from stree.tree_policy.names import as_tree_policy, refuse_unknown
 from stree.trees.token_tree import TokenTree
@@ -47,6 +47,12 @@ _PLAIN = {  # what else asks for another search, or another answer
     "constraints": None, "force_words_ids": None, "token_healing": False,
     "return_dict_in_generate": False, "synced_gpus": False,
 }  # fmt: skip
+_INSTEAD = {
+    "assistant_model": "the drafter of stree.from_transformers(model, drafter) drafts",
+    "prompt_lookup_num_tokens": "stree.from_transformers(model, 'ngram:3') drafts by n-grams",
+    "return_dict_in_generate": "the ids are returned; leave it out",
+    "inputs_embeds": "give token ids",
+}
 LENGTH_STEP = 256  # of the buffers, so that prompts of other lengths find them large enough
 _KEPT = "_stree_decoder"
 # Arguments of transformers' generate that are neither settings nor its model's
@@ -366,9 +372,7 @@ def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -
             padding = (mask != 0).int().argmax(1)
             unseen = None if torch.equal(torch.as_tensor(unseen), padding) else unseen
         if name is None or unseen is not None or not (sampled or name == "penalty"):
-            raise UsageError(
-                f"generate cannot honour {type(each).__name__}: leave out what asks for it"
-            )
+            raise UsageError(f"generate cannot honour {type(each).__name__}: {THEIRS}")
         asked["repetition_penalty" if name == "penalty" else name] = getattr(each, name)
     return asked
 
@@ -411,7 +415,8 @@ def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
             refused[name] = value
     if refused:
         told = ", ".join(f"{name} = {one_line(repr(value)):.40}" for name, value in refused.items())
-        raise UsageError(f"generate cannot honour {told}: leave it out")
+        remedies = dict.fromkeys(_INSTEAD.get(name) or instead_of(name) for name in refused)
+        raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
 
 
 def _require_no_hooks(model: Any) -> None:

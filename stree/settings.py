@@ -37,7 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
 
 
-_THEIRS = "transformers' own model.generate does it, without drafts"
+THEIRS = "transformers' own model.generate does it, without drafts"
 # What to do instead of a setting of `transformers` that is refused
 _INSTEAD = {
     "min_new_tokens": "ignore_eos=True with max_new_tokens gives exactly so many",
@@ -221,14 +221,14 @@ def _refuse_others(asked: Mapping[str, Any]) -> None:
     if not refused:
         return
     told = ", ".join(f"{name} = {one_line(repr(asked[name])):.60}" for name in refused)
-    remedies = dict.fromkeys(map(_instead, refused))
+    remedies = dict.fromkeys(map(instead_of, refused))
     raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
 
 
-def _instead(name: str) -> str:
+def instead_of(name: str) -> str:
     """Return what to do instead of a setting that is refused."""
     if name in _OF_LOGITS:
-        return _THEIRS
+        return THEIRS
     if name in _INSTEAD or name in _NEUTRAL:
         return _INSTEAD.get(name, "leave it out")
     meant = get_close_matches(name, (*_OURS, "do_sample", "max_length"), 1, 0.7)

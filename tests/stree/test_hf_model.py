@@ -36,6 +36,7 @@ from stree.common.words import device_name, dtype_name
 from stree.hf_model import generate
 from stree.models.model import HybridModel
 from stree.models.slicing import slice_drafter
+from stree.settings import THEIRS
 from stree.tree_policy.adaptive import deepest_of
 from stree.trees.token_tree import balanced
 from stree.verifiers.multi_step import MultiStep
@@ -388,14 +389,16 @@ def test_stop_strings(granite):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (dict(num_beams=2), "num_beams = 2"),
-        (dict(return_dict_in_generate=True), "return_dict_in_generate = True"),
-        (dict(no_repeat_ngram_size=2), "NoRepeatNGramLogitsProcessor"),
-        (dict(min_new_tokens=2, eos_token_id=5), r"Min\w*LengthLogitsProcessor"),
+        (dict(num_beams=2), f"num_beams = 2: {THEIRS}"),
+        (dict(return_dict_in_generate=True), "generate = True: the ids are returned"),
+        (dict(no_repeat_ngram_size=2), f"NoRepeatNGramLogitsProcessor: {THEIRS}"),
+        (dict(min_new_tokens=2, eos_token_id=5), rf"Min\w*LengthLogitsProcessor: {THEIRS}"),
+        (dict(bad_words_ids=[[4]]), f"NoBadWordsLogitsProcessor: {THEIRS}"),
         (dict(logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5, 2)])),
-         "RepetitionPenaltyLogitsProcessor"),
-        (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor"),
-        (dict(assistant_model="small"), "assistant_model = 'small'"),
+         f"RepetitionPenaltyLogitsProcessor: {THEIRS}"),
+        (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor: tran"),
+        (dict(assistant_model="small"), "assistant_model = 'small': the drafter of stree.from_"),
+        (dict(max_new_token=4), r"did you mean max_new_tokens\?"),
         (dict(assistant_model=torch.nn.ModuleList([torch.nn.ReLU()])), "model = ModuleList"),
         (dict(inputs_embeds=torch.zeros(2, 2, 4)), "inputs_embeds"),
         (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens = 3"),
