@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
-from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.tables.by_length import (
     Change,
     Rung,
@@ -25,6 +25,7 @@ from stree_pipelines.reports.tables.tables import (
     MISSING,
     Table,
     baseline_speed,
+    below,
     figure,
     speed_of,
     tau_of,
@@ -87,7 +88,14 @@ def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> 
     ]
     count = _num_questions(data, rungs)
     title = f"By prompt length, T = {temperature:g} ({count} questions)"
-    return Table(title, (tuple(heads), *lines), note=sampling_note(data.rows))
+    samples = {
+        f"{method_label(method)}, {rung.length} tokens": cell.samples
+        for rung in rungs
+        for method in (AUTOREGRESSIVE, *data.methods)
+        for checkpoint in ("" if method == AUTOREGRESSIVE else data.last,)
+        if (cell := data.cell(checkpoint, method, rung.benchmark, temperature))
+    }
+    return Table(title, (tuple(heads), *lines), note=below(samples, data.rows))
 
 
 def reading_table(rungs: Sequence[Rung]) -> Table | None:

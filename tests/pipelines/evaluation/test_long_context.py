@@ -197,6 +197,9 @@ def test_a_report_has_a_table_by_length(evaluated, tmp_path, capsys):
     for rung in rungs:
         cell = data.cell(data.last, "stree", rung.benchmark, 0.0)
         assert f"| {rung.length} " in text and f"| {cell['acceptance_length']:.2f} " in text
+    assert text.count("Answers that ended by themselves and that were cut") == len(
+        data.temperatures
+    )
     assert "By prompt length" in (tmp_path / "report.html").read_text()
     write_records(data, tmp_path)
     assert ResultStore(tmp_path).readings() == ResultStore(evaluated).readings()
