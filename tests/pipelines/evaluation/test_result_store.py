@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import gzip
+import os
+
+import pytest
+from small_rows import result, sample
+
+from stree.common.errors import BadData, CannotWrite
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.result_store import (
+    ResultStore,
+    append_row,
+    packed_samples,
+    read_archive,
+    read_rows,
+    samples_label,
+    write_archive,
+)
+
+
+def test_a_row_survives_the_file(tmp_path):
+    row = result()
+    append_row(tmp_path / "r.jsonl", row)
+    assert read_rows(tmp_path / "r.jsonl", ResultRow) == [row]
+
+
+def test_a_file_of_no_possible_name_has_no_rows(tmp_path):
+    assert read_rows(tmp_path / ("9" * 300 + ".jsonl.gz"), SampleRow) == []
+
+
+def test_a_row_is_one_line_and_one_write(tmp_path, monkeypatch):
+    calls = []
+    write, fsync = os.write, os.fsync
+    monkeypatch.setattr(os, "write", lambda fd, data: (calls.append("write"), write(fd, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
+    append_row(tmp_path / "s.jsonl", sample())
+    assert calls == ["write", "fsync"]
+    assert (tmp_path / "s.jsonl").read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("torn_at", [1, 40, -2])
+def test_a_torn_last_line_is_ignored_and_never_glued_to_the_next(tmp_path, torn_at):
+    path = tmp_path / "s.jsonl"
+    append_row(path, sample("a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:torn_at])
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
+    append_row(path, sample("b"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+
+
+def test_a_whole_last_row_without_a_newline_is_read_and_kept(tmp_path):
+    path = tmp_path / "s.jsonl"
+    append_row(path, sample("a"))
+    append_row(path, sample("b"))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+    append_row(path, sample("c"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b", "c"]
+
+
+def test_a_file_that_is_all_torn_line_starts_anew(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b'{"half')
+    append_row(path, sample("a"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "s.jsonl"
+    append_row(path, sample())
+    path.write_bytes(path.read_bytes() + b'{"method": 3}\n' + path.read_bytes())
+    with pytest.raises(BadData, match=r"s.jsonl:2 is no SampleRow"):
+        read_rows(path, SampleRow)
+
+
+def test_a_folder_that_refuses_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match=r"cannot write .*s\.jsonl: "):
+        append_row(tmp_path / "file" / "s.jsonl", sample())
+
+
+def test_journals_of_several_workers_merge_each_prompt_once(tmp_path):
+    store = ResultStore(tmp_path)
+    store.journal("samples/b.jsonl", 0, sample("a"))
+    store.journal("samples/b.jsonl", 1, sample("b"))
+    store.journal("samples/b.jsonl", 1, sample("a", decode_s=9.0))
+    store.journal("samples/other.jsonl", 0, sample("z"))
+    found = store.journalled("samples/b.jsonl")
+    assert [row.prompt_id for row in found.values()] == ["a", "b"]
+    assert found[sample("a").key].decode_s == 0.2  # the first worker's stays
+    store.journal("samples/b.jsonl", 0, sample("a", decode_s=0.1))  # answered again
+    assert store.journalled("samples/b.jsonl")[sample("a").key].decode_s == 0.1
+
+
+def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(tmp_path):
+    store = ResultStore(tmp_path)
+    other = result(step=20, checkpoint_sha256="other", samples="samples/other.jsonl")
+    store.publish(other, [sample()])
+    store.journal("samples/b.jsonl", 0, sample())
+    store.journal("samples/c.jsonl", 0, sample())
+    store.publish(result(acceptance_length=1.0), [sample("a"), sample("b")])
+    store.publish(result(acceptance_length=2.0), [sample("c")])
+    assert [row.acceptance_length for row in store.results()] == [1.5, 2.0]
+    assert [row.prompt_id for row in store.samples(store.results()[1])] == ["c"]
+    assert not store.journalled("samples/b.jsonl") and store.journalled("samples/c.jsonl")
+
+
+def test_forgetting_drops_rows_and_journals(tmp_path):
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample()])
+    store.journal("samples/b.jsonl", 0, sample())
+    store.forget({result().key: "samples/b.jsonl"})
+    assert store.results() == [] and not store.journalled("samples/b.jsonl")
+
+
+def test_a_journal_left_after_publishing_is_tidied(tmp_path):
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample()])
+    store.journal("samples/b.jsonl", 0, sample())
+    store.tidy()
+    assert not store.journalled("samples/b.jsonl")
+
+
+def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
+    store = ResultStore(tmp_path)
+    packed = result(samples="samples/b.jsonl.gz")
+    store.publish(packed, [sample("a"), sample("b")])
+    first = (tmp_path / "samples/b.jsonl.gz").read_bytes()
+    assert first[:2] == b"\x1f\x8b"
+    assert [row.prompt_id for row in store.samples(packed)] == ["a", "b"]
+    store.journal("samples/b.jsonl.gz", 0, sample("a"))
+    assert list(store.journalled("samples/b.jsonl.gz").values()) == [sample("a")]
+    store.publish(packed, [sample("a"), sample("b")])
+    assert (tmp_path / "samples/b.jsonl.gz").read_bytes() == first
+    assert not store.journalled("samples/b.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["samples_b.jsonl.gz", "samples_b.jsonl", "samples/b.jsonl"])
+def test_samples_of_earlier_evaluations_are_read_where_they_lie(tmp_path, name):
+    """Beside the rows, and not always packed."""
+    store = ResultStore(tmp_path)
+    store.publish(result(samples=name), [sample("a")])
+    assert (tmp_path / name).is_file() and store.samples(*store.results()) == [sample("a")]
+    assert packed_samples(samples_label(name)) == "samples/b.jsonl.gz"
+
+
+def test_an_archive_has_the_samples_of_many_rows(tmp_path):
+    """Read a row's samples from the archive, in order, unless the row's own file lies there."""
+    names = ("samples/a.jsonl.gz", "samples/b.jsonl.gz")
+    first, second = [sample("y"), sample("x", step=None)], [sample("z", num_nodes=2**53)]
+    archive = tmp_path / "samples.parquet"
+    write_archive(archive, dict(zip(names, (first, second), strict=True)))
+    store = ResultStore(tmp_path)
+    assert [store.samples(result(samples=name)) for name in names] == [first, second]
+    assert store.samples(result(samples="samples/c.jsonl.gz")) == []
+    store.publish(result(samples=names[0]), [sample("own")])
+    assert store.samples(*store.results()) == [sample("own")]
+    archive.write_bytes(archive.read_bytes()[:-9])
+    with pytest.raises(BadData, match=r"samples\.parquet cannot be read: .*restore it"):
+        read_archive(archive)
+
+
+def test_an_evaluation_that_an_earlier_version_began_goes_on(tmp_path):
+    """Its journals have the name that they have now."""
+    append_row(tmp_path / "journals/samples_b.worker-00001.jsonl", sample("a"))
+    store = ResultStore(tmp_path)
+    store.journal("samples/b.jsonl.gz", 1, sample("b"))
+    assert [row.prompt_id for row in store.journalled("samples/b.jsonl.gz").values()] == ["a", "b"]
+    assert [row.prompt_id for row in store.journalled("samples_b.jsonl.gz").values()] == ["a", "b"]
+
+
+def test_the_folder_has_the_rows_and_a_subfolder_the_samples(tmp_path):
+    ResultStore(tmp_path).publish(result(), [sample()])
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "samples"}
+
+
+def test_halves_of_files_that_a_kill_left_are_tidied(tmp_path):
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample()])
+    for folder in (tmp_path, tmp_path / "samples"):
+        half = folder / ".tmp-1-0badc0de-anothernode"
+        half.write_bytes(b"half")
+        os.utime(half, (0, 0))
+    store.tidy()
+    assert not list(tmp_path.rglob(".tmp-*")) and store.samples(result()) == [sample()]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gzip.compress(b"{}\n" * 99, mtime=0)[:-9], "cannot be unpacked: Compressed file ended"),
+        (b"no gzip", "cannot be unpacked: Not a gzipped file"),
+        (gzip.compress(b"{}\n", mtime=0), r"gz:1 is no SampleRow"),
+    ],
+)
+def test_damaged_packed_samples_are_one_clear_line(tmp_path, content, reason):
+    (tmp_path / "b.jsonl.gz").write_bytes(content)
+    with pytest.raises(BadData, match=reason) as got:
+        read_rows(tmp_path / "b.jsonl.gz", SampleRow)
+    assert "b.jsonl.gz" in str(got.value) and "\n" not in str(got.value)
