@@ -73,7 +73,7 @@ def activation_bytes(
         sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    # What the model caches between calls must stay real: it is made before the fake pass needs it.
+    # The rotary angles are cached between calls: make them here, so that no fake tensors are kept.
     if config.attn_layers:
         rotary_angles(config, torch.arange(1), torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -109,7 +109,7 @@ class ModelPlan:
     activation_checkpointing: bool = False
     reference: HybridConfig | None = None
     passes: int = 1
-    compiled: bool = False  # the layers of what is trained
+    compiled: bool = False  # whether the trained model's layers are compiled
     optimizer: OptimizerKind = "adamw"
 
     @property
