@@ -20,7 +20,7 @@ LEVEL = 2**11
 AFTER = 2**31  # the token after the accepted path
 
 
-# What is to be added to a stream (…, D): nothing, parts of a sum (S, …, D), or several such
+# Terms to be added to a stream (…, D): none, parts of a sum (S, …, D), or several such
 Added = Tensor | tuple[Tensor, ...] | None
 
 
@@ -44,7 +44,7 @@ class MixerShape:
     dt_limit: tuple[float, float] = (0.0, math.inf)
     gated: bool = False
 
-    # What follows from these, once: calls ask for it again and again
+    # Derived once, because calls read them often
     d_inner: int = field(init=False, repr=False)
     xbc_dims: tuple[int, int, int] = field(init=False, repr=False)  # projected channels of x, B, C
     num_channels: int = field(init=False, repr=False)  # of these together

@@ -112,7 +112,7 @@ def conv_places(
         last = path_places(rows, tail, cache_state, num_new)
         if last.counts is None:
             windows = windows + last.path
-        else:  # what is newest of the path is where that ends
+        else:  # the newest inputs are at the path's end
             lengths = cache_state.path_length[:, None, None]
             windows = windows + torch.where(windows < tail, lengths, last.path)
         ordered = torch.arange(last.path + num_new, device=windows.device)[:, None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from stree_kernels.contracts import Added, CacheState
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 
-# What was fastest on an H200, or as fast as the rest
+# Fastest on an H200, or as fast as the rest
 GATE_BLOCK = 1024  # channels of a gate that a program takes
 GATE_WARPS = 4
 GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm takes, at least one

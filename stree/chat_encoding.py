@@ -300,7 +300,7 @@ class ChatEncoder:
         spans = []
         for number, borders in self._borders(messages, text, render):
             if borders is None:
-                if prompt:  # nobody asks which tokens are the assistant's
+                if prompt:  # the assistant's tokens are not asked for
                     return rendering
                 raise UsageError(
                     f"the chat template renders turn {number} differently when more turns follow, "

@@ -24,7 +24,7 @@ _NUMBERS = {
     "seed": Integral, "min_p": Real, "repetition_penalty": Real, "num_return_sequences": Integral,
 }  # fmt: skip
 LEAST_FACTOR, MOST_FACTOR = 1e-5, 1e5  # of a repetition penalty: no logit overflows
-_FRESH_SEED_BITS = 48  # of a seed that nobody gave: equal seeds are improbable, and it is readable
+_FRESH_SEED_BITS = 48  # of a fresh seed: equal seeds are improbable, and it is readable
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ class TransformersDecoder:
         """Return the new tokens of each request."""
         batch = self._batch_for(requests)
         tokens: list[list[int]] = [[] for _ in requests]
-        ends: list[int | None] = [None] * len(requests)  # after so many tokens
+        ends: list[int | None] = [None] * len(requests)  # number of tokens at which each ends
         under_way: dict[int, Served] = {}
         with closing(batch.serve(requests)) as reports:
             for served in reports:

@@ -18,7 +18,7 @@ _SET_HERE = {"conversation", "add_generation_prompt", "continue_final_message", 
              "padding", "truncation", "max_length", "return_tensors", "return_dict",
              "return_assistant_tokens_mask", "sanitize_control_tokens",
              "tokenizer_kwargs"}  # fmt: skip
-_OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # what it returns unasked
+_OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # keys of its output by default
 
 
 def one_prompt(inputs: Any) -> Tensor:

@@ -32,13 +32,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
     "output_logits": (False,), "is_assistant": (False,), "synced_gpus": (False,),
 }  # fmt: skip
-# Those that change nothing here: what a config file says of itself, and ids that only batches of
-# equal length and empty prompts need.
+# Settings without effect here: a config file's words about itself, and ids that only padded
+# batches and empty prompts need.
 _WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
 
 
 THEIRS = "transformers' own model.generate does it, without drafts"
-# What to do instead of a setting of `transformers` that is refused
+# Remedies for settings of `transformers` that are refused
 _INSTEAD = {
     "min_new_tokens": "ignore_eos=True with max_new_tokens gives exactly so many",
     "min_length": "ignore_eos=True with max_new_tokens gives exactly so many",
@@ -46,7 +46,7 @@ _INSTEAD = {
     "model, drafter) takes stopping criteria",
     "max_time": "stree.BatchDecoder.step gives tokens as they come: release the row in time",
 }  # fmt: skip
-# Those that change logits, or search: the law of an answer is the target's own here
+# Settings that change logits, or search: here the target's distribution decides alone
 _OF_LOGITS = (
     "bad_words_ids", "logits_processor", "sequence_bias", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "force_words_ids",

@@ -20,11 +20,11 @@ from stree_kernels.contracts import CacheState, Topology
 from stree_kernels.launch import follow, lead, load_kept, overlapping
 from stree_kernels.products.linear import device_of, precision_of, product
 
-# What was fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
-PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
-ALONE_PROGRAMS = 528  # the same of a single query, which needs no tiles for tensor cores
+# Fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
+PROGRAMS = 264  # that splits and corner should fill: two a multiprocessor of an H200
+ALONE_PROGRAMS = 528  # for a single query, which needs no tiles for tensor cores
 STAGED_FROM = 64  # heads of all sequences from which on keys arrive by way of shared memory
-STAGES = 3  # how many times ahead, this one counted
+STAGES = 3  # blocks in flight, the present one included
 LEAST_SPLITS = 2  # of staged keys, unless those of many queries fill the GPU once with one
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
@@ -391,7 +391,7 @@ def attend_kernel(
             NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, SKIPS, BLOCK_CORNER, PRECISION,
         )  # fmt: skip
 
-    if READY == "all":  # what is written to may be what the launch ahead reads
+    if READY == "all":  # the previous launch may read the written memory
         follow(OVERLAPS)
     at = (part * tl.num_programs(2) + sequence_head).to(tl.int64) * num_rows + row
     tl.store(
@@ -422,7 +422,7 @@ def combine_kernel(
     kv_head = sequence_head % NUM_KV_HEADS
     d = tl.arange(0, 2 * BLOCK_HALF)
     in_d = d < HEAD_DIM
-    # The first launch waited for all before it: what steers both is there already
+    # The first launch waited for all before it: the cache state is complete already
     old_length = load_kept(lengths + batch).to(tl.int32)
     path_length = 0
     if REPLAY:

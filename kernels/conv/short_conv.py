@@ -89,7 +89,7 @@ def short_conv_kernel(
             fresh = seen - (WIDTH - 1) - first
             at_new += (fresh,)  # type: ignore[assignment]
             taps += (weight.to(tl.float32),)  # type: ignore[assignment]
-            row = seen  # of the tree so far, and of the tail of when it began
+            row = seen  # row of the tree so far, or of the conv state when the tree began
             if NEW:
                 for place in tl.static_range(WIDTH - 1):
                     newest = _newest(place, path, path_length, WIDTH)

@@ -179,8 +179,8 @@ def replay_conv_kernel(
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_STEPS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    # The launch ahead, a product, touches neither the state nor the last tree's inputs. So replay
-    # waits for nothing; the conv waits for it, and the scan counts on that
+    # The previous launch, a product, touches neither the state nor the last tree's inputs. So the
+    # replay waits for nothing; the conv waits for the product, and the scan relies on that
     if READY == "none":
         follow(OVERLAPS)
     program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -252,7 +252,7 @@ def replay(
     in_state = in_p[:, None] & in_s[None, :]
     h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
     A = -tl.exp(load_kept(A_log).to(tl.float32))
-    # Of the first nodes all is there by the time it is known how many of them count
+    # All values of the first nodes are loaded before it is known how many of them count
     k = tl.arange(0, 16)
     h = advanced_along(
         h, A, path, k, k < path_size, k < path_length, num_slots, xb, xb_stride,
@@ -318,7 +318,7 @@ def advanced(h, decay, after, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl
     x = tl.where(accepted[:, None], x.to(tl.float32), 0.0)
     B = tl.where(accepted[:, None], B, 0.0)
     added = mixed_product(tl.trans(x * after[:, None]), B, PRECISION, MIXED)
-    # Of one rounding, whatever kernel this is a part of
+    # One rounding, in every kernel that this is a part of
     return tl.fma(tl.zeros_like(h) + decay, h, added)
 
 
@@ -371,7 +371,7 @@ def _keep_channels(
         fresh = seen - (WIDTH - 1) - first
         at_new += (fresh,)  # type: ignore[assignment]
         weights += (weight,)  # type: ignore[assignment]
-        row = seen  # of the tree so far, and of the tail of when it began
+        row = seen  # row of the tree so far, or of the conv state when the tree began
         if REPLAY:
             for place in tl.static_range(WIDTH - 1):
                 row = tl.where(seen == place, _replayed(path_length + place, path, WIDTH), row)

@@ -95,7 +95,7 @@ def gated_delta_chain_kernel(
     steps += batch * steps_batch_stride + head
     updates += batch * updates_batch_stride + head * updates_head_stride + p
     # The first launch began with waiting for all before it: the last tree and what steers both
-    # launches are there already, and nobody else uses the state
+    # launches are there already, and no other program uses the state
     half = load_kept(parities)
     path_length = load_kept(path_lengths + batch).to(tl.int32)
     for step in range(0, path_length):

@@ -54,7 +54,7 @@ def gated_delta_scan(
                 chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
             )  # fmt: skip
     batch, num_heads = v.shape[0], v.shape[2]
-    # Of grouped heads only newer versions know
+    # Only newer versions of the package have grouped heads
     q, k = (
         part.to(v.dtype).repeat_interleave(num_heads // part.shape[2], dim=2) for part in (q, k)
     )

@@ -35,11 +35,11 @@ from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kep
 from stree_kernels.naive.gated_delta import NORM_EPS
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of, product
 
-# What was fastest on an H200: nodes and value channels of a head that a program takes at a time
+# Fastest on an H200: nodes and value channels of a head that a program takes at a time
 BLOCK_NODES, BLOCK_VALUES = 16, 32
 FEW = 32  # nodes for which two warps are faster than four
 BLOCK_KNOWN = 64  # earlier nodes that a block takes at a time once their pairs are known
-MOST_PAIRED = 256  # nodes: what is kept of pairs grows with their square, 25 MB of 48 heads
+MOST_PAIRED = 256  # nodes: the buffer of pairs grows with their square, 25 MB for 48 heads
 
 
 def gated_delta_tree(
@@ -207,7 +207,7 @@ def gated_delta_kernel(
     steps += batch * steps_batch_stride + steps_part_stride + head  # of the log-decays
     updates += batch * updates_batch_stride + head * updates_head_stride
     # The first launch began with waiting for all before it: the last tree and what steers both
-    # launches are there already, and nobody else uses the state
+    # launches are there already, and no other program uses the state
     half = load_kept(parities)
     variant = load_kept(variants + batch)
     if REPLAY:
@@ -326,7 +326,7 @@ def _replay(
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Return the state after the accepted path of the last tree."""
-    # Of the first nodes all is there by the time it is known how many of them count
+    # All values of the first nodes are loaded before it is known how many of them count
     at = tl.arange(0, 16)
     k, u, log_decay = _path_nodes(
         path, at, at < path_size, num_slots, qk, qk_stride, k_channel, in_d,

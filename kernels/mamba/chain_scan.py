@@ -81,7 +81,7 @@ def chain_scan_kernel(
     c_channel = (head // HEADS_A_C) * D_STATE + s
     A = -tl.exp(load_kept(A_log + head).to(tl.float32))
     D = load_kept(D_pointer + head).to(tl.float32)
-    # The first launch began with waiting for all before it: what steers both is there already
+    # The first launch waited for all before it: the cache state is complete already
     parity = load_kept(parities)
     xb += batch * xb_batch_stride
     steps += batch * steps_batch_stride + head

@@ -35,11 +35,11 @@ from stree_kernels.products.linear import (
 
 FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache keeps between launches
 MOST_NODES = 32  # that a program scans
-# What was fastest on an H200
+# Fastest on an H200
 BLOCK = 4096  # numbers of a state at a time
-STAGES = 3  # how many times ahead they arrive, this one counted
+STAGES = 3  # blocks in flight, the present one included
 FEW_NODES = 16
-# Of few nodes, where there are more programs than three a multiprocessor, so that four fit
+# For few nodes, with more than three programs a multiprocessor, so that four fit
 MANY_STAGES = 2
 MANY_REGISTERS = 128  # of a thread
 LEAST_SHARED = 128 * 1024  # bytes that a multiprocessor must have, else nothing comes ahead
@@ -154,8 +154,8 @@ def streamed_scan_kernel(
     b_channel = B_CHANNEL + (head // HEADS_A_B) * D_STATE + s
     A = -tl.exp(load_kept(A_log + head).to(tl.float32))
     D = load_kept(D_pointer + head).to(tl.float32)
-    # The first launch began with waiting for all before it: what steers both is there already, and
-    # what the last call left
+    # The first launch waited for all before it: the cache state is complete already, and so are the
+    # values that the last call left
     parity = load_kept(parities)
     xb += batch * xb_batch_stride
     steps += batch * steps_batch_stride + head

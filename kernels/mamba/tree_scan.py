@@ -21,7 +21,7 @@ from stree_kernels.mamba.streamed_scan import gated_by_silu, mamba_streamed, pai
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
-# What was fastest on an H200.
+# Fastest on an H200.
 FEW, MANY = (16, 32, 4), (32, 64, 8)
 
 

@@ -86,6 +86,6 @@ def _by_all(
     scale = weights.new_zeros(shape).scatter(1, chosen, weights).t()[..., None]
     unchosen = torch.ones(shape, dtype=torch.bool, device=rows.device).scatter(1, chosen, False)
     inner = activated(torch.matmul(rows, up.transpose(1, 2)), kind)
-    # Filled, not multiplied: what nobody asked for may be anything
+    # Filled, not multiplied: rows that have not chosen the expert may hold anything
     inner = (inner * scale).masked_fill(unchosen.t()[..., None], 0)
     return torch.bmm(inner, down.transpose(1, 2)).sum(0)

@@ -11,7 +11,7 @@ from stree_kernels.naive.dtypes import widened
 from stree_kernels.naive.gather import norm
 from stree_kernels.naive.pointwise import activated, gated_rms_norm, swiglu
 
-ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: what is wider goes by the piece
+ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: larger ones go in parts
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # which a row of zeros has
 

@@ -27,7 +27,7 @@ KINDS = ("swiglu", "relu2")
 BLOCK_OUTPUTS = 32
 BLOCK_INPUTS = 128
 SHARES = 4  # of the list
-CHOSEN_EXPERTS = 4096  # comparisons at a time of what is chosen with what there is
+CHOSEN_EXPERTS = 4096  # comparisons of chosen experts with all at a time
 
 
 def choose_experts(
@@ -191,7 +191,7 @@ def up_kernel(
             positive = tl.maximum(y.to(tl.float32), 0.0)
             y = (positive * positive).to(dtype)
         y = (y.to(tl.float32) * scale[None, :]).to(dtype)
-        # Filled, not multiplied: what nobody asked for may be anything
+        # Filled, not multiplied: rows that have not chosen the expert may hold anything
         y = tl.where(wanted[None, :] > 0, y, 0.0)
         at = hidden + (slot * count + row)[None, :] * inner + output[:, None]
         tl.store(at, y, mask=mine[:, None] & known[None, :])

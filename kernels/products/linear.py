@@ -47,7 +47,7 @@ class Tiling:
     inputs_apart: bool = False
 
 
-# What was fastest on an H200 (docs/results/h200-step)
+# Fastest on an H200 (docs/results/h200-step)
 FEW = 16  # rows of a product by shares
 MANY = 64  # the same with SwiGLU, or where a share has as many outputs as there are rows
 TILINGS = {  # for few rows or not, with SwiGLU or not
@@ -62,7 +62,7 @@ LEAST_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the 
 MOST_RANK = 256  # of an adapter whose term is added
 STAGE_BYTES = 214_000  # of shared memory, at most
 SHARED_BYTES = 228 * 1024  # that a multiprocessor must have: an H100's, H200's, B200's
-AHEAD = 65536  # bytes of its weight that a share asks for before the launch ahead has ended
+AHEAD = 65536  # bytes of its weight that a share asks for before the previous launch has ended
 CHUNK = tl.constexpr(256)  # bytes of a row that it asks for at a time
 LT_ROWS = (32, 96)  # for which cuBLASLt is asked
 

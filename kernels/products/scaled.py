@@ -50,7 +50,7 @@ FEW = 16  # rows
 TILINGS = {True: Tiling(256, 4, 4, 2), False: Tiling(128, 4, 8, 1)}  # for few rows or not
 MOST_ROWS = 64  # of a program
 OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
-AHEAD = 32768  # bytes of its share that a program asks for before the launch ahead has ended
+AHEAD = 32768  # bytes of its share that a program asks for before the previous launch has ended
 
 
 def linear(x: Tensor, weight: Scaled) -> Tensor:
@@ -113,7 +113,7 @@ def scaled_kernel(
         values = tl.load(to_x + start, mask=given, other=0.0)
         to_tile = weight + (first.to(tl.int64) * inputs + start) + in_tile
         tile = tl.load(to_tile, mask=wanted, other=0.0, eviction_policy="evict_first")
-        # By way of fp32: from fp16 to bf16 in one step takes four times as long
+        # Through fp32: from fp16 to bf16 in one step takes four times as long
         tile = tile.to(tl.float16).to(tl.float32).to(values.dtype)
         sums = tl.where(start == 0, 0.0, sums) + product(tile, values, PRECISION)
         if start + BLOCK_INPUTS >= inputs:

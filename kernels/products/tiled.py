@@ -25,11 +25,11 @@ from stree_kernels.products.linear import (
     product,
 )
 
-# What was fastest on an H200
+# Fastest on an H200
 MOST_ROWS = 128
 OUTPUTS, INPUTS = 128, 64  # of a tile
 STAGES, WARPS = 4, 8
-AHEAD = 65536  # bytes of its weights that a program asks for before the launch ahead has ended
+AHEAD = 65536  # bytes of its weights that a program asks for before the previous launch has ended
 BUSY = 0.75  # of the multiprocessors, at least, in the time that the programs take
 
 

@@ -180,8 +180,8 @@ class BatchDecoder(RequestServer):
         self.lock = RLock()  # held by a thread while it changes anything
         self._sequences: dict[int, RunningSequence] = {}
         self._launched: deque[InFlightStep] = deque()  # steps that are not collected
-        self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
-        # Of the last steps, by the tree that idle rows had in them
+        self._next: tuple[int, TokenTree] | None = None  # rows, and the tree chosen for them
+        # Inputs of the last steps, by the tree that idle rows had in them
         self._prepared: LRUCache[TokenTree, StepInputs] = LRUCache(MAX_PREPARED)
 
     @property

@@ -159,11 +159,13 @@ class GraphRunner:
         self.captured.add(key)
 
     def collect(self) -> list[list[int]]:
+        """Wait for the report of the oldest step not yet collected, and return it."""
         report, arrived = self.launched.popleft()
         arrived.synchronize()
         return report.tolist()
 
     def drop(self) -> None:
+        """Forget the oldest report, without waiting for it."""
         self.launched.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
@@ -336,5 +338,6 @@ def no_garbage_collected() -> Iterator[None]:
 
 
 def new_report(rows: BatchState, tree_batch: TreeBatch) -> Tensor:
+    """Return a report (B, 2 + 2·M) of zeros for a step."""
     shape = (len(rows.active), 2 + 2 * (tree_batch.max_depth + 1))
     return torch.zeros(shape, dtype=torch.long, device=rows.active.device)

@@ -69,7 +69,7 @@ def shared_model(theirs: Any) -> HybridModel:
         _put(ours, each, made.to(kept_dtype(each, dtype, source)))
     for part in ours.modules():
         if isinstance(part, Part):
-            part.keeps_rows = True  # or transformers could not save what is joined
+            part.keeps_rows = True  # or transformers could not save joined weights
     return ours.eval()
 
 

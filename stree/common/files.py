@@ -40,7 +40,7 @@ _REFUSED_WRITE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
     errno.EFBIG, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
 }  # fmt: skip
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # nobody but a writer meets it
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # only writers meet them
 _in_use: set[Path] = set()
 
 
@@ -188,7 +188,7 @@ def verify_manifest(directory: str | os.PathLike[str]) -> dict:
     require_own_files(directory, present & manifest["files"].keys())
     for name, expected in manifest["files"].items():
         file = directory / name
-        # By what is there, and not by where a name may lead: `../x` is no file of this folder.
+        # Compare with the files found, not with a name's path: `../x` is no file of this folder.
         if name not in present:
             raise CheckpointRefused(f"{file} is missing, {MANIFEST_NAME} lists it: {again}")
         size = file.stat().st_size

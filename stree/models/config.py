@@ -14,7 +14,7 @@ from stree_kernels.contracts import GatedDeltaShape, MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
-MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square, for whoever wrote the config
+MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square
 MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)
 ROUTERS = ("softmax", "sigmoid")
 GATED_NORMS = ("gate, norm", "norm, gate", "gate")
@@ -362,6 +362,7 @@ class HybridConfig:
         return self.d_inner + self.mixer_shape.num_kept
 
     def is_attention(self, layer: int) -> bool:
+        """Return whether a layer has attention."""
         return layer in self.attn_layers
 
     def layer_type(self, layer: int) -> str:
@@ -430,6 +431,7 @@ class HybridConfig:
         )  # fmt: skip
 
     def replace(self, **changes: Any) -> HybridConfig:
+        """Return a copy with other values of some fields."""
         return replace(self, **changes)
 
     @classmethod

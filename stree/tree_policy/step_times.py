@@ -79,6 +79,7 @@ class StepTimes:
 
     @classmethod
     def of_record(cls, record: StepTimesRecord) -> StepTimes:
+        """Return the step times of a saved record."""
         seconds = {
             (rows, each.tree.to_token_tree()): seconds
             for each in record.trees
@@ -90,6 +91,7 @@ class StepTimes:
         )  # fmt: skip
 
     def record(self) -> StepTimesRecord:
+        """Return a record to save."""
         times: dict[TokenTree, dict[int, float]] = {}
         for (rows, tree), seconds in self.seconds.items():
             times.setdefault(tree, {})[rows] = seconds

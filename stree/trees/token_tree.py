@@ -126,10 +126,12 @@ class TokenTree:
 
     @cached_property
     def num_nodes(self) -> int:
+        """Number of nodes, the root included."""
         return len(self.parents)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
+        """Depth of each node; 0 for the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -137,10 +139,12 @@ class TokenTree:
 
     @cached_property
     def max_depth(self) -> int:
+        """Depth of the deepest node, which is the most drafts that a call can accept."""
         return max(self.depths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node, in the order of their indices."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)

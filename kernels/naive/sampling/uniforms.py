@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 _WORD = 2**32 - 1
-_PHILOX = (0xD2511F53, 0xCD9E8D57)  # what words 0 and 2 of a counter are multiplied by
-_PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)  # what the words of a key grow by
+_PHILOX = (0xD2511F53, 0xCD9E8D57)  # factors of words 0 and 2 of a counter
+_PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)  # increments of a key's words
 
 
 def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:

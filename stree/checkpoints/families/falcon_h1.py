@@ -65,11 +65,11 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     shape = config.mixer_shape
     sizes = [config.d_inner, *shape.xbc_dims, config.num_ssm_heads]  # z, x, B, C, dt
     rows = config_parts.factors(values, "ssm_multipliers", 5)
-    # What the head is multiplied with goes into the last norm, so that a tied one stays tied
+    # The head's multiplier goes into the last norm, so that a tied head stays tied
     makes: dict[str, Make] = {
         "model.embed_tokens.weight": scaled(embedding),
         "model.norm.weight": scaled(head / (embedding if config.tie_embeddings else 1)),
-        # Of the projections that read it, an input's multiplier scales the weight, not the bias
+        # An input's multiplier scales the weights that read it, not their biases
         ".q_proj.weight": scaled(attention_in),
         ".k_proj.weight": scaled(attention_in * keys),
         ".k_proj.bias": scaled(keys),

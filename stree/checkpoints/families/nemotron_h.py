@@ -38,8 +38,8 @@ WORDS = {
 }
 # The dimensions of its Mamba layers say what expand would, the width of the shared MLP the number
 # of shared experts; num_nextn_predict_layers and the like describe weights that no step uses.
-# Published checkpoints name code of their own (auto_map), from before transformers had the family;
-# nobody runs it. From n_routed_experts on they are of experts, where there are some.
+# Published checkpoints name code of their own (auto_map), from before transformers had the family,
+# which is never run. The keys from n_routed_experts on are those of experts.
 WITHOUT_EFFECT = config_keys.words("""
     auto_map expand mamba_proj_bias mamba_ssm_cache_dtype rescale_prenorm_residual
     time_step_limit n_shared_experts moe_shared_expert_overlap num_nextn_predict_layers
@@ -96,7 +96,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         gated_norm_groups=groups,
         gated_norm_eps=eps,
         chunk_size=values.integer("chunk_size", 128),
-        # What time_step_limit says is not what its models do
+        # Its models do not follow time_step_limit
         dt_limit=(values.number("time_step_min", 0.001), math.inf),
         **(_experts(values) if has_experts else {}),
         **config_parts.special_tokens(values),

@@ -14,7 +14,7 @@ from stree.models.config import HybridConfig
 
 MIXER_CONFIG_NAME = "mamba_config.json"
 
-# What neither of MambaInLlama's two files has a word for
+# Fields that MambaInLlama's two files cannot describe
 _BEYOND_MAMBA_IN_LLAMA = (
     "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm",
     "qk_norm_whole", "attention_gate",

@@ -12,7 +12,7 @@ from stree.checkpoints.sources import Layout, as_it_is
 from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
-# What our own exports with Mamba layers say they are. Published MambaInLlama checkpoints say
+# Model type of our own exports with Mamba layers. Published MambaInLlama checkpoints have
 # "llama", and AutoModelForCausalLM then loads them with attention weights drawn at random.
 MODEL_TYPE = "stree_hybrid"
 TABLE = "hybrid_config"  # in config.json, HybridConfig's fields that are not as usual

@@ -24,7 +24,7 @@ from stree.models.layers.part import (
 from stree_kernels import naive, ops
 from stree_kernels.contracts import CacheState, Stream, Topology
 
-Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
+Adapters = Sequence[nn.Module] | None  # terms added to q, k and v
 
 
 class Attention(Part):
@@ -112,7 +112,7 @@ class Attention(Part):
             cache_state: CacheState,
             first: int,
         ) -> Tensor:
-            if self.normed and cache_state.ready == "all":  # the norm is the launch ahead
+            if self.normed and cache_state.ready == "all":  # the norm is the previous launch
                 cache_state = replace(cache_state, ready="memory")
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
