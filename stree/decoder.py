@@ -227,7 +227,11 @@ class Decoder:
         streamer: Any = None,
         **options: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
-        """Continue a text, or each text of a list, as `generate` continues tokens."""
+        """Continue a text, or each text of a list, as `generate` continues tokens.
+
+        Raises `UsageError` without a tokenizer. Other arguments, results and errors are those of
+        `generate`.
+        """
         several = isinstance(text, list | tuple)
         return self._serve(
             partial(self._read, text_ids, text, several, generation_config, options), streamer

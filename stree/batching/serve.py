@@ -191,7 +191,16 @@ class RequestServer:
     def complete(
         self, text: str | Sequence[str], generation_config: Any = None, **options: Any
     ) -> list[GenerationOutput]:
-        """Continue a text, or each text of a list, as `generate` continues tokens."""
+        """Continue a text, or each text of a list, as `generate` continues tokens.
+
+        Args:
+            text: A text or a list of texts, encoded with the tokenizer's special tokens.
+            generation_config: Settings for all texts; None is the defaults.
+            **options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: Without a tokenizer, or for a text that cannot be served.
+        """
         several = isinstance(text, list | tuple)
         return self._generate_of(text_ids, text, several, generation_config, options)
 
@@ -206,7 +215,20 @@ class RequestServer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Answer a conversation, or each of several, as `Decoder.chat` does, all at once."""
+        """Answer a conversation, or each of several at once, as `Decoder.chat` does.
+
+        Args:
+            messages: A text (one question), a list of messages, or a list of conversations.
+            generation_config: Settings for all conversations; None is the defaults.
+            tools: Functions or JSON schemas, for the template.
+            documents: Mappings, for the template.
+            enable_thinking: For templates that read it.
+            chat_template_kwargs: Other variables of the template, and another `chat_template`.
+            **options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: Without a tokenizer or a template, or for messages that it refuses.
+        """
         variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
         encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
         several = is_several_chats(messages)
@@ -252,13 +274,26 @@ class RequestServer:
     ) -> Generator[Served, None, None]:
         """Serve requests and yield each one after each of its reports (`batching.serve`).
 
-        Example:
-            for served in batch.serve(requests):
-                print(served.number, served.report.tokens)
-                if served.report.finish_reason:
-                    print(served.release().text)
+        Args:
+            requests: Any number of them, drawn one by one; None says that none is there now.
+            on_admitted: Called with each new row, before the step that follows.
 
-        Raises `UsageError` when rows are taken, and the error of a request that ends with one.
+        Raises:
+            UsageError: When rows are taken, or for a request that cannot be served.
+            StreeError: The error of a request that ends with one.
+
+        Example:
+            >>> import stree
+            >>> sizes = dict(attn_layers=(0,), num_heads=2, num_kv_heads=1, head_dim=8)
+            >>> config = stree.HybridConfig(64, d_model=16, num_layers=1, **sizes)
+            >>> batch = stree.BatchDecoder(stree.HybridModel(config), num_rows=2, max_length=64)
+            >>> asked = stree.GenerationConfig(max_new_tokens=2)
+            >>> requests = [stree.Request([5, 3], asked), stree.Request([8], asked)]
+            >>> for served in batch.serve(requests):
+            ...     if served.report.finish_reason:
+            ...         print(served.number, len(served.release().tokens))
+            0 2
+            1 2
         """
         self._require_free()
         yield from serve(self, requests, on_admitted)
