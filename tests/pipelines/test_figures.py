@@ -61,7 +61,7 @@ def store_of(folder):
 
 
 def choices(text):
-    """{key: value} of each row, or pool of rows, that a comment names."""
+    """Yield {key: value} of each row, or pool of rows, that a comment names."""
     pairs = [word.partition("=")[::2] for word in shlex.split(text)]
     names = [name for name, _ in pairs]
     for values in itertools.product(*(re.split(r",(?! )", value) for _, value in pairs)):
@@ -83,7 +83,7 @@ def samples_of(folder, method, T, step=None, benchmark=None, **unknown):
 
 
 def from_rows(folder, chosen, name):
-    """A figure and its interval."""
+    """Return a figure and its interval."""
     if name.endswith("@each"):
         benchmarks = {row.benchmark for row in store_of(folder).results()}
         each = (
@@ -106,7 +106,7 @@ def from_rows(folder, chosen, name):
 
 
 def from_bench(file, chosen, name):
-    """A figure that all rows have that fit."""
+    """Return the figure that all fitting rows share."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text("utf-8").splitlines()]
     fitting = [
         row for row in rows if all(str(row.get(key)) == value for key, value in chosen.items())
@@ -120,7 +120,7 @@ def from_bench(file, chosen, name):
 
 
 def recomputed(found):
-    """The numbers of a line, (value, interval or None) in their order."""
+    """Yield the numbers of a line, (value, interval or None) in their order."""
     for group in found["what"].split(";"):
         rows, _, names = group.partition(":")
         for chosen in choices(rows):
@@ -135,7 +135,6 @@ def test_readme_and_results_name_the_rows_of_their_figures():
 
 
 def test_no_figure_of_readme_s_tables_is_without_its_row():
-    """Of what has an interval, or is a ratio to plain decoding."""
     lines = PAGES[0].read_text(encoding="utf-8").splitlines()
     figured = [line for line in lines if line.startswith("|") and NUMBER.search(line)]
     assert figured and all(NAMED.search(line) for line in figured)

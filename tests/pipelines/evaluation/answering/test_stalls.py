@@ -31,7 +31,7 @@ def answers(count=6, method="autoregressive", calls=60):
 
 
 def held_up(sample, seconds, part="host"):
-    """The sample with a wait, as it is measured (`host`) or was in older rows (`draft`)."""
+    """Return the sample with a wait, as it is measured (`host`) or was in older rows (`draft`)."""
     times = {**sample.time_ms, part: sample.time_ms.get(part, 0.0) + 1e3 * seconds}
     return sample.model_copy(update={"decode_s": sample.decode_s + seconds, "time_ms": times})
 

@@ -63,7 +63,7 @@ LOOP = (7, 8, 9, *range(10, 26), *range(10, 26), *range(10, 26))
 
 
 def answered(run, of):
-    """The run with other answers: of(method, prompt) gives tokens and why they end."""
+    """Load the run with other answers: of(method, prompt) gives tokens and why they end."""
     store = ResultStore(run / "eval")
     for row in store.results():
         samples = []
