@@ -83,7 +83,8 @@ class Entry:
         """Make the table. Raises NotFound when it cannot be made, or its rows are not there."""
         if self.build is None:
             raise NotFound(f"{self.name} cannot be made: {self.note}")
-        return self.build(Path(input_path(folder or self.rows)))
+        path = Path(input_path(folder or self.rows))
+        return paper_tables.with_notes(self.build(path), path)
 
 
 PAPERS: dict[str, Sequence[Entry]] = {

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from stree_pipelines.lab.papers.numbers import Cells
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.settings import require_one_ending
 from stree_pipelines.reports.tables import by_length
-from stree_pipelines.reports.tables.answer_notes import waiting_marks
+from stree_pipelines.reports.tables.answer_notes import endings, marks
 from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
 BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K"}
@@ -40,6 +41,7 @@ class Made:
     table: Table
     environments: tuple[str, ...]
     answered: str = ""  # the drafters and the amount of decoded text, if any
+    results: tuple[ResultRow, ...] = ()  # rows of evaluations among those that made them
 
     def to_markdown(self) -> str:
         ours = "; ".join(self.environments)
@@ -53,18 +55,27 @@ def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int 
     results = [row for row in used if isinstance(row, ResultRow)]
     require_one_ending(results, title)
     return Made(
-        Table(title, tuple(lines), num_left, _marked(results)), tuple(environments),
-        _answered(results) if results else "",
+        Table(title, tuple(lines), num_left), tuple(environments),
+        _answered(results) if results else "", tuple(results),
     )  # fmt: skip
 
 
-def _marked(rows: Iterable[ResultRow]) -> str:
-    """Return why speeds of these rows are not to be relied on; "" where they are."""
-    rows = list(rows)
-    told = waiting_marks([row.baseline_time_ms for row in rows])
-    if stalled := sum(row.num_stalled or 0 for row in rows):
-        told.append(f"Marked: the machine held up {stalled} answers.")
-    return " ".join(told)
+def with_notes(made: Made, folder: Path) -> Made:
+    """Add below a table how its answers ended, and which of them the machine held up."""
+    if not made.results:
+        return made
+    stamp = (folder / RESULTS_NAME).stat().st_mtime_ns
+    store = _store(folder, stamp)
+    samples = {f"{number}": store.samples(row) for number, row in enumerate(made.results)}
+    every = [sample for rows in samples.values() for sample in rows]
+    note = " ".join([*endings({"": every}), *marks(samples)])
+    return replace(made, table=replace(made.table, note=note))
+
+
+@lru_cache(maxsize=8)
+def _store(folder: Path, stamp: int) -> ResultStore:
+    """Open a folder whose rows were written at that time; many tables are of one folder."""
+    return ResultStore(folder)
 
 
 # From rows of `eval_spec.py`
@@ -410,6 +421,4 @@ def _answered(rows: Sequence[ResultRow]) -> str:
         for name in ("num_prompts", "max_new_tokens")
     )
     by = f" Drafted by {', '.join(f'`{run}`' for run in runs)};" if runs else ""
-    ended, cut = sum(row.num_ended or 0 for row in rows), sum(row.num_cut or 0 for row in rows)
-    endings = f"; {ended} answers ended by themselves, {cut} were cut" if ended + cut else ""
-    return f"{by} {prompts} prompts of each, up to {tokens} new tokens{endings}."
+    return f"{by} {prompts} prompts of each, up to {tokens} new tokens."
