@@ -2,9 +2,8 @@
 
 The first launch splits the committed keys among programs (flash-decoding); one or two more programs
 a head attend to the keys that are not in order yet: those of the last tree's accepted nodes, and
-the new tree under its ancestor mask. The second launch combines the parts, makes the accepted keys
-contiguous and writes the new ones, which no program reads by then. The naive twin is
-`naive.attend_tree`.
+the new tree under its ancestor mask. The second combines the parts, makes the accepted keys
+contiguous and writes the new ones, which no program reads by then. Twin: `naive.attend_tree`.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def attend_tree(
 ) -> Tensor:
     """Compute `naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype, `bound` unused.
 
-    With `skips` programs first find the blocks of the tree's keys that any of their queries sees,
-    and leave out the others; None does so from `SKIPPED_FROM` nodes on.
+    With `skips` programs leave out keys that no query sees; None: from `SKIPPED_FROM` nodes on.
     """
     batch, num_new, _ = qkv.shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
@@ -162,10 +160,9 @@ def _corner(
 @triton.jit
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
             PRECISION: tl.constexpr):  # fmt: skip
-    """Add one block of keys to the running softmax, whose exponents are powers of two.
+    """Add one block of keys to the running softmax, in powers of two.
 
-    The highest score is rounded up, so that rounding to bf16 does not depend on how the keys are
-    divided.
+    The highest score is rounded up: so the division of keys does not change rounding to bf16.
     """
     scores = _scores(q_low, k_low, PRECISION) + _scores(q_high, k_high, PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))

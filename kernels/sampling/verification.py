@@ -38,10 +38,8 @@ WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more
 
 
 class Rows(NamedTuple):
-    """Rows of logits, each sequence's target's first and then its drafter's, and sums of pieces.
-
-    Any is a tensor on the host and a pointer on the device.
-    """
+    """Rows of logits, a sequence's target's before its drafter's, and sums of their pieces; Any is
+    a tensor on the host and a pointer on the device."""
 
     target: Any
     target_strides: Any  # of sequences and nodes
@@ -203,10 +201,8 @@ def scaled(below, temperature, WIDE: tl.constexpr):
 
 @triton.jit
 def row_sums(rows, row, temperature, PIECES: tl.constexpr):
-    """Return a row's highest logit, the first token that has it, and the sums of its pieces.
-
-    At temperature 0 all of the sum is on that token.
-    """
+    """Return a row's highest logit, the first token that has it, and the sums of its pieces. At
+    temperature 0 all of the sum is on that token."""
     piece = tl.arange(0, PIECES)
     known = piece < rows.pieces
     at = row * rows.pieces + piece

@@ -146,6 +146,7 @@ class HybridCache:
 
     @property
     def device(self) -> torch.device:
+        """Device of the buffers."""
         return self.path.device
 
     def sequence_bytes(self) -> dict[str, int]:

@@ -331,6 +331,7 @@ class HybridConfig:
 
     @property
     def d_inner(self) -> int:
+        """Channels of a Mamba-2 mixer's x: heads times head dim."""
         return self.num_ssm_heads * self.ssm_head_dim
 
     @property

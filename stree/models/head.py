@@ -71,10 +71,12 @@ class HeadedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the embedding, and so of most weights."""
         return self.model.embed_tokens.weight.dtype
 
     @on_own_gpu

@@ -81,6 +81,7 @@ class HybridModel(PackedModel):
             initialise(self, config.num_layers)
 
     def num_parameters(self) -> int:
+        """Return the number of all parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
@@ -173,8 +174,15 @@ class HybridModel(PackedModel):
     ) -> list[Tensor]:
         """Return hidden states (B, T, D) of 1 + `ahead` passes of multi-step training.
 
-        The first are those of `hidden_states`; those of pass k are of each token as the k-th of a
-        draft (`stree.models.multi_step`).
+        Pass 0 is `hidden_states`; pass k reads each token as the k-th of a draft
+        (`stree.models.multi_step`).
+
+        Args:
+            tokens: (B, T) int64.
+            segment_ids: As in `hidden_states`.
+            read: (B, T, F), the target's features of the same tokens.
+            known: As in `hidden_states`.
+            ahead: Number of passes after the first; 0 is none.
         """
         reader = self.model.features
         hidden: list[Tensor] = []
@@ -196,9 +204,13 @@ class HybridModel(PackedModel):
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"
     ) -> HybridCache:
-        """Return static buffers for `batch` sequences of max_length tokens and max_nodes nodes.
+        """Return static buffers for sequences, and pack the weights.
 
-        backtracking is "replay" or "joint" (`HybridCache`).
+        Args:
+            max_length: Most committed tokens of a sequence.
+            max_nodes: Most nodes of a tree, the root included.
+            batch: Number of sequences.
+            backtracking: "replay" or "joint" (`HybridCache`).
         """
         self.pack()
         return HybridCache(
