@@ -87,11 +87,9 @@ def point_to(link: str | os.PathLike[str], name: str) -> None:
 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:
-    """Rename a folder, then delete it, so that no other process sees a part of it.
+    """Rename a folder, then delete it; `sweep_leftovers` removes the remains after a kill.
 
-    `sweep_leftovers` removes the remains after a kill. Raises `CannotWrite` when the folder cannot
-    be renamed.
-    """
+    So no other process sees a part of it. Raises `CannotWrite` when it cannot be renamed."""
     path = Path(path)
     with reporting_refusals(path, codes=None):
         doomed = _temporary_path(path.parent)
@@ -286,9 +284,7 @@ def reporting_refusals(
     codes: set[int] | None = _REFUSED_WRITE,
 ) -> Iterator[None]:
     """Turn the disk's refusals inside the block into `CannotWrite`, with needed and free bytes.
-
-    codes are the error numbers that count as refusals; None is all, for blocks that only write.
-    """
+    codes are the error numbers of refusals; None is all, for blocks that only write."""
     try:
         yield
     except CannotWrite:
@@ -318,10 +314,8 @@ def _write_manifest(directory: Path, extra: Mapping[str, object]) -> None:
 
 
 def read_manifest(directory: Path) -> dict:
-    """Return the parsed MANIFEST.json of a folder, without checking its files.
-
-    Raises `CheckpointRefused` when it is missing or malformed.
-    """
+    """Return the parsed MANIFEST.json of a folder, without checking its files. Raises
+    `CheckpointRefused` when it is missing or malformed."""
     path = directory / MANIFEST_NAME
     try:
         manifest = read_json(path)
@@ -345,10 +339,8 @@ def read_manifest(directory: Path) -> dict:
 
 
 def _is_inside(file: Path, directory: Path) -> bool:
-    """Return whether a file's bytes lie in the folder, or in the blobs of the Hub's cache.
-
-    There snapshots/REVISION/NAME links to ../../blobs/SHA.
-    """
+    """Return whether a file's bytes lie in the folder, or in the blobs of the Hub's cache, where
+    snapshots/REVISION/NAME links to ../../blobs/SHA."""
     folder = directory.resolve()
     cache = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
     # realpath, because Path.resolve raises for links in a circle.
