@@ -15,7 +15,9 @@ from stree.trees.token_tree import balanced
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.lab.benches.models import ATTENTION, OWN
 from stree_pipelines.lab.papers import numbers as theirs
+from stree_pipelines.lab.papers.node_order import num_blocks
 from stree_pipelines.lab.papers.numbers import Cells
+from stree_pipelines.lab.papers.order_bench import BLOCK, ORDERS, random_tree
 from stree_pipelines.lab.papers.tables import (
     LABELS,
     OURS,
@@ -31,6 +33,7 @@ STREE_1_SHAPES = {
     "mamba2-2.7b": "Mamba2-2.7B", "mamba2-7b": "7B", "mamba2-13b": "13B", "mamba2-23b": "23B",
     "8b": "MambaInLlama-8B's shape",
 }  # fmt: skip
+ORDER_TREES = 10  # of which blocks are counted, for each size
 STREE_5_SHARES = {"8b": "50%", "8b-25": "25%", "8b-0": "0%"}
 SNAKES_4_SHAPES = ("mamba2-1.3b", "mamba2-2.7b", "mamba2-7b", "mamba2-13b")
 PNG = re.compile(r"png-(\d+)-(\d+)|chain-(\d+)")  # speculations and drafts; a chain is one draft
@@ -295,3 +298,30 @@ def drafters_figure_1(folder: Path) -> Made:
             lines.append((name, what, *(figure(cell, form=form) for cell in cells)))
     title = "Mamba Drafters, Figure 1: drafting time and memory by context"
     return made(title, lines, rows, 2)
+
+
+def dyspec_5(folder: Path) -> Made:
+    """Count the blocks of a tree's mask that are not empty, by node order, and time attention."""
+    rows = {(row["num_nodes"], row["order"]): row for row in bench_rows(folder, what="orders")}
+    require_rows(rows, "orders", folder)
+    head, *paper = theirs.DYSPEC_5
+    counted = (f"{name}, {OURS}" for name in ORDERS)
+    timed = (f"{name}, {OURS}, µs" for name in ORDERS)
+    lines: list[Cells] = [(*head, *counted, *timed, f"every block, {OURS}, µs")]
+    for size, *cells in paper:
+        trees = [random_tree(int(size), seed) for seed in range(ORDER_TREES)]
+        blocks = (
+            statistics.mean(num_blocks(order(tree), BLOCK) for tree in trees)
+            for order in ORDERS.values()
+        )
+        found = [rows.get((int(size), name), {}) for name in ORDERS]
+        times = (_median(row, "us_sparse") for row in found)
+        lines.append((
+            size, *cells, *(f"{each:.1f}" for each in blocks), *times, _median(found[0], "us_dense")
+        ))  # fmt: skip
+    title = "DySpec, Table 5: blocks of 32 × 32 that are not empty, and attention of a layer"
+    return made(title, lines, rows.values())
+
+
+def _median(row: dict[str, Any], way: str) -> str:
+    return f"{row[way]['median']:.1f}" if way in row else MISSING
