@@ -211,14 +211,14 @@ class ModelDrafter:
                 finite[:, drawn : drawn + count], level.nodes, tree_batch.values,
             )  # fmt: skip
             if rows.leaves_out:
-                drafts = tree_batch.drafts_at(rows, tokens, number)
+                drafts = tree_batch.drafts_at(tokens, number, rows.penalised)
                 logits = rows.kept(model.head_logits(_normed(hidden)), drafts, model.head_ids)
                 ops.choose_children(logits, *chosen, model.head_ids)
             else:
                 logits = model.draw_children(hidden, *chosen)
             if independent and rows.sampling is not None:
                 self._draw_each(logits, level, rows, rows.sampling, tokens, keep_logits)
-            tree_batch.rate(number, logits, rows, tokens, model.head_ids)
+            tree_batch.rate(number, logits, rows.temperature, tokens, model.head_ids)
             drawn += count
             drawn_from.append(logits)
         all_logits = None

@@ -12,7 +12,6 @@ import functools
 import torch
 from torch import Tensor
 
-from stree.batching.state import BatchState
 from stree.trees.token_tree import BeamTree, SlotTree, TokenTree
 from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
@@ -26,8 +25,7 @@ class DynamicTreeBatch(TreeBatch):
     `levels` are the pool's: their nodes, written by `grow`, and the indices of their children.
     """
 
-    pool: Tensor  # type: ignore[misc]
-    values: Tensor | None  # type: ignore[misc]
+    pool: Tensor
 
     def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -58,12 +56,12 @@ class DynamicTreeBatch(TreeBatch):
         self.levels = tuple(levels)
 
     @property
-    def trees(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
+    def trees(self) -> tuple[TokenTree, ...]:
         """Trees of the rows in the last step. Waits for the device."""
         return tuple(TokenTree(tuple(row)) for row in self.parents.tolist())
 
     @property
-    def children(self) -> Tensor:  # type: ignore[override]
+    def children(self) -> Tensor:
         """Children (B, N, W) of each node, −1 for none."""
         batch, size = self.parents.shape
         parents = torch.where(self.parents < 0, size, self.parents)
@@ -85,13 +83,13 @@ class DynamicTreeBatch(TreeBatch):
         return tuple(levels)
 
     @property
-    def shape(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[TokenTree, ...]:
         return (self.tree,)
 
     def own(self) -> DynamicTreeBatch:
         return type(self)(self.tree, len(self.pool), self.device)
 
-    def static(self) -> DynamicTreeBatch:  # type: ignore[override]
+    def static(self) -> DynamicTreeBatch:
         return self.own()
 
     def hold(self, tree_batch: TreeBatch) -> None:
@@ -154,10 +152,10 @@ class SlotTreeBatch(DynamicTreeBatch):
         self.drawn_by = torch.zeros_like(self.parents)
 
     def rate(
-        self, level: int, logits: Tensor, rows: BatchState, tokens: Tensor, ids: Tensor | None
+        self, level: int, logits: Tensor, temperature: Tensor, tokens: Tensor, ids: Tensor | None
     ) -> None:
         nodes, places = self.levels[level].nodes, self.levels[level].places
-        temperature = rows.temperature[:, None, None]
+        temperature = temperature[:, None, None]
         scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
         drawn = tokens.gather(1, places.flatten(1)).view_as(places)
         if ids is not None:

@@ -5,9 +5,9 @@ Shapes: B rows, N nodes of the largest tree, K children of the widest node, W co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from stree.common.lru import kept_by_trees
 from stree.trees.token_tree import TokenTree
 from stree_kernels.contracts import Topology
-
-if TYPE_CHECKING:
-    from stree.batching.state import BatchState
 
 FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
 
@@ -66,44 +63,66 @@ class Level:
         return noise if unshared else torch.cat([self.depths[..., None], noise[..., 1:]], -1)
 
 
-@dataclass
 class TreeBatch:
-    """Trees of B rows as tensors.
+    """Trees of B rows as tensors; `FixedTreeBatch` and `dynamic.DynamicTreeBatch` are its kinds.
 
     Attributes:
-        trees: The tree of each row.
         parents: (B, N), −1 for the root and −2 for padding.
         depths: (B, N) int32.
-        children: (B, N, K), −1 for none.
         drawn_by: (B, N), index of a node with children among those of all `levels`.
         levels: Nodes with children, the root's level first.
         device: Of the tensors.
+        pool: (B, P) drawn tokens, from which dynamic trees are chosen; None for fixed trees.
+        values: (B, P) fp32 values of the drawn nodes; None where no value is needed.
     """
 
-    trees: tuple[TokenTree, ...]
     parents: Tensor
     depths: Tensor
-    children: Tensor
     drawn_by: Tensor
     levels: tuple[Level, ...]
     device: torch.device
+    pool: Tensor | None = None
+    values: Tensor | None = None
 
-    def static(self) -> TreeBuffers:
+    @property
+    def trees(self) -> tuple[TokenTree, ...]:
+        """The tree of each row."""
+        raise NotImplementedError
+
+    @property
+    def children(self) -> Tensor:
+        """Children (B, N, K) of each node, −1 for none."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> Hashable:
+        """Key that two tree batches share if their tensors have the same shapes."""
+        raise NotImplementedError
+
+    def topology(self, width: int) -> Topology:
+        """Return the topology for a conv of a width; padding nodes see only themselves."""
+        raise NotImplementedError
+
+    def inner_topology(self, width: int) -> Topology:
+        """Return the topology of the nodes that a drafter reads: those of `levels` without roots.
+
+        The roots are committed by then, so their children begin trees of their own.
+        """
+        raise NotImplementedError
+
+    def static(self) -> TreeBatch:
         """Return a copy with static tensors, which may `hold` other tree batches of the shape."""
-        return TreeBuffers(self)
+        raise NotImplementedError
 
     def own(self) -> TreeBatch:
         """Return a tree batch whose tensors no other step writes."""
-        return self
+        raise NotImplementedError
 
     def hold(self, tree_batch: TreeBatch) -> None:
         """Copy the trees of another tree batch into these tensors."""
         raise NotImplementedError
 
     # Calls of drafters, which matter for dynamic trees
-
-    pool: ClassVar[Tensor | None] = None  # (B, P) drawn tokens, of which the trees are chosen
-    values: ClassVar[Tensor | None] = None  # (B, P) fp32 values of the drawn nodes
 
     def grow(self, level: int) -> None:
         """Choose the nodes of a level, once the children of the level above are drawn."""
@@ -113,14 +132,14 @@ class TreeBatch:
         return self.levels[level].above
 
     def rate(
-        self, level: int, logits: Tensor, rows: BatchState, tokens: Tensor, ids: Tensor | None
+        self, level: int, logits: Tensor, temperature: Tensor, tokens: Tensor, ids: Tensor | None
     ) -> None:
         """Compute the values of the children of a level's nodes.
 
         Args:
             level: Number of the level.
             logits: (B, n, K), from which the children were drawn.
-            rows: State of the rows.
+            temperature: (B,) fp64, 0 for greedy rows.
             tokens: All drawn tokens, the children included.
             ids: (K,) ascending, the tokens that the logits are of; None for all.
         """
@@ -129,19 +148,19 @@ class TreeBatch:
         """Choose the trees, and return their tokens (B, N), given all drawn tokens."""
         return tokens
 
-    def drafts_of(self, rows: BatchState, tokens: Tensor) -> Tensor | None:
+    def drafts_of(self, tokens: Tensor, penalised: bool) -> Tensor | None:
         """Return the tokens (B, N, D) on the path from the root to each node of tokens (B, N).
 
-        Shorter paths are padded with the root's token. Returns None if no row has a penalty.
+        Shorter paths are padded with the root's token. Returns None unless a row is `penalised`.
         """
-        if not rows.penalised:
+        if not penalised:
             return None
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
 
-    def drafts_at(self, rows: BatchState, tokens: Tensor, level: int) -> Tensor | None:
+    def drafts_at(self, tokens: Tensor, level: int, penalised: bool) -> Tensor | None:
         """Return `drafts_of` the nodes (B, n) of a level, given all drawn tokens."""
-        if not rows.penalised:
+        if not penalised:
             return None
         return _path(tokens, self.levels[level].nodes, self._drawn_after, level)
 
@@ -167,25 +186,54 @@ class TreeBatch:
     def max_depth(self) -> int:
         return len(self.levels)
 
+
+class FixedTreeBatch(TreeBatch):
+    """Trees whose shapes are known before the step.
+
+    Args:
+        trees: The tree of each row.
+        parents, depths, children, drawn_by, levels: As in `TreeBatch`.
+    """
+
+    def __init__(
+        self,
+        trees: tuple[TokenTree, ...],
+        parents: Tensor,
+        depths: Tensor,
+        children: Tensor,
+        drawn_by: Tensor,
+        levels: tuple[Level, ...],
+    ) -> None:
+        self._trees, self._children, self.device = trees, children, parents.device
+        self.parents, self.depths, self.drawn_by, self.levels = parents, depths, drawn_by, levels
+
+    @property
+    def trees(self) -> tuple[TokenTree, ...]:
+        return self._trees
+
+    @property
+    def children(self) -> Tensor:
+        return self._children
+
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:
-        """Key that two tree batches share if their tensors have the same shapes."""
         return (tuple(self.children.shape), *(tuple(each.places.shape) for each in self.levels))
 
     def topology(self, width: int) -> Topology:
-        """Return the topology for a conv of a width; padding nodes see only themselves."""
         return _topology(self.trees, width, self.device)
 
     def inner_topology(self, width: int) -> Topology:
-        """Return the topology of the nodes that a drafter reads: those of `levels` without roots.
-
-        The roots are committed by then, so their children begin trees of their own.
-        """
         return _inner_topology(self.trees, width, self.device)
+
+    def static(self) -> TreeBuffers:
+        return TreeBuffers(self)
+
+    def own(self) -> TreeBatch:
+        return self
 
 
 @kept_by_trees
-def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> TreeBatch:
+def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> FixedTreeBatch:
     """Return the tree batch of trees with fixed shapes, cached by the trees."""
     size = max(tree.num_nodes for tree in trees)
     widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
@@ -217,19 +265,21 @@ def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> TreeBatch
         tensors = (each.to(device) for each in (nodes, same, places, above))
         levels.append(Level(*tensors))
         done += count
-    return TreeBatch(
+    return FixedTreeBatch(
         trees, torch.tensor(parents, device=device),
         torch.tensor(depths, dtype=torch.int32, device=device),
-        torch.tensor(children, device=device), drawn_by.to(device), tuple(levels), device,
+        torch.tensor(children, device=device), drawn_by.to(device), tuple(levels),
     )  # fmt: skip
 
 
-class TreeBuffers(TreeBatch):
+class TreeBuffers(FixedTreeBatch):
     """Tree batch in static tensors, whose trees can be exchanged between replays of graphs."""
 
-    def __init__(self, tree_batch: TreeBatch) -> None:
-        levels = tuple(map(_cloned, tree_batch.levels))
-        super().__init__(**{**vars(_cloned(tree_batch)), "levels": levels})
+    def __init__(self, of: FixedTreeBatch) -> None:
+        super().__init__(
+            of.trees, of.parents.clone(), of.depths.clone(), of.children.clone(),
+            of.drawn_by.clone(), tuple(map(_cloned, of.levels)),
+        )  # fmt: skip
         self._topologies: dict[tuple[Callable[..., Topology], int], Topology] = {}
 
     def topology(self, width: int) -> Topology:
@@ -242,12 +292,13 @@ class TreeBuffers(TreeBatch):
         """Copy the trees of another tree batch of the same shape into these tensors."""
         if tree_batch.trees == self.trees:
             return
-        _copy(self, tree_batch)
+        for name in ("parents", "depths", "children", "drawn_by"):
+            getattr(self, name).copy_(getattr(tree_batch, name))
         for mine, theirs in zip(self.levels, tree_batch.levels, strict=True):
             _copy(mine, theirs)
         for (make, width), topology in self._topologies.items():
             _copy(topology, make(tree_batch.trees, width, self.device))
-        self.trees = tree_batch.trees
+        self._trees = tree_batch.trees
 
     def _static(self, make: Callable[..., Topology], width: int) -> Topology:
         if (make, width) not in self._topologies:
@@ -255,10 +306,10 @@ class TreeBuffers(TreeBatch):
         return self._topologies[make, width]
 
 
-T = TypeVar("T", TreeBatch, Level, Topology)
+T = TypeVar("T", Level, Topology)
 
 
-def _tensors(of: TreeBatch | Level | Topology) -> dict[str, Any]:
+def _tensors(of: Level | Topology) -> dict[str, Any]:
     return {name: value for name, value in vars(of).items() if isinstance(value, Tensor)}
 
 

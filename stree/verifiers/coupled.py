@@ -41,7 +41,7 @@ class Coupled:
         cache: Any,
         report: Tensor,
     ) -> None:
-        logits = rows.kept(logits, tree_batch.drafts_of(rows, proposal.tokens))
+        logits = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.penalised))
         best, highest = self.choose(logits, proposal, tree_batch, rows)
         ops.accept_choices(
             best, highest, proposal.tokens, tree_batch.parents, proposal.finite, rows.active,

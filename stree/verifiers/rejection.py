@@ -50,7 +50,7 @@ class RejectionSampling:
             proposal.finite,
             proposal.independent,
         )  # fmt: skip
-        logits = rows.kept(logits, tree_batch.drafts_of(rows, proposal.tokens))
+        logits = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.penalised))
         ops.accept_drafts(
             self.rule, logits, drafts, sampling, rows.active,
             cache.path, cache.path_length, rows.block, rows.root, report, self.choose,

@@ -30,10 +30,12 @@ class Growing(TableDrafter):
                 ])
                 for row, nodes in enumerate(level.nodes.tolist())
             ])  # fmt: skip
-            logits.append(rows.kept(after, tree_batch.drafts_at(rows, tree_batch.pool, number)))
+            logits.append(
+                rows.kept(after, tree_batch.drafts_at(tree_batch.pool, number, rows.penalised))
+            )
             count = level.nodes.shape[1]
             self.choose(tree_batch, rows, level, logits[-1], finite[:, done : done + count])
-            tree_batch.rate(number, logits[-1], rows, tree_batch.pool, None)
+            tree_batch.rate(number, logits[-1], rows.temperature, tree_batch.pool, None)
             done += count
             for row, nodes in enumerate(level.nodes.tolist()):
                 for node, places in zip(nodes, level.places[row].tolist(), strict=True):
