@@ -273,17 +273,15 @@ def test_what_we_save_we_load(root, tmp_path, family, seed):
         assert torch.equal(again(tokens), model.eval()(tokens))
 
 
-# With seed 0 bf16 chooses another expert for a token, as it does in transformers' own class
-NARROW_SEEDS = {"lfm2_moe": 2}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_sharded_and_narrow_checkpoints(root, tmp_path, family):
-    folder, theirs = saved(family, NARROW_SEEDS.get(family, 0), root)
+    folder, theirs = saved(family, 0, root)
     theirs.save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
-    tokens = torch.randint(VOCAB, (1, 9))
+    # Tokens that no other test's draws change: with some, rounding to bf16 makes a router choose
+    # another expert, and logits of these tokens are others
+    tokens = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     wanted = load_model(folder)(tokens)
     assert torch.equal(load_model(tmp_path / "sharded")(tokens), wanted)
     narrow = load_model(folder, dtype=torch.bfloat16)
