@@ -1,5 +1,7 @@
 """Chat encoding: the mask is exact, and a prompt's ids are the first ids of its training sample."""
 
+from datetime import datetime
+
 import numpy as np
 import pytest
 from tokenizers import (
@@ -373,6 +375,14 @@ def test_truncation_stored_with_the_tokenizer_does_not_cut(tokenizer):
 def test_the_date_of_a_template_is_fixed(tokenizer):
     dated = "{{- date_string if date_string is defined else strftime_now('%d %b %Y') -}}"
     assert tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], dated)) == "26 Jul 2024"
+
+
+def test_a_template_that_asks_for_the_date_gets_it(tokenizer):
+    """Today's, as transformers' sandbox has it, for a template that reads no `date_string`."""
+    asks = "{{- strftime_now('%d %b %Y') -}}"
+    before = datetime.now()
+    said = tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], asks))
+    assert said in {each.strftime("%d %b %Y") for each in (before, datetime.now())}
 
 
 def test_templates_by_name_file_and_text(tokenizer, tmp_path):
