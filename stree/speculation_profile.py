@@ -87,6 +87,8 @@ class Measurement(Record):
         drafter: Form in which the folder drafted, as in a recommendation.
         draft_length: Depth of the tree; 0 for plain decoding.
         batch_size: Prompts that were decoded at once.
+        num_ended, num_cut: Answers that ended by themselves, and at max_new_tokens.
+        num_stalled: Prompts an answer to which the machine held up.
         time_ms: Milliseconds of each part of a step.
     """
 
@@ -113,6 +115,9 @@ class Measurement(Record):
     tokens_per_second: float | None
     speedup: float | None
     speedup_interval: Interval | None
+    num_ended: int | None = None
+    num_cut: int | None = None
+    num_stalled: int | None = None
     time_ms: dict[str, float]
     lossless_share: float | None
     git_sha: str | None

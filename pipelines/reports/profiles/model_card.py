@@ -175,7 +175,19 @@ def _conditions(measurements: Sequence[Measurement]) -> str:
         f"commit {m.git_sha}"
         for m in measurements
     )
-    return "; ".join(said) + "."
+    return "; ".join(said) + "." + _endings(measurements)
+
+
+def _endings(measurements: Sequence[Measurement]) -> str:
+    """Say how answers ended and how many were held up; nothing of older rows."""
+    counts = [(m.num_ended or 0, m.num_cut or 0, m.num_stalled or 0) for m in measurements]
+    ended, cut, stalled = (sum(each) for each in zip(*counts, strict=True))
+    told = f" {ended} answers ended by themselves, {cut} were cut." if ended + cut else ""
+    if stalled:
+        told += (
+            f" Marked: the machine held up answers to {stalled} prompts, so do not rely on speeds."
+        )
+    return told
 
 
 def _method(measurement: Measurement) -> str:

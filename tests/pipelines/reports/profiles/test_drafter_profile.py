@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 
 import huggingface_hub
@@ -373,6 +374,22 @@ def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run)
         assert fact in card.text, fact
     assert "validation data" not in card.text
     assert (folder / "tau_vs_step.svg").read_text().startswith("<?xml")
+
+
+def test_the_card_says_how_answers_ended_and_how_many_were_held_up(run):
+    store = ResultStore(run / "eval")
+    for row in store.results():
+        counts = {"num_ended": 2, "num_cut": 4, "num_stalled": row.step == 10000}
+        store.publish(row.model_copy(update=counts), store.samples(row))
+    main([str(run)])
+    cards = [run / f"drafter/step-{step:08d}/README.md" for step in (1000, 10000)]
+    texts = [" ".join(card.read_text(encoding="utf-8").split()) for card in cards]
+    steps = [row.step for row in store.results()]
+    count = steps.count(None) + steps.count(10000)
+    told = f"{2 * count} answers ended by themselves, {4 * count} were cut."
+    assert all(told in text for text in texts)
+    marks = [re.findall(r"held up answers to (\d+) prompts", text) for text in texts]
+    assert marks == [[], [str(steps.count(10000))]]
 
 
 def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
