@@ -1,0 +1,76 @@
+"""Rows of metrics: at which steps they are logged, and what their tokens per second count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stree_pipelines.training import module
+from stree_pipelines.training.run import callbacks
+from stree_pipelines.training.run.callbacks import LogMetrics
+
+TOKENS, STEP_S = 100, 2.0  # of a step
+
+
+class Rehearsal:
+    """A training without a model, by a clock that its steps, validations and exports move on."""
+
+    def __init__(self, monkeypatch, num_steps, interval):
+        self.now, self.rows = 1000.0, {}
+        for each in (callbacks, module):
+            monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
+        waits = SimpleNamespace(_should_accumulate=lambda: False)
+        self.trainer = SimpleNamespace(
+            global_step=0, max_steps=num_steps, log_every_n_steps=interval, is_global_zero=False,
+            optimizers=[optimizer], loggers=[SimpleNamespace(log_metrics=self.log)],
+            fit_loop=SimpleNamespace(epoch_loop=waits),
+        )  # fmt: skip
+        self.model = SimpleNamespace(
+            tokens_seen=0, untimed_s=0.0, device=torch.device("cpu"), validation_metrics={},
+            global_step_metrics=lambda: {"loss": 1.0},
+        )  # fmt: skip
+        self.callback = LogMetrics()
+        self.callback.on_train_start(self.trainer, self.model)
+
+    def log(self, row, step):
+        if "tokens_per_second" in row:
+            self.rows[step] = row["tokens_per_second"]
+
+    def step(self):
+        self.now += STEP_S
+        self.model.tokens_seen += TOKENS
+        self.trainer.global_step += 1
+        self.callback.on_train_batch_end(self.trainer, self.model, None, None, 0)
+
+    def validate(self, seconds):
+        self.callback.on_validation_start(self.trainer, self.model)
+        self.now += seconds
+        self.callback.on_validation_end(self.trainer, self.model)
+
+    def export(self, seconds):
+        with module.Training.untimed(self.model):
+            self.now += seconds
+
+
+@pytest.mark.parametrize(("interval", "logged"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 3, 6, 7])])
+def test_the_first_and_the_last_step_are_logged(interval, logged, monkeypatch):
+    training = Rehearsal(monkeypatch, 7, interval)
+    for _ in range(7):
+        training.step()
+    assert list(training.rows) == logged
+    assert set(training.rows.values()) == {TOKENS / STEP_S}
+
+
+def test_validations_and_exports_slow_no_training(monkeypatch):
+    """Each stands between two rows; the last one ahead of a row is left out of it, too."""
+    training = Rehearsal(monkeypatch, 6, 2)
+    training.export(3.0)
+    for _ in range(3):
+        training.step()
+        training.validate(50.0)
+        training.step()
+        training.export(7.0)
+    assert training.rows == dict.fromkeys((1, 2, 4, 6), TOKENS / STEP_S)
