@@ -253,7 +253,7 @@ def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None
 def first_fault(error: ValidationError) -> str:
     """Return where a record is wrong first, and why."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 def _unreadable(path: Path, reason: object) -> CheckpointRefused:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from stree import metrics
 from stree.speculation_profile import Record, StepTimesRecord, Tree
 from stree.trees.token_tree import MAX_NODES
 
@@ -20,6 +23,13 @@ SCHEMA_VERSION = 1
 SampleKey = tuple[str | None, str, str | None, str, str, str, int]
 # (checkpoint sha256, method, tree, benchmark, prompts hash, decoding hash, seed)
 ResultKey = tuple[str | None, str, str | None, str, str, str, int]
+
+# Figures that every version has computed alike from a row's samples
+FROM_SAMPLES = (
+    "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram", "nodes_per_call",
+    "tokens_per_second", "tokens_per_second_e2e",
+)  # fmt: skip
+ROUNDING = 1e-9  # of sums in another order
 
 # Ranges of figures: the report draws axes up to them.
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -129,6 +139,37 @@ class ResultRow(Record):
             self.decoding_hash,
             self.seed,
         )
+
+    @model_validator(mode="after")
+    def _require_figures_within_intervals(self) -> Self:
+        for name, interval in self.confidence_intervals.items():
+            value = getattr(self, name, None)
+            if value is None or interval is None:
+                continue
+            low, high = interval
+            if not low * (1 - ROUNDING) <= value <= high * (1 + ROUNDING):
+                raise ValueError(f"{name} {value} lies outside of its interval {list(interval)}")
+        return self
+
+    def differs_from(self, samples: Sequence[SampleRow]) -> str:
+        """Say how the row differs from the samples kept for it; "" where it does not."""
+        for each in samples:
+            # A profile shows the row of a drafter's form with the checkpoint of its folder
+            is_of_one = each.checkpoint_sha256 == samples[0].checkpoint_sha256
+            if not is_of_one or (*each.key[1:4], *each.key[5:]) != (*self.key[1:4], *self.key[5:]):
+                return f"its answer to {each.prompt_id} was given for another row"
+        if len({each.prompt_id for each in samples}) < len(samples):
+            return "it answers a prompt twice"
+        if len(samples) != self.num_prompts:
+            return f"it has {len(samples)} answers, the row {self.num_prompts}"
+        figures = {name: getattr(metrics, name)(samples) for name in FROM_SAMPLES}
+        baselines = [each.baseline for each in samples if each.baseline is not None]
+        if samples and len(baselines) == len(samples):
+            figures["speedup"] = metrics.speedup(samples, baselines)
+        for name, value in figures.items():
+            if not _is_same(value, getattr(self, name)):
+                return f"its {name} is {value}, the row's {getattr(self, name)}"
+        return ""
 
 
 class Turn(Record):
@@ -262,6 +303,13 @@ class Reading(Record):
     @property
     def key(self) -> ReadingKey:
         return ReadingKey(*(getattr(self, name) for name in ReadingKey._fields))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Compare two figures up to rounding."""
+    if isinstance(value, float) and isinstance(other, float):
+        return math.isclose(value, other, rel_tol=ROUNDING)
+    return bool(value == other)
 
 
 def config_hash(content: dict[str, Any]) -> str:

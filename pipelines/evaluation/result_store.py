@@ -183,11 +183,23 @@ class ResultStore:
         return read_rows(self.directory / RESULTS_NAME, ResultRow)
 
     def samples(self, row: ResultRow) -> list[SampleRow]:
-        """Return the prompts behind a row; none when their file is gone."""
+        """Return the prompts behind a row; none when their file is gone.
+
+        Raises BadData when they do not give the row's figures.
+        """
         own = self.directory / row.samples
         if os.path.exists(own):
-            return read_rows(own, SampleRow)
-        return list(self._archived.get(row.samples, ()))
+            samples = read_rows(own, SampleRow)
+        elif row.samples in self._archived:
+            samples = list(self._archived[row.samples])
+        else:
+            return []
+        if difference := row.differs_from(samples):
+            raise BadData(
+                f"{own} is not what its row in {RESULTS_NAME} was made of: {difference}; restore "
+                "both, or evaluate again with --overwrite"
+            )
+        return samples
 
     @cached_property
     def _archived(self) -> dict[str, list[SampleRow]]:

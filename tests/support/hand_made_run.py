@@ -11,8 +11,9 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
     Turn,
+    config_hash,
 )
-from stree_pipelines.evaluation.result_store import ResultStore, packed_samples
+from stree_pipelines.evaluation.result_store import ResultStore, packed_samples, write_rows
 
 STEPS = (100, 1000, 10000)
 NUM_PROMPTS = 6
@@ -100,3 +101,18 @@ def make_run(folder, benchmarks=("mt_bench", "gsm8k"), temperatures=(0.0, 1.0), 
     lines += [f"{step},{5 / step:.4f},0.{step % 7},,0.1" for step in range(10, 200, 10)]
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def relabelled(store, row, **changes):
+    """Return a row with other labels; its samples have them, too, in a file of their own."""
+    changed = row.model_copy(update=changes)
+    changed = changed.model_copy(update={
+        "samples": packed_samples(config_hash({"key": changed.key, "was": row.samples}))
+    })  # fmt: skip
+    labels = {
+        "checkpoint_sha256": changed.checkpoint_sha256, "method": changed.method,
+        "tree": changed.tree and changed.tree.name, "decoding_hash": changed.decoding_hash,
+    }  # fmt: skip
+    samples = [sample.model_copy(update=labels) for sample in store.samples(row)]
+    write_rows(store.directory / changed.samples, samples)
+    return changed

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import gzip
 import os
+from pathlib import Path
 
 import pytest
 from small_rows import result, sample
 
 from stree.common.errors import BadData, CannotWrite
-from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.records import BaselineTiming, ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import (
     ResultStore,
     append_row,
@@ -16,7 +17,11 @@ from stree_pipelines.evaluation.result_store import (
     read_rows,
     samples_label,
     write_archive,
+    write_rows,
 )
+
+DOCS = Path(__file__).parents[3] / "docs/results"
+TWO = {"num_prompts": 2, "acceptance_histogram": {0: 2, 1: 2}}  # of two such samples
 
 
 def test_a_row_survives_the_file(tmp_path):
@@ -100,9 +105,9 @@ def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(
     store.publish(other, [sample()])
     store.journal("samples/b.jsonl", 0, sample())
     store.journal("samples/c.jsonl", 0, sample())
-    store.publish(result(acceptance_length=1.0), [sample("a"), sample("b")])
-    store.publish(result(acceptance_length=2.0), [sample("c")])
-    assert [row.acceptance_length for row in store.results()] == [1.5, 2.0]
+    store.publish(result(max_new_tokens=4), [sample("a"), sample("b")])
+    store.publish(result(max_new_tokens=5), [sample("c")])
+    assert [row.max_new_tokens for row in store.results()] == [3, 5]
     assert [row.prompt_id for row in store.samples(store.results()[1])] == ["c"]
     assert not store.journalled("samples/b.jsonl") and store.journalled("samples/c.jsonl")
 
@@ -125,7 +130,7 @@ def test_a_journal_left_after_publishing_is_tidied(tmp_path):
 
 def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
     store = ResultStore(tmp_path)
-    packed = result(samples="samples/b.jsonl.gz")
+    packed = result(samples="samples/b.jsonl.gz", **TWO)
     store.publish(packed, [sample("a"), sample("b")])
     first = (tmp_path / "samples/b.jsonl.gz").read_bytes()
     assert first[:2] == b"\x1f\x8b"
@@ -146,6 +151,54 @@ def test_samples_of_earlier_evaluations_are_read_where_they_lie(tmp_path, name):
     assert packed_samples(samples_label(name)) == "samples/b.jsonl.gz"
 
 
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([sample("a", method="x")], "its answer to a was given for another row"),
+        ([sample("a"), sample("b", checkpoint_sha256="x")], "its answer to b was given for ano"),
+        ([sample("a", tree="wide")], "its answer to a was given for another row"),
+        ([sample("a", seed=1)], "its answer to a was given for another row"),
+        ([sample("a"), sample("a")], "it answers a prompt twice"),
+        ([sample("a"), sample("b")], "it has 2 answers, the row 1"),
+        ([], "it has 0 answers, the row 1"),
+        ([sample("a", num_calls=3)], "its acceptance_length is 1.0, the row's 1.5"),
+        ([sample("a", accepted_per_call=(1, 1))], "its acceptance_histogram is {1: 2}"),
+        ([sample("a", num_nodes=2)], "its nodes_per_call is 1.0, the row's 13.0"),
+        ([sample("a", decode_s=0.1)], "its tokens_per_second is 30.0, the row's 15.0"),
+        ([sample("a", prefill_s=0.8)], "its tokens_per_second_e2e is 3.0, the row's 10.0"),
+        ([sample("a", baseline=BaselineTiming(num_new_tokens=3, prefill_s=0.1, decode_s=0.4))],
+         "its speedup is 2.0, the row's None"),
+    ],
+)  # fmt: skip
+def test_samples_of_which_a_row_was_not_made_are_refused(tmp_path, samples, said):
+    """As where files were exchanged, or a row was edited."""
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample("a")])
+    assert store.samples(*store.results()) == [sample("a")]
+    write_rows(tmp_path / "samples/b.jsonl", samples)
+    with pytest.raises(BadData) as refused:
+        store.samples(*store.results())
+    assert f"b.jsonl is not what its row in results.jsonl was made of: {said}" in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [0.9, 2.1])
+def test_a_figure_outside_of_its_own_interval_is_refused(tmp_path, value):
+    edited = result().model_copy(update={"acceptance_length": value})
+    write_rows(tmp_path / "results.jsonl", [result(), edited])
+    said = rf"results.jsonl:2 is no ResultRow: Value error, acceptance_length {value} lies outside"
+    with pytest.raises(BadData, match=said):
+        ResultStore(tmp_path).results()
+
+
+@pytest.mark.long
+def test_committed_rows_are_what_their_samples_give():
+    folders = [path.parent for path in sorted(DOCS.rglob("results.jsonl"))]
+    assert len(folders) > 20
+    for store in map(ResultStore, folders):
+        for row in store.results():
+            store.samples(row)
+
+
 def test_an_archive_has_the_samples_of_many_rows(tmp_path):
     """Read a row's samples from the archive, in order, unless the row's own file lies there."""
     names = ("samples/a.jsonl.gz", "samples/b.jsonl.gz")
@@ -153,7 +206,8 @@ def test_an_archive_has_the_samples_of_many_rows(tmp_path):
     archive = tmp_path / "samples.parquet"
     write_archive(archive, dict(zip(names, (first, second), strict=True)))
     store = ResultStore(tmp_path)
-    assert [store.samples(result(samples=name)) for name in names] == [first, second]
+    rows = [result(samples=names[0], **TWO), result(samples=names[1], nodes_per_call=2.0**52)]
+    assert [store.samples(row) for row in rows] == [first, second]
     assert store.samples(result(samples="samples/c.jsonl.gz")) == []
     store.publish(result(samples=names[0]), [sample("own")])
     assert store.samples(*store.results()) == [sample("own")]

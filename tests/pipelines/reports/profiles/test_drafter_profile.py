@@ -10,7 +10,7 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
-from hand_made_run import CALL_S, TREES, make_run
+from hand_made_run import CALL_S, TREES, make_run, relabelled
 from toys import tiny_model
 
 from stree import metrics
@@ -42,7 +42,7 @@ def give_drafters(folder, steps=(100, 1000, 10000)):
         hashes[step] = checkpoint_sha256(drafter)
     store = ResultStore(folder / "eval")
     rows = [
-        row.model_copy(update={"checkpoint_sha256": hashes[row.step]}) if row.step else row
+        relabelled(store, row, checkpoint_sha256=hashes[row.step]) if row.step else row
         for row in store.results()
     ]
     write_rows(store.directory / RESULTS_NAME, rows)
@@ -198,9 +198,9 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
         "vanilla_sd": {"method": "narrow", "tree": TREES["stree"], "verifier": "naive"},
         "stree": {"method": "wide", "verifier": "traversal"},
     }
-    rows = [row.model_copy(update=arms.get(row.method, {})) for row in store.results()]
+    rows = [relabelled(store, row, **arms.get(row.method, {})) for row in store.results()]
     tried = [
-        row.model_copy(update={"method": f"wide: {row.tree.name}", "prompts_hash": "fewer"})
+        relabelled(store, row, method=f"wide: {row.tree.name}", prompts_hash="fewer")
         for row in rows
         if row.tree
     ]
@@ -215,7 +215,7 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
     card = (run / "drafter/step-00010000/README.md").read_text()
     assert f"| wide, {TREES['stree'].name}, traversal |" in " ".join(card.split())
     # An evaluation's method has one verifier
-    mixed = [row.model_copy(update={"method": "stree"}) if row.tree else row for row in rows]
+    mixed = [relabelled(store, row, method="stree") if row.tree else row for row in rows]
     write_rows(store.directory / RESULTS_NAME, mixed)
     with pytest.raises(UsageError, match="verifier is"):
         profile_of(store, run, profile.checkpoint_sha256)
@@ -233,7 +233,7 @@ def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form,
     names = {form.format(folder): sha256, f"float8:{other}": checkpoint_sha256(other)}
     names[f"float8:{folder}+ngram:6,some.txt"] = "of a corpus"
     rows = [
-        row.model_copy(update={"method": "as it is"}) if row.method == "vanilla_sd" else row
+        relabelled(store, row, method="as it is") if row.method == "vanilla_sd" else row
         for row in store.results()
         if row.checkpoint_sha256 in (None, sha256)
     ]
@@ -242,7 +242,7 @@ def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form,
         for number, (name, model) in enumerate(names.items()):
             identity = form_sha256(DrafterName.parse(name), model)
             changes = {"method": f"arm {number}", "checkpoint": name, "checkpoint_sha256": identity}
-            more.append(row.model_copy(update=changes))
+            more.append(relabelled(store, row, **changes))
     write_rows(
         store.directory / RESULTS_NAME, [*(row for row in rows if row.method != "stree"), *more]
     )
@@ -276,10 +276,10 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
     }  # fmt: skip
     store = ResultStore(run / "eval")
     rows = [
-        row if row.method != "stree" else row.model_copy(update={
-            "tree": choice,
-            "costs": None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
-        })
+        row if row.method != "stree" else relabelled(
+            store, row, tree=choice,
+            costs=None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
+        )
         for row in store.results()
     ]  # fmt: skip
     write_rows(store.directory / RESULTS_NAME, rows)
@@ -305,15 +305,16 @@ def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, mo
     monkeypatch.setitem(CALL_S, "stree", 0.05)
     monkeypatch.setitem(CALL_S, "vanilla_sd", 0.05)
     make_run(tmp_path / "slow", ("gsm8k",), (0.0,))
+    elsewhere = ResultStore(tmp_path / "slow/eval")
     slow = [
-        row.model_copy(update={
-            "environment": row.environment.model_copy(update={"device": "CPU: slow"}),
-            "decoding_hash": "cpu", "samples": row.samples.replace("samples/", "samples/slow_"),
-        })
-        for row in ResultStore(tmp_path / "slow/eval").results()
+        relabelled(
+            elsewhere, row, decoding_hash="cpu",
+            environment=row.environment.model_copy(update={"device": "CPU: slow"}),
+        )
+        for row in elsewhere.results()
     ]  # fmt: skip
-    for path in (tmp_path / "slow/eval/samples").iterdir():
-        path.rename(store.directory / f"samples/slow_{path.name}")
+    for row in slow:
+        (elsewhere.directory / row.samples).rename(store.directory / row.samples)
     write_rows(store.directory / RESULTS_NAME, [*here, *slow])
     profile = profile_of(store, tmp_path, "10000")
     assert profile.recommended("cpu", 0.0, "float32").method == "autoregressive"
@@ -399,10 +400,10 @@ def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
     assert (own / "README.md").read_text() == "# Mine" and load_profile(own) is not None
     before = (ours / "README.md").read_text()
     store = ResultStore(run / "eval")
-    rows = [row.model_copy(update={"acceptance_length": 4.5}) for row in store.results()]
+    rows = [row.model_copy(update={"max_new_tokens": 450}) for row in store.results()]
     write_rows(store.directory / RESULTS_NAME, rows)
     main([str(run)])
-    assert "4.50" in (ours / "README.md").read_text() and "4.50" not in before
+    assert "450" in (ours / "README.md").read_text() and "450" not in before
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "a: &a [*a]"])
