@@ -55,20 +55,22 @@ def test_a_terminal_shows_bar_count_time_left_and_the_figures(columns):
 
 
 def test_a_comparison_s_figures_are_as_short():
-    """Those of the test above, of samples."""
+    """Compute the figures of the test above from samples."""
     measured = {
         "autoregressive": (1.0, 95154),
         "vanilla_sd": (12.57, 96471),
         "stree": (13.02, 97367),
     }
     finished = {
-        method: [
-            SimpleNamespace(num_new_tokens=tau * 100, num_calls=100, decode_s=tau * 100 / speed)
-        ]
+        method: {
+            "a": SimpleNamespace(
+                num_new_tokens=tau * 100, num_calls=100, decode_s=tau * 100 / speed
+            )
+        }
         for method, (tau, speed) in measured.items()
     }
     assert _so_far(finished) == DETAIL
-    slow = [SimpleNamespace(num_new_tokens=19, num_calls=10, decode_s=10.0)]
+    slow = {"a": SimpleNamespace(num_new_tokens=19, num_calls=10, decode_s=10.0)}
     assert _so_far({"stree": slow}) == "stree τ 1.90, 1.9 tok/s"
 
 
