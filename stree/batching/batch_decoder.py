@@ -27,7 +27,7 @@ from stree.batching.checks import (
     require_target,
 )
 from stree.batching.memory_report import MemoryReport
-from stree.batching.prefill import PREFILL_CHUNK, Prefill
+from stree.batching.prefill import Prefill
 from stree.batching.prefix_cache import PrefixCache
 from stree.batching.runners import runner_of
 from stree.batching.sequences import (
@@ -235,53 +235,78 @@ class BatchDecoder(RequestServer):
     @one_at_a_time
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
-        """Decode one step of every row whose prompt is read, and read a chunk of the others.
+        """Launch a step of the rows that decode, prefill the others, and return new outputs.
 
-        Returns one output for each row that has new tokens or ends; on GPUs a step's outputs come
-        with the next call. A row whose logits are not finite ends with its error, the others go on.
+        1. Launch steps until the runner's limit is in flight: one eagerly, two with CUDA graphs.
+           If the drafter must catch up first, and outputs are pending that it has to know, the call
+           returns these outputs and does nothing else.
+        2. Choose the tree of the next step while the device works.
+        3. Prefill a chunk of each row whose prompt is not read, within `prompt_tokens_per_step`;
+           whole prompts if no row decodes.
+        4. Collect the outputs of the oldest step in flight.
+
+        Returns one output for each row that has new tokens or ends; with CUDA graphs a step's
+        outputs come with the next call. Logits that are not finite end their row with the
+        finish_reason "error"; other rows go on.
         """
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            decoding: dict[int, RunningSequence] = {}
-            prefilling: dict[int, RunningSequence] = {}
-            for row, each in self._sequences.items():
-                if each.is_prefilling:
-                    prefilling[row] = each
-                elif not each.finish_reason:
-                    decoding[row] = each
-            while self._launched and next(self._living(self._launched[0]), None) is None:
-                self._take_launched()
-                self.runner.drop()
-            while decoding and len(self._launched) <= self.runner.ahead:
-                trees = self._trees(decoding)
-                drafted = any(tree.num_nodes > 1 for tree in trees.values())
-                if drafted and any(each.behind for each in decoding.values()):
-                    # The drafter reads the blocks of all rows, whatever tree each has. Their first
-                    # tokens and the outputs of steps in flight have to be known first
-                    if self._launched:
-                        return self._collect()
-                    if firsts := self._first_tokens(decoding, wait=True):
-                        return firsts
-                    self.prefill.catch_up(decoding)
-                self._next = None
-                self._launch(decoding, trees)
+            decoding = {
+                row: each
+                for row, each in self._sequences.items()
+                if not each.is_prefilling and not each.finish_reason
+            }
+            pending = self._launch_steps(decoding)
+            if pending is not None:
+                return pending
             if decoding:
-                self._choose_ahead(decoding)
-            left = self.prompt_tokens_per_step if decoding else None
-            for row, each in prefilling.items():
-                if left is not None:
-                    if left <= 0:
-                        break  # those admitted first are read first
-                    left -= min(PREFILL_CHUNK, len(each.prompt) - each.num_read)
-                begun = recorded(self.target.device)
-                self._read(row, each, whole=not decoding)
-                self._prefill_marks.append((begun, recorded(self.target.device)))
-            reports = self._collect() if decoding else []
-            # While others decode, the next step is launched before first tokens are known
+                self._choose_next(decoding)
+            self._read_prompts(whole=not decoding)
+            outputs = self._collect() if decoding else []
+            # With wait=False, the next step is launched before the host knows the first tokens
             firsts = self._first_tokens(self._sequences, wait=not decoding)
             while self._prefill_marks and self._prefill_marks[0][1].query():
                 begun, done = self._prefill_marks.popleft()
                 self.read_s += begun.elapsed_time(done) / 1e3
-            return firsts + reports
+            return firsts + outputs
+
+    def _launch_steps(self, decoding: dict[int, RunningSequence]) -> list[StepOutput] | None:
+        """Launch steps up to the runner's limit, or return outputs that must be known before.
+
+        The drafter catches up by reading the last block of every row, whatever tree each has, so it
+        needs all first tokens and the outputs of all steps in flight.
+        """
+        while self._launched and next(self._living(self._launched[0]), None) is None:
+            self._take_launched()
+            self.runner.drop()
+        while decoding and len(self._launched) <= self.runner.ahead:
+            trees = self._trees(decoding)
+            drafted = any(tree.num_nodes > 1 for tree in trees.values())
+            if drafted and any(each.behind for each in decoding.values()):
+                if self._launched:
+                    return self._collect()
+                if firsts := self._first_tokens(decoding, wait=True):
+                    return firsts
+                self.prefill.catch_up(decoding)
+            self._next = None  # the choice is used
+            self._launch(decoding, trees)
+        return None
+
+    def _read_prompts(self, whole: bool) -> None:
+        """Prefill the rows whose prompts are not read, those admitted first at first.
+
+        With `whole` their whole prompts, else a chunk each within `prompt_tokens_per_step`.
+        """
+        left = None if whole else self.prompt_tokens_per_step
+        for row, each in self._sequences.items():
+            if not each.is_prefilling:
+                continue
+            if left is not None and left <= 0:
+                break
+            begun, before = recorded(self.target.device), each.num_read
+            self._read(row, each, whole)
+            self._prefill_marks.append((begun, recorded(self.target.device)))
+            if left is not None:
+                left -= each.num_read - max(before, each.stats.num_reused_tokens)
 
     @one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
@@ -475,14 +500,14 @@ class BatchDecoder(RequestServer):
 
     def _trees(self, decoding: dict[int, RunningSequence]) -> dict[int, TokenTree]:
         """Return the tree of each row in the next step."""
-        self._choose_ahead(decoding)
+        self._choose_next(decoding)
         chosen = self.tree if self._next is None else self._next[1]
         return {row: each.tree or chosen for row, each in decoding.items()}
 
-    def _choose_ahead(self, decoding: dict[int, RunningSequence]) -> None:
+    def _choose_next(self, decoding: dict[int, RunningSequence]) -> None:
         """Choose the next step's tree while the device works, unless it is chosen already.
 
-        The drafts that steps in flight accept count from the next choice on.
+        The choice ignores what steps in flight will accept.
         """
         if self.adaptive_trees is None or all(each.tree is not None for each in decoding.values()):
             return

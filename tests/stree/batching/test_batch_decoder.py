@@ -493,7 +493,6 @@ def test_a_request_is_checked_before_it_waits_for_a_row():
 
 def test_a_step_reads_no_more_prompt_tokens_than_it_may(monkeypatch):
     monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
-    monkeypatch.setattr("stree.batching.batch_decoder.PREFILL_CHUNK", 4)
     target = tiny_model(1)
     prompts = [[each] * 9 for each in range(1, 6)]
     wanted = [
@@ -512,6 +511,18 @@ def test_a_step_reads_no_more_prompt_tokens_than_it_may(monkeypatch):
             done |= {each.row for each in reports if each.finish_reason}
         assert 4 <= max(read) <= most
         assert [decoder.release(row).tokens for row in rows] == [each.tokens for each in wanted]
+
+
+def test_rows_that_wait_for_a_shared_prompt_use_none_of_the_budget(monkeypatch):
+    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    decoder = BatchDecoder(tiny_model(1), num_rows=6, max_length=96, prompt_tokens_per_step=8)
+    decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
+    decoder.step()
+    for each in samples_of(Request([2] * 12, GenerationConfig(4, 1.0, num_return_sequences=4))):
+        decoder.admit(each)
+    last = decoder.admit(Request([3] * 12, GenerationConfig(4)))
+    decoder.step()
+    assert decoder._sequences[last].num_read == 4
 
 
 def test_a_warm_up_leaves_rows_and_prefixes_free():
