@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
-from hand_made_run import CALL_S, CALLS, NUM_PROMPTS, STEPS, make_row, make_run, make_sample
+from hand_made_run import (
+    CALL_S,
+    CALLS,
+    NUM_PROMPTS,
+    STEPS,
+    labelled,
+    make_row,
+    make_run,
+    make_sample,
+)
 from html_pages import require_self_contained
 
 from stree import metrics
@@ -214,8 +223,7 @@ def test_two_trees_get_rows_of_their_own(tmp_path):
     wide = Tree(name="wide", parents=(-1, 0))
     labels = {"decoding_hash": "x", "samples": "samples/w.jsonl"}
     other = make_row("stree", 100, "gsm8k", samples, 0.0, tree=wide, **labels)
-    samples = [each.model_copy(update={"tree": "wide", "decoding_hash": "x"}) for each in samples]
-    store.publish(other, samples)
+    store.publish(other, labelled(samples, other))
     heads = [row[0] for row in table6(load_run(tmp_path), "gsm8k", 0.0).rows]
     assert "τ (STree, paper)" in heads and "τ (STree, wide)" in heads
     assert "τ gain (STree, wide − Vanilla SD)" in heads

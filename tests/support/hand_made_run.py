@@ -103,16 +103,24 @@ def make_run(folder, benchmarks=("mt_bench", "gsm8k"), temperatures=(0.0, 1.0), 
     return folder
 
 
+LABELS = (
+    "checkpoint_sha256", "step", "method", "benchmark", "temperature", "top_k", "top_p", "min_p",
+    "repetition_penalty", "batch_size", "seed", "decoding_hash",
+)  # fmt: skip
+
+
+def labelled(samples, row):
+    """Return samples with the labels of the row that they are kept for."""
+    labels = {name: getattr(row, name) for name in LABELS}
+    labels["tree"] = row.tree and row.tree.name
+    return [sample.model_copy(update=labels) for sample in samples]
+
+
 def relabelled(store, row, **changes):
     """Return a row with other labels; its samples have them, too, in a file of their own."""
     changed = row.model_copy(update=changes)
     changed = changed.model_copy(update={
         "samples": packed_samples(config_hash({"key": changed.key, "was": row.samples}))
     })  # fmt: skip
-    labels = {
-        "checkpoint_sha256": changed.checkpoint_sha256, "method": changed.method,
-        "tree": changed.tree and changed.tree.name, "decoding_hash": changed.decoding_hash,
-    }  # fmt: skip
-    samples = [sample.model_copy(update=labels) for sample in store.samples(row)]
-    write_rows(store.directory / changed.samples, samples)
+    write_rows(store.directory / changed.samples, labelled(store.samples(row), changed))
     return changed

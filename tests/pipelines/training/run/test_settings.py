@@ -6,7 +6,16 @@ import re
 
 import pytest
 import yaml
-from hand_made_run import CALLS, NUM_PROMPTS, TREES, make_row, make_run, make_sample
+from hand_made_run import (
+    CALLS,
+    NUM_PROMPTS,
+    TREES,
+    labelled,
+    make_row,
+    make_run,
+    make_sample,
+    relabelled,
+)
 
 from stree import metrics
 from stree.common.errors import UsageError
@@ -44,7 +53,7 @@ def measured_again(run, steps=(1000, 10000), calls=60, **changes):
                 samples=row.samples.replace("samples/", f"samples/{name}_"),
                 environment=row.environment.model_copy(update=environment), **changes,
             )  # fmt: skip
-            store.publish(new, samples)
+            store.publish(new, labelled(samples, new))
 
 
 def refusals(run):
@@ -227,11 +236,9 @@ def test_trees_of_one_name_and_other_shapes_have_rows_of_their_own(tmp_path):
     store = ResultStore(tmp_path / "eval")
     samples = [make_sample("stree", 1000, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
     changed = Tree(name="paper", parents=(-1, 0))
-    store.publish(
-        make_row("stree", 1000, "gsm8k", samples, 0.0, tree=changed, decoding_hash="changed",
-                 samples="samples/changed.jsonl.gz"),
-        samples,
-    )  # fmt: skip
+    labels = {"decoding_hash": "changed", "samples": "samples/changed.jsonl.gz"}
+    row = make_row("stree", 1000, "gsm8k", samples, 0.0, tree=changed, **labels)
+    store.publish(row, labelled(samples, row))
     data = load_run(tmp_path)
     assert data.methods == ["vanilla_sd", "stree:paper (1)", "stree:paper (2)"]
     assert data.tree("stree:paper (2)") in (changed, TREES["stree"])
@@ -301,7 +308,7 @@ def test_benchmarks_of_several_turns_and_of_one_stand_in_one_table(tmp_path):
     make_run(tmp_path, temperatures=(0.0,))
     store = ResultStore(tmp_path / "eval")
     rows = [
-        row.model_copy(update={"decoding_hash": f"{row.benchmark} {row.decoding_hash}"})
+        relabelled(store, row, decoding_hash=f"{row.benchmark} {row.decoding_hash}")
         for row in store.results()
     ]
     write_rows(store.directory / RESULTS_NAME, rows)
