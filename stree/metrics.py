@@ -311,13 +311,6 @@ def summarise(
 
     Without a baseline, figures relative to it are None.
     """
-    intervals: dict[str, Interval | None] = {
-        "acceptance_length": acceptance_length_interval(prompts, seed),
-        "tokens_per_second": tokens_per_second_interval(prompts, seed),
-    }
-    if baseline is not None:
-        intervals["speedup"] = speedup_interval(prompts, baseline, seed)
-        intervals["speedup_per_tau"] = speedup_per_tau_interval(prompts, baseline, seed)
     return {
         "acceptance_length": acceptance_length(prompts),
         "acceptance_length_prompt_mean": acceptance_length_prompt_mean(prompts),
@@ -336,8 +329,22 @@ def summarise(
         "speedup_per_tau": None if baseline is None else speedup_per_tau(prompts, baseline),
         "time_ms": time_ms(prompts),
         "baseline_time_ms": {} if baseline is None else time_ms(baseline),
-        "confidence_intervals": intervals,
+        "confidence_intervals": confidence_intervals(prompts, baseline, seed),
     }
+
+
+def confidence_intervals(
+    prompts: Sequence[PromptCounts], baseline: Sequence[Timing] | None = None, seed: int = 0
+) -> dict[str, Interval | None]:
+    """Return the interval of each figure that has one; without a baseline of no relative one."""
+    intervals = {
+        "acceptance_length": acceptance_length_interval(prompts, seed),
+        "tokens_per_second": tokens_per_second_interval(prompts, seed),
+    }
+    if baseline is not None:
+        intervals["speedup"] = speedup_interval(prompts, baseline, seed)
+        intervals["speedup_per_tau"] = speedup_per_tau_interval(prompts, baseline, seed)
+    return intervals
 
 
 def _ratio_to_speed_interval(

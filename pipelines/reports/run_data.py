@@ -52,11 +52,18 @@ class Cell:
 
     @classmethod
     def of(cls, row: ResultRow, samples: Sequence[SampleRow]) -> Cell:
-        """Return a row's cell; samples fill in what older rows do not say."""
+        """Return a row's cell; samples fill in what older rows do not say.
+
+        Intervals are computed anew from the samples: older rows have plain percentiles.
+        """
         summary = {name: getattr(row, name) for name in cls.figures()}
         baselines = [each.baseline for each in samples if each.baseline is not None]
-        if summary["speedup_prompt_median"] is None and len(baselines) == len(samples) > 0:
+        is_paired = len(baselines) == len(samples) > 0
+        if summary["speedup_prompt_median"] is None and is_paired:
             summary["speedup_prompt_median"] = metrics.speedup_prompt_median(samples, baselines)
+        if samples:
+            today = metrics.confidence_intervals(samples, baselines if is_paired else None)
+            summary["confidence_intervals"] = {**row.confidence_intervals, **today}
         return cls(summary, row.num_prompts, (row.samples,), tuple(samples), row.lossless)
 
     def __getitem__(self, name: str) -> Any:
@@ -210,13 +217,12 @@ def arrange(data: RunData, store: ResultStore) -> None:
             row.temperature,
         )  # fmt: skip
         samples = tuple(store.samples(row))
-        if len(samples) != row.num_prompts:
-            samples, num_without = (), num_without + 1
+        num_without += not samples
         data.cells[key] = Cell.of(row, samples)
     if num_without:
         data.notes.append(
-            f"The samples of {num_without} rows are not there, or not all of them: what is pooled "
-            "or paired over them is missing."
+            f"The samples of {num_without} rows are not there: what is pooled or paired over them "
+            "is missing, and their intervals are those of the version that measured them."
         )
     if len(data.benchmarks) > 1:
         _pool(data)
