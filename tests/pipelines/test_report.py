@@ -194,6 +194,27 @@ def test_samples_that_are_not_there_are_not_pooled_and_that_is_said(tmp_path):
     assert "The samples of 1 rows are not there" in table6_markdown(data, [])
 
 
+def test_intervals_of_older_rows_are_computed_anew_where_samples_are_there(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    key = "step-00010000", "stree", "gsm8k", 0.0
+    today = load_run(tmp_path).cell(*key).interval("tokens_per_second")
+    store = ResultStore(tmp_path / "eval")
+    rows = [
+        row.model_copy(update={
+            "confidence_intervals": {"tokens_per_second": (row.tokens_per_second,) * 2},
+        })
+        for row in store.results()
+    ]  # fmt: skip
+    write_rows(store.directory / "results.jsonl", rows)
+    assert today[0] < today[1]
+    assert load_run(tmp_path).cell(*key).interval("tokens_per_second") == today
+    row = next(row for row in rows if (row.step, row.method) == (10000, "stree"))
+    (store.directory / row.samples).unlink()
+    data = load_run(tmp_path)
+    assert data.cell(*key).interval("tokens_per_second") == (row.tokens_per_second,) * 2
+    assert "their intervals are those of the version that measured them" in " ".join(data.notes)
+
+
 def test_works_on_the_baseline_alone(tmp_path):
     samples = [make_sample("autoregressive", None, "b", i, 0.0, 60) for i in range(2)]
     store = ResultStore(tmp_path)
@@ -458,6 +479,24 @@ def test_a_published_table_follows_from_the_records_beside_it(page):
                 stated = row.get(name) or row["over_chain"][name]
                 assert stated["value"] == pytest.approx(point)
                 assert stated["interval"] == pytest.approx((low, high))
+
+
+@pytest.mark.long
+def test_a_published_page_says_which_intervals_it_has():
+    """Plain percentiles of earlier versions, or today's."""
+    checked = set()
+    for path in sorted(PUBLISHED.rglob("*.md")):
+        text, store = path.read_text(encoding="utf-8"), ResultStore(path.parent)
+        if "95 % bootstrap intervals over prompts" not in text:
+            continue
+        for row in store.results():
+            interval, samples = row.confidence_intervals["acceptance_length"], store.samples(row)
+            if interval and interval[0] < interval[1] and samples:
+                is_plain = interval != pytest.approx(metrics.acceptance_length_interval(samples))
+                assert ("intervals over prompts, plain percentiles" in text) == is_plain, path
+                checked.add(is_plain)
+                break
+    assert checked == {True, False}
 
 
 def test_command_prints_table6_and_paths(run, capsys):
