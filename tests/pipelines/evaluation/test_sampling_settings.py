@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from hand_made_run import make_run
+from hand_made_run import make_run, relabelled
 from tiny_evaluation import Lies, export, make_world, quiet, row_of, settings_for
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -271,7 +271,7 @@ def penalised_run(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("run"), ("gsm8k",), (0.0,))
     store = ResultStore(run / "eval")
     again = [
-        row.model_copy(update={"decoding_hash": f"{row.decoding_hash} again", **PENALTY})
+        relabelled(store, row, decoding_hash=f"{row.decoding_hash} again", **PENALTY)
         for row in store.results()
     ]
     write_rows(store.directory / RESULTS_NAME, [*store.results(), *again])

@@ -102,6 +102,23 @@ def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branchi
     assert steps_in(branching / "drafter") == [1, 4, 6]
 
 
+def test_a_finished_run_that_is_given_more_steps_is_another_training(
+    workspace, branching, tmp_path
+):
+    """It goes on from its decayed weights at the full rate, as docs/your-own.md says."""
+    run_dir = Path(shutil.copytree(branching, tmp_path / "run", symlinks=True))
+    state = run_dir / "checkpoints/step-00000006"
+    finished = {path.name: path.read_bytes() for path in state.iterdir()}
+    distill.main(branching_arguments(workspace, run_dir, "--trainer.max_steps", "12"))
+    assert {path.name: path.read_bytes() for path in state.iterdir()} == finished
+    rates = [float(row["lr"]) for row in metric_rows(run_dir)]
+    config = OptimizerConfig(lr=0.01, schedule="wsd", decay_share=0.4, warmup_steps=3)
+    wanted = [learning_rate(step, 6, config) for step in range(6)]
+    wanted += [learning_rate(step, 12, config) for step in range(6, 12)]
+    assert rates == pytest.approx(wanted)
+    assert rates[5] < rates[6] == 0.01  # decayed to its end, and at once at the full rate
+
+
 @pytest.mark.parametrize("stopped", quick_first([(2,)], [(1,), (2,), (3,)]))
 def test_a_run_that_was_stopped_around_a_decay_is_the_same(workspace, branching, tmp_path, stopped):
     run_dir = Path(shutil.copytree(branching, tmp_path / "run", symlinks=True))
