@@ -94,8 +94,8 @@ def gated_delta_chain_kernel(
     qk += batch * qk_batch_stride
     steps += batch * steps_batch_stride + head
     updates += batch * updates_batch_stride + head * updates_head_stride + p
-    # The first launch began with waiting for all before it: the last tree and what steers both
-    # launches are there already, and no other program uses the state
+    # The first launch waited for all before it: the last tree and the cache state are complete
+    # already, and no other program uses the state
     half = load_kept(parities)
     path_length = load_kept(path_lengths + batch).to(tl.int32)
     for step in range(0, path_length):

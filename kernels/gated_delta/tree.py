@@ -206,8 +206,8 @@ def gated_delta_kernel(
     qk += batch * qk_batch_stride
     steps += batch * steps_batch_stride + steps_part_stride + head  # of the log-decays
     updates += batch * updates_batch_stride + head * updates_head_stride
-    # The first launch began with waiting for all before it: the last tree and what steers both
-    # launches are there already, and no other program uses the state
+    # The first launch waited for all before it: the last tree and the cache state are complete
+    # already, and no other program uses the state
     half = load_kept(parities)
     variant = load_kept(variants + batch)
     if REPLAY:

@@ -111,7 +111,7 @@ def _among_nodes(
     """Return the contribution of a block of ancestors to each node."""
     other = start + tl.arange(0, BLOCK_N)
     scores = pair_scores(node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION)
-    return mixed_product(scores, x, PRECISION, MIXED)
+    return mixed_product(scores, x, PRECISION, MIXED)  # (Q, P) = (Q, N) @ (N, P)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def tree_scan_kernel(
     node = first + q
     known = q < num_new
     D = load_kept(D_pointer + head).to(tl.float32)
-    # The first launch began with waiting for all before it: what steers both is there already
+    # The first launch waited for all before it: the cache state is complete already
     parity = load_kept(parities)
     ancestors += load_kept(variants + batch) * tree_size * tree_size
     half = 1 - parity if NEW_HALF else parity
@@ -168,6 +168,7 @@ def tree_scan_kernel(
             0, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
             steps, steps_part_stride, steps_stride, BLOCK_N,
         )  # fmt: skip
+    # (Q, P) = (Q, S) @ (S, P)
     y = mixed_product(C, tl.trans(state), PRECISION, MIXED) * tl.exp(log_decay)[:, None]
     if ONE_TILE:
         y += _among_nodes(
