@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from stree.common.errors import UsageError
+from stree.common.words import counted
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
@@ -132,8 +133,8 @@ def require_one_ending(rows: Sequence[ResultRow], where: object) -> None:
     if len({row.ignore_eos for row in rows}) > 1:
         count = sum(row.ignore_eos for row in rows)
         raise UsageError(
-            f"{where} would join {count} rows with ignore_eos and {len(rows) - count} without, "
-            "wanted rows of one kind: evaluate them alike, or take those of one kind"
+            f"{where} would join {counted(count, 'row')} with ignore_eos and {len(rows) - count} "
+            "without, wanted rows of one kind: evaluate them alike, or take those of one kind"
         )
 
 

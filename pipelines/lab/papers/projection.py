@@ -23,6 +23,7 @@ from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import ResultStore, read_rows
+from stree_pipelines.reports.settings import require_one_ending
 from stree_pipelines.reports.tables.tables import Table
 
 TUNING_NAME = "tuning.jsonl"  # rows of the chains that a comparison tried
@@ -142,6 +143,7 @@ def read_places(folder: Path) -> list[Place]:
             found.setdefault(row.tree.to_token_tree(), row)
     if not rows:
         raise UsageError(f"{folder} has no rows of a comparison whose arms have a tree each")
+    require_one_ending([row for trees in rows.values() for row in trees.values()], folder)
     return [
         _place(benchmark, temperature, {tree: store.samples(row) for tree, row in trees.items()})
         for (temperature, benchmark), trees in sorted(rows.items())

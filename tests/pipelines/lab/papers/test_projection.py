@@ -108,3 +108,12 @@ def test_a_folder_without_a_comparison_is_refused(tmp_path):
     (tmp_path / "times.jsonl").write_text(json.dumps({"environment": {"git_sha": "a"}, "what": ""}))
     with pytest.raises(UsageError, match="no rows of a comparison"):
         main([str(tmp_path), "--times", str(tmp_path / "times.jsonl")])
+
+
+def test_rows_with_and_without_ignore_eos_are_no_places_together(tmp_path):
+    lines = (RESULTS / "h200-policies/features/results.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows[1]["ignore_eos"] = not rows[1]["ignore_eos"]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UsageError, match="1 row with ignore_eos and"):
+        read_places(tmp_path)
