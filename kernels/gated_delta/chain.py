@@ -38,7 +38,7 @@ def gated_delta_chain(
     topology: Topology,
     cache_state: CacheState,
 ) -> Tensor:
-    """`naive.gated_delta_tree` of chains, as `topology` must be, in two launches."""
+    """Compute `naive.gated_delta_tree` of chains in two launches; `topology` must be of chains."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     v = convolve(kept, rows, derived, weights, shape, topology, cache_state, 0)

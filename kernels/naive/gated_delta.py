@@ -66,7 +66,7 @@ def gated_delta_scan(
     num_chunks = v.shape[1] // chunk_size
 
     def chunks(part: Tensor) -> Tensor:
-        """(B, T, H, …) → (B, chunks, H, Q, …)."""
+        """Cut (B, T, H, …) into chunks of Q tokens, (B, chunks, H, Q, …)."""
         return part.unflatten(1, (num_chunks, chunk_size)).transpose(2, 3)
 
     q, k, v = chunks(q), chunks(k), chunks(v)

@@ -46,7 +46,7 @@ class EagerPrefill:
         *,
         start: int | None = None,
     ) -> Tensor:
-        """See `stree.models.model.read_row`."""
+        """Read tokens as `stree.models.model.read_row` does."""
         return read_row(model, cache, row, tokens, features, inputs)
 
     def prepare(self, *prefill: Any) -> list[PrefillGraph]:
