@@ -137,7 +137,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
         place = translated(name, WORDS)
         if rest == "conv1d.weight" and place not in stored:
             # Where transformers has saved the model, its one conv is cut into three equal parts
-            thirds = [len(part) for part in torch.empty(shape.num_channels).chunk(3)]
+            third = -(-shape.num_channels // 3)
+            thirds = (third, third, shape.num_channels - 2 * third)
             return of_q_k_v(layer, "conv1d", shape.conv_dims, thirds)
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
         if norm not in NORMS_BEFORE:

@@ -182,10 +182,12 @@ def recurrence(q, k, v, log_decay, beta, state=None, segment_ids=None):
     return y, state
 
 
+@pytest.mark.parametrize("strongest", [1, 2])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 63, 100])
-def test_chunks_equal_the_recurrence(T, key_heads):
+def test_chunks_equal_the_recurrence(T, key_heads, strongest):
     given, state = rule_inputs(T, key_heads=key_heads), normal(2, 4, 6, 5, seed=6)
+    given["beta"] *= strongest
     y, last = naive.gated_delta_scan(**given, chunk_size=8, initial_state=state)
     wanted, wanted_last = recurrence(**given, state=state)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-11)

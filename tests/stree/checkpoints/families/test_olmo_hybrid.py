@@ -75,6 +75,15 @@ def test_what_cannot_be_told_is_refused(tmp_path, changes, complaint):
         load_config(tmp_path)
 
 
+def test_a_size_of_a_damaged_config_allocates_nothing(tmp_path):
+    random_reference("olmo_hybrid", ROTATES).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    usual = json.loads(path.read_text())
+    path.write_text(json.dumps({**usual, "linear_num_value_heads": 2**31 - 1}))
+    with pytest.raises(CheckpointRefused, match="use weights and config of the same checkpoint"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("num_layers", [2, 9])
 def test_keys_that_are_left_out_have_the_values_of_transformers(num_layers):
     few = dict(
