@@ -1,8 +1,8 @@
-"""Runners of steps: eager PyTorch, or CUDA graphs. No other module knows of graphs.
+"""Runners of steps: eager PyTorch, or CUDA graphs. Graphs of prompts are in `prefillers.py`.
 
-Graphs of a step are captured once for each combination of number of rows, shape of the trees, and
-kinds of settings (sampling, filters, penalties). The contents of rows and trees may differ from
-replay to replay.
+Graphs of a step are captured once for each combination of number of rows, shape of the trees, the
+longest block, kinds of settings (sampling, filters, penalties), and cache slots to attend to,
+rounded up. The contents of rows and trees may differ from replay to replay.
 """
 
 from __future__ import annotations
