@@ -398,11 +398,11 @@ class Decoder:
         return self.batch.measure_step_times(context, num_steps, generation=generation)
 
     def forget(self) -> None:
-        """Let the choice of trees begin anew (`BatchDecoder.forget`)."""
+        """Let the tree policy begin anew (`BatchDecoder.forget`)."""
         self.batch.forget()
 
     def forgetting(self) -> AbstractContextManager[None]:
-        """Let the choice of trees learn nothing inside (`BatchDecoder.forgetting`)."""
+        """Let the tree policy learn nothing inside (`BatchDecoder.forgetting`)."""
         return self.batch.forgetting()
 
     def num_reusable(self, prompt: list[int]) -> int:

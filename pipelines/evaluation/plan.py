@@ -142,7 +142,7 @@ class EvaluationSettings:
 
 
 def tree_named(name: str) -> TokenTree:
-    """Return a tree, or a choice of trees, by its name or file. Raises UsageError."""
+    """Return a tree or a tree policy by its name or file. Raises UsageError."""
     return tree_of(as_tree_policy(name, input_path))
 
 

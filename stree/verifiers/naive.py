@@ -8,7 +8,8 @@ from stree.verifiers.rejection import RejectionSampling
 class Naive(RejectionSampling):
     """Verifier that samples the target, and goes on if a child is that token.
 
-    It is the simplest exact rule, and accepts least. It judges drafts of any origin.
+    It is the simplest exact rule, and nearly always accepts least: only where a late sibling alone
+    has children may `multi_step` accept less. It judges drafts of any origin.
     """
 
     rule = "naive"

@@ -156,7 +156,7 @@ def test_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch, capsys)
 
 
 def test_examples_of_parts_of_one_s_own_decode_as_plainly():
-    """What the page writes: drafter, verifier, choice of trees; the output is the target's."""
+    """What the page writes: drafter, verifier, tree policy; the output is the target's."""
     text = (REPOSITORY / "docs/add-a-verifier.md").read_text(encoding="utf-8")
     table = torch.full((8, 8, 8), -5.0)
     for token in range(8):

@@ -116,7 +116,7 @@ class Answerer:
         """Hold the prompts' conversations by the job's method, and yield each when it is over.
 
         `batch_size` run at a time; except within a batch they are yielded in the order of the
-        prompts. A choice of trees starts anew and learns from `EvaluationSettings.first_prompts`,
+        prompts. Adaptive trees start anew and learn from `EvaluationSettings.first_prompts`,
         not from earlier answers, of another benchmark or of a stopped run.
 
         Raises the errors of decoding a prompt; other conversations of its batch are finished and

@@ -172,7 +172,7 @@ class Decoders:
         return decoder
 
     def begin(self, job: Job) -> None:
-        """Let the job's choice of trees start anew."""
+        """Let the job's tree policy start anew."""
         if job.decoder_key in self._decoders:
             _, decoder = self._decoders[job.decoder_key]
             _batch_of(decoder).forget()

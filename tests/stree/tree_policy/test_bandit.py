@@ -88,7 +88,7 @@ def test_a_history_decides_alone():
 
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
-    """Trees that grow among them; with graphs, a step is chosen before the last one is known."""
+    """Dynamic trees among them; with graphs, a step is chosen before the last one is known."""
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1)

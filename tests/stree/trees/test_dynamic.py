@@ -1,4 +1,4 @@
-"""Trees that grow in the step: the best by the drafter, and what comes out is the target's own."""
+"""Dynamic trees: the best by the drafter, and what comes out is the target's own."""
 
 from __future__ import annotations
 
