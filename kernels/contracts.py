@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -367,3 +367,49 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     floor: float = 1e-20
+
+
+class LogitRows(NamedTuple):
+    """Rows of logits, a sequence's target's before its drafter's, and sums of their pieces; Any is
+    a tensor on the host and a pointer on the device."""
+
+    target: Any
+    target_strides: Any  # of sequences and nodes
+    num_nodes: Any
+    drawn: Any
+    drawn_strides: Any
+    num_drawn: Any
+    temperature: Any
+    highest: Any
+    best: Any
+    sums: Any
+    vocabulary: Any
+    pieces: Any
+
+
+class JudgedTrees(NamedTuple):
+    """Trees, and the rests after siblings: left (B, N, K, 2, pieces) of target and drafter."""
+
+    tokens: Any
+    token_stride: Any
+    children: Any
+    widest: Any
+    drawn_by: Any
+    points: Any
+    independent: Any
+    shares: Any
+    left: Any
+
+
+class PathOutputs(NamedTuple):
+    """Tensors to which an accepted path is written; see `naive.accept_choices`."""
+
+    path: Any
+    path_stride: Any
+    path_length: Any
+    block: Any
+    block_stride: Any
+    position: Any
+    root: Any
+    report: Any
+    report_stride: Any

@@ -17,15 +17,13 @@ place among siblings, for traversal on each level. Exponentials are as wide as
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree_kernels import contracts as shapes
-from stree_kernels.contracts import Drafts, Sampling
+from stree_kernels.contracts import Drafts, JudgedTrees, LogitRows, PathOutputs, Sampling
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.sampling.uniforms import uniform
 
@@ -35,52 +33,6 @@ NAIVE, MULTI_STEP, TRAVERSAL = map(tl.constexpr, range(3))
 ACCEPT, LEVEL, AFTER = map(tl.constexpr, (shapes.ACCEPT, shapes.LEVEL, shapes.AFTER))
 NO_TOKEN = tl.constexpr(2**31 - 1)
 WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more, some pieces a time
-
-
-class Rows(NamedTuple):
-    """Rows of logits, a sequence's target's before its drafter's, and sums of their pieces; Any is
-    a tensor on the host and a pointer on the device."""
-
-    target: Any
-    target_strides: Any  # of sequences and nodes
-    num_nodes: Any
-    drawn: Any
-    drawn_strides: Any
-    num_drawn: Any
-    temperature: Any
-    highest: Any
-    best: Any
-    sums: Any
-    vocabulary: Any
-    pieces: Any
-
-
-class Trees(NamedTuple):
-    """Trees, and the rests after siblings: left (B, N, K, 2, pieces) of target and drafter."""
-
-    tokens: Any
-    token_stride: Any
-    children: Any
-    widest: Any
-    drawn_by: Any
-    points: Any
-    independent: Any
-    shares: Any
-    left: Any
-
-
-class Commit(NamedTuple):
-    """Tensors to which an accepted path is written; see `naive.accept_choices`."""
-
-    path: Any
-    path_stride: Any
-    path_length: Any
-    block: Any
-    block_stride: Any
-    position: Any
-    root: Any
-    report: Any
-    report_stride: Any
 
 
 def accept_drafts(
@@ -107,7 +59,7 @@ def accept_drafts(
     def scratch(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(batch, *shape, dtype=dtype, device=logits.device)
 
-    rows = Rows(
+    rows = LogitRows(
         logits, logits.stride()[:2], num_nodes,
         drawn, (0, 0) if drawn is None else drawn.stride()[:2], num_drawn, sampling.temperature,
         scratch(num_rows, pieces), scratch(num_rows, pieces, dtype=torch.int32),
@@ -116,7 +68,7 @@ def accept_drafts(
     points, finite = (
         None if each is None else each.view(torch.uint8) for each in (drafts.points, drafts.finite)
     )
-    trees = Trees(
+    trees = JudgedTrees(
         drafts.tokens, drafts.tokens.stride(0), drafts.children, widest, drafts.drawn_by, points,
         int(drafts.independent), scratch(num_nodes), scratch(num_nodes, widest, 2, pieces),
     )  # fmt: skip
@@ -130,7 +82,7 @@ def accept_drafts(
         siblings_kernel[(batch * count, pieces)](rows, trees, nodes, count, place, **options)
     num_flags = 1 if finite is None else finite[0].numel()
     nodes_block = triton.next_power_of_2(num_nodes)
-    commit = Commit(
+    commit = PathOutputs(
         path, path.stride(0), path_length, block, block.stride(0), sampling.position, root,
         report, report.stride(0),
     )  # fmt: skip
