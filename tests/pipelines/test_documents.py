@@ -20,7 +20,7 @@ from tiny_run import write_conversations
 from toys import TableTarget
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from stree import Decoder, GenerationConfig, Request, TokenTree
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.__main__ import COMMANDS
 from stree.checkpoints import configs as checkpoint_configs
 from stree.checkpoints.load_save import load_config, load_model, save_model
@@ -165,7 +165,7 @@ def test_examples_of_parts_of_one_s_own_decode_as_plainly():
     request = Request([5, 6], GenerationConfig(40))
     wanted = Decoder(target, max_length=128).generate(request.prompt_ids, request.generation)
     scope, blocks = {"target": target}, re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, scope)  # this repository's own words
         if (
@@ -178,6 +178,13 @@ def test_examples_of_parts_of_one_s_own_decode_as_plainly():
         assert output.tokens == wanted.tokens
         longest = max(output.stats.accepted_per_call)
         assert (longest <= 1) == ("AtMostOne" in block)
+        if "class Greedy" in block:
+            ours = scope["decoder"]
+            theirs = BatchDecoder(target, scope["Repeats"](), ours.tree, num_rows=2, max_length=128)
+            theirs.generate([request])
+            for name in ("position", "root", "block"):
+                assert torch.equal(getattr(ours.rows, name), getattr(theirs.rows, name)), name
+            assert torch.equal(ours.cache.path, theirs.cache.path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
