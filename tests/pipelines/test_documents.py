@@ -241,7 +241,7 @@ def test_every_command_of_the_guides_is_known():
     commands = [command for guide in GUIDES for command in commands_in(guide)]
     others = {command.words[:2] for command in commands if command.script is None}
     assert others == {
-        ("make", "install"), ("make", "quickstart"), ("make", "test"), ("hf", "download")
+        ("make", "quickstart"), ("make", "test"), ("hf", "download")
     }  # fmt: skip
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
