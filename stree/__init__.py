@@ -1,11 +1,12 @@
 """Speculative tree decoding for state-space and hybrid language models."""
 
-import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stree.common.threads  # noqa: F401  (before torch is loaded)
+
+from stree.common.renamed import say_renamed as _say_renamed
 
 __version__ = "0.1.0"
 
@@ -71,9 +72,8 @@ else:
         Names of version 0.1 work for one more version, with a `DeprecationWarning`.
         """
         if name in _OLD_NAMES:
-            new = _OLD_NAMES[name]
-            warnings.warn(f"stree.{name} is called stree.{new} now", DeprecationWarning, 2)
-            name = new
+            _say_renamed(f"stree.{name}", f"stree.{_OLD_NAMES[name]}")
+            name = _OLD_NAMES[name]
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
