@@ -49,8 +49,9 @@ class MixerShape:
     xbc_dims: tuple[int, int, int] = field(init=False, repr=False)  # projected channels of x, B, C
     num_channels: int = field(init=False, repr=False)  # of these together
     num_kept: int = field(init=False, repr=False)  # that a call keeps of a node: x, B, C and dt
-    scan_groups: tuple[int, int, int] = field(init=False, repr=False)  # of x, B, C as conv and scan
-    conv_dims: tuple[int, int, int] = field(init=False, repr=False)  # see them, and their channels
+    # Groups and channels of x, B and C as conv and scan see them
+    scan_groups: tuple[int, int, int] = field(init=False, repr=False)
+    conv_dims: tuple[int, int, int] = field(init=False, repr=False)
     tail: int = field(init=False, repr=False)  # committed inputs that the conv looks back on
     largest_dim: int = field(init=False, repr=False)  # of a head or a state
 
@@ -247,7 +248,7 @@ class Stream:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and Q."""
+        """Return (B, Q) of the stream."""
         rows = self.source if self.tokens is None else self.tokens
         batch, num_nodes = (rows if self.nodes is None else self.nodes).shape[:2]
         return batch, num_nodes

@@ -42,7 +42,7 @@ FEW_NODES = 16
 # For few nodes, with more than three programs a multiprocessor, so that four fit
 MANY_STAGES = 2
 MANY_REGISTERS = 128  # of a thread
-LEAST_SHARED = 128 * 1024  # bytes that a multiprocessor must have, else nothing comes ahead
+LEAST_SHARED = 128 * 1024  # bytes of a multiprocessor; below this, do not prefetch (one stage)
 
 
 def streams(state: Tensor, num_new: int, first: int = 0) -> bool:

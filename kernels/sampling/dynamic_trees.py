@@ -1,7 +1,8 @@
 """Dynamic trees on the device: choose their nodes, and build the topology of a call (Triton).
 
-One program a sequence picks nodes by their values; one a few nodes of a sequence walks up from each
-of them. The naive twins are in `naive/sampling/dynamic_trees.py`.
+To choose, one program per sequence picks nodes by their values. To build the topology, one program
+per sequence and node block walks from each node to the root. The naive twins are in
+`naive/sampling/dynamic_trees.py`.
 
 Launches that follow read what these write. That is safe before their own `follow`, too, for all but
 the next one: see `launch.py`.

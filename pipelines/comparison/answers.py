@@ -1,11 +1,11 @@
 """Pair answers to the same prompts, and bootstrap the intervals of their figures.
 
-The gate, comparisons of arms, studies and tables of several runs all compare by this. A figure is
-over all prompts and, when drafters differ by their training's seed only, over all seeds. Its
-interval is a bootstrap over prompts and, with several seeds, over seeds too, drawn independently
-(the pigeonhole bootstrap, Owen 2007). Both sides of a difference have the same prompts drawn; each
-has seeds of its own. Few seeds say little of how far seeds differ: with two or three the interval
-is still too narrow.
+The gate, arm comparisons, studies and multi-run tables use this module. A figure is over all
+prompts and, when drafters differ by their training's seed only, over all seeds. Its interval is a
+bootstrap over prompts and, with several seeds, over seeds too, drawn independently (the pigeonhole
+bootstrap, Owen 2007). Both sides of a difference have the same prompts drawn; each has seeds of its
+own. Few seeds say little of how far seeds differ: with two or three the interval is still too
+narrow.
 
 Dims: S seeds, Q prompts, R resamples.
 """

@@ -69,7 +69,8 @@ class Distillation(Training):
         activation_checkpointing: bool = False,
         _target: HybridModel | None = None,
     ) -> None:
-        """
+        """Make the drafter, and load the target unless its outputs are cached.
+
         Args:
             target: folder of the target's checkpoint; its tokenizer is the drafter's, too.
             drafter: architecture of a drafter with random weights; null slices one from the target.

@@ -125,7 +125,7 @@ class BatchState:
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
         active: bool | Tensor = True,
     ) -> None:  # fmt: skip
-        """Let a row decode from a root at `position`, after whose predecessors its caches stand.
+        """Let a row decode from `root`; its caches hold `position` tokens.
 
         Args:
             row: The row; each argument is a tensor (1,) where only the device knows its value.

@@ -15,7 +15,7 @@ from stree.trees.tree_batch import TreeBatch
 class SiblingSampling(Enum):
     """Ways to draw a node's children; a verifier says which of them it may judge."""
 
-    DETERMINISTIC = "each token as if from a distribution that has no other"
+    DETERMINISTIC = "points (tokens that are not sampled)"
     WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
     INDEPENDENT = "siblings each from all of the drafter's, some of them perhaps alike"
     MIXED = "some of the siblings from the drafter's distribution, the others as points"

@@ -29,7 +29,7 @@ TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
 LEAST_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
 PROBE_STEPS = 4  # consecutive steps with a tree that make a probe
 REVISED_AFTER = 8  # steps between revisions, each of which takes the host as long as a step
-TRIED_FIRST = 8  # first observations of each tree that shows more than all others
+TRIED_FIRST = 8  # first observations of each tree whose acceptance no other tree reveals
 PLAIN = TokenTree.chain(0, "plain")
 
 
@@ -282,7 +282,7 @@ class AdaptiveTrees:
     def _unseen(self, num_rows: int) -> TokenTree | None:
         """Return a tree to try now, or None; a tree that seems to lose less is tried more often.
 
-        Only trees are tried that show more than all others (`telling`).
+        Try only trees whose acceptance no other tree reveals (`telling`).
         """
         speed, share = self._speed(num_rows), TRY_SHARE / len(self._telling)
         for tree in self._telling:

@@ -42,7 +42,7 @@ def require_policy_of(decoder: TokenTree | AdaptiveTrees, asked: TokenTree | Ada
     if grow and asked != decoder:
         raise UsageError(
             f"a request asks for {asked}, the decoder was made with "
-            f"{', '.join(each.name for each in others)}: trees that grow are the decoder's, the "
+            f"{', '.join(each.name for each in others)}: dynamic trees are the decoder's, the "
             "same for all its requests"
         )
 

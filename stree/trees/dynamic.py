@@ -1,4 +1,4 @@
-"""Dynamic trees: trees that grow on the device, for each row in each step, in static tensors.
+"""Dynamic trees: each row's shape is found on the device in each step, in static tensors.
 
 Shapes: B rows, N nodes of a tree, P nodes of the pool that it is chosen from, W nodes of a level
 with W children each. The pool has the root, its children, and then level by level the children of

@@ -111,7 +111,7 @@ def require_tree(verifier: Verifier, tree: TokenTree) -> None:
         if not getattr(verifier, "by_slots", False):
             raise UsageError(
                 f"the verifier {type(verifier).__name__} judges trees of one shape, {tree.name} "
-                "grows: take a verifier of ours, or a tree of one shape"
+                "is dynamic: take a verifier of ours, or a tree of one shape"
             )
     if not fits(verifier, tree):
         raise UsageError(

@@ -287,7 +287,7 @@ def test_a_verifier_that_says_nothing_of_it_refuses_it():
     class Own(MultiStep):
         by_slots = False
 
-    with pytest.raises(UsageError, match="judges trees of one shape, dyspec-2-2-4 grows"):
+    with pytest.raises(UsageError, match="judges trees of one shape, dyspec-2-2-4 is dynamic"):
         Decoder(model, model, TokenTree.load("dyspec-2-2-4"), verifier=Own())
 
 

@@ -53,7 +53,7 @@ class Conversation:
 
 
 class Answerer:
-    """Holder of an evaluation's conversations, by all its methods, with `Decoders` of its own.
+    """Runner of an evaluation's conversations with every method, on `Decoders` of its own.
 
     The last four arguments are those of `Decoders`; without a tokenizer the target's is loaded.
     """

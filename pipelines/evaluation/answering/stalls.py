@@ -1,4 +1,4 @@
-"""Answers that the machine held up: they flatter or slight a method, and are answered again.
+"""Detect answers distorted by machine stalls, which are then answered again.
 
 Two things are judged of each answer, against the medians of its own row (method, benchmark and
 temperature): the time per step, and the waiting between steps, in which the device had no work.

@@ -62,7 +62,15 @@ class RowTerms:
 
 
 class Divergence(Protocol):
-    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms: ...
+    """Protocol of divergences: how far each row's q is from its p."""
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        """Return the value of each row, and its gradient if `with_grad`.
+
+        The gradient is with respect to the student's divided logits. Both carry the divergence's
+        power of the temperature. All of `chunk` but log_q may be overwritten.
+        """
+        ...
 
 
 @dataclass(frozen=True)

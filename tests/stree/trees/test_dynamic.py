@@ -278,7 +278,7 @@ def test_a_step_grows_all_trees_alike_or_none():
         TokenTree.chain(2))
     ):  # fmt: skip
         decoder = BatchDecoder(model, model, made, num_rows=1, max_length=32)
-        with pytest.raises(UsageError, match="trees that grow are the decoder's"):
+        with pytest.raises(UsageError, match="dynamic trees are the decoder's"):
             decoder.admit(Request([1], tree=asked))
     decoder = BatchDecoder(model, model, tree, num_rows=1, max_length=32)
     decoder.release(decoder.admit(Request([1], GenerationConfig(4), tree)))
