@@ -56,7 +56,8 @@ def covered(figure, num_prompts: int, num_draws: int, **options) -> float:
 
 def stated() -> dict[int, list[float]]:
     """Return the page's table: {prompts: [coverage of τ, of a paired difference]}, in percent."""
-    lines = re.findall(r"^\| (\d+) \|.*\| ([\d.]+) % \| ([\d.]+) % \|$", PAGE.read_text(), re.M)
+    table = PAGE.read_text().partition("| τ, widened | difference, widened |")[2].split("\n\n")[0]
+    lines = re.findall(r"^\| (\d+) \|.*\| ([\d.]+) % \| ([\d.]+) % \|$", table, re.M)
     return {int(count): [float(each) for each in shares] for count, *shares in lines}
 
 
