@@ -1,11 +1,9 @@
 """The door from transformers: its models' tensors, its `generate`, the same tokens."""
 
-import doctest
-import inspect
-
 import pytest
 import torch
 from families import FAMILIES, VOCAB, random_reference
+from hf_models import assert_same, decoder_of, prompts, reference
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -26,66 +24,17 @@ from transformers import (
 )
 
 import stree
-from stree import hf_model
-from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.step_timing import context_of, room_to_time
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import CheckpointRefused, UsageError
-from stree.common.words import device_name, dtype_name
 from stree.hf_model import generate
-from stree.models.model import HybridModel
-from stree.models.slicing import slice_drafter
 from stree.settings import THEIRS
-from stree.tree_policy.adaptive import deepest_of
-from stree.trees.token_tree import balanced
-from stree.verifiers.multi_step import MultiStep
 from stree_kernels import ops
-
-# What transformers' own cached steps do otherwise than its full forwards, and padding (through
-# biases): tokens are compared without
-SAME_WITH_A_CACHE = {"time_step_limit": (0.0, float("inf")), "time_step_min": 0.0}
-TREE = balanced([3, 2, 1], "small")
-
-
-def reference(family, seed=0, without_biases=False):
-    """A tiny model that gives the same with and without its cache."""
-    theirs = random_reference(family, seed)
-    for name, value in SAME_WITH_A_CACHE.items():
-        for each in (theirs.config, *theirs.modules()):
-            if hasattr(each, name):
-                setattr(each, name, value)
-    if without_biases:
-        with torch.no_grad():
-            for name, tensor in theirs.named_parameters():
-                if name.endswith("bias") and not name.endswith(("dt_bias", "correction_bias")):
-                    tensor.zero_()
-    theirs.generation_config.eos_token_id = None
-    theirs.generation_config.pad_token_id = 0
-    return theirs
-
-
-def decoder_of(theirs, **options):
-    """With a drafter cut from the target, so that some drafts are accepted."""
-    target = shared_model(theirs)
-    layers = [0, target.config.num_layers - 1]
-    return stree.from_transformers(theirs, slice_drafter(target, layers), TREE, **options)
 
 
 @pytest.fixture(scope="module")
 def granite():
     return reference("granite", 1)
-
-
-def prompts(lengths=(9, 4, 6)):
-    """Prompts of several lengths, padded at the left, and their mask."""
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, VOCAB, (len(lengths), max(lengths)), generator=draw)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, : max(lengths) - length] = 0
-        mask[row, : max(lengths) - length] = 0
-    return ids, mask
 
 
 @pytest.mark.parametrize(
@@ -147,6 +96,7 @@ def test_layouts_of_transformers_beside_the_families(kind):
 
 
 # Memory
+
 
 OWN_TENSORS = {
     "bamba": ("q_proj", "k_proj"), "granite": ("embed_tokens", "model.norm"), "nemotron": (),
@@ -267,13 +217,6 @@ class Streamer:
 
     def end(self):
         self.ended += 1
-
-
-def assert_same(theirs, decoder, ids, *positional, **options):
-    wanted = theirs.generate(ids, *positional, **options)
-    got = decoder.generate(ids, *positional, **options)
-    assert torch.equal(got, wanted), (got, wanted)
-    return got
 
 
 def test_ends_and_paddings_are_those_of_generate(granite):
@@ -442,182 +385,3 @@ def test_models_that_cannot_be_shared_are_refused_by_name(granite):
         stree.from_transformers(granite, tree="paper")
     with pytest.raises(UsageError, match="a streamer shows one answer at a time"):
         stree.from_transformers(granite).generate(prompts()[0], streamer=Streamer())
-
-
-# What drafts
-
-
-@pytest.mark.parametrize("kind", ["theirs", "folder", "ngram", "none"])
-def test_drafters(granite, kind, tmp_path):
-    drafter = None
-    if kind == "theirs":
-        drafter = reference("lfm2")
-    elif kind == "ngram":
-        drafter = "ngram:2"
-    elif kind == "folder":
-        from stree.checkpoints.load_save import save_model
-
-        save_model(slice_drafter(shared_model(granite), [0]), tmp_path / "drafter")
-        drafter = str(tmp_path / "drafter")
-    decoder, (ids, _) = stree.from_transformers(granite, drafter), prompts((6,))
-    assert_same(granite, decoder, ids, max_new_tokens=8, do_sample=False)
-    assert ("drafter NGram, tree" in repr(decoder)) == (kind == "ngram")
-    assert ("TransformersDecoder(" in repr(decoder)) and decoder.outputs[0].stats.num_new_tokens
-    assert isinstance(decoder.target, HybridModel)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["chain-2 or paper", pytest.param("bandit chain-2 or paper", marks=pytest.mark.long)],
-)
-def test_a_tree_may_be_chosen_step_by_step(granite, name):
-    drafter = slice_drafter(shared_model(granite), [0, 2])
-    decoder = stree.from_transformers(granite, drafter, name)
-    assert f"tree {name}" in repr(decoder)
-    for lengths in ((6,), (9, 4)):  # of more rows, costs are measured again
-        ids, mask = prompts(lengths)
-        assert_same(granite, decoder, ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        for each in decoder.outputs:
-            assert each.stats.calls_by_tree.keys() <= {"plain", "chain-2", "paper"}
-            assert each.stats.calls_by_tree.total() == each.stats.num_calls
-    got = generate(granite, drafter=drafter, tree=name, inputs=ids, max_new_tokens=4)
-    assert got.shape == (2, ids.shape[1] + 4)
-    assert str(granite._stree_decoder[1].tree) == name
-
-
-def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
-    """Of one row and greedy, that is: for two, or sampled in larger buffers, it measures."""
-    timed, measure = [], BatchDecoder.measure_step_times
-    monkeypatch.setattr(
-        BatchDecoder, "measure_step_times", lambda self, **options: (
-            timed.append(options["generation"].temperature) or measure(self, **options)
-        ),
-    )  # fmt: skip
-    place = dict(device=device_name(granite.device), dtype=dtype_name(granite.dtype))
-    adaptive_trees = stree.AdaptiveTrees(["chain-2", "paper"])
-    adaptive_trees.costs = stree.StepTimes(
-        {(1, tree): 1.0 for tree in adaptive_trees.trees}, **place
-    )
-    decoder = stree.from_transformers(
-        granite, slice_drafter(shared_model(granite), [0]), adaptive_trees
-    )
-    ids, mask = prompts((9, 4))
-    decoder.generate(ids[:1], max_new_tokens=4, do_sample=False)
-    assert timed == []
-    decoder.generate(ids[:1], max_new_tokens=244, do_sample=True)
-    assert timed == [1.0]
-    decoder.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=True)
-    assert timed == [1.0, 1.0]
-
-
-def test_it_says_how_many_sequences_fit(granite):
-    decoder = stree.from_transformers(granite, slice_drafter(shared_model(granite), [0]), "chain-2")
-    assert decoder.room is None
-    for lengths in ((6,), (9, 4)):
-        ids, mask = prompts(lengths)
-        decoder.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-        assert decoder.room.num_rows == len(lengths) and decoder.room.parts["drafter"] > 0
-    assert "2 sequences at once, of up to 256 tokens: " in str(decoder.room)
-
-
-def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
-    """Its answers would fit buffers in which three of its steps do not."""
-    decoder = stree.from_transformers(
-        granite, slice_drafter(shared_model(granite), [0]), "chain-80"
-    )
-    ids, _ = prompts((6,))
-    decoder.generate(ids, max_new_tokens=1, do_sample=False)
-    without_choice = decoder._batch.max_length
-    decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
-    assert room_to_time(deepest_of(decoder.tree), without_choice, context_of(without_choice)) < 1
-    assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
-    assert not decoder._batch.adaptive_trees.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
-
-
-def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
-    """transformers copies the folder's code to its cache and runs it, offline."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    monkeypatch.setattr("sys.path", [str(tmp_path), *__import__("sys").path])
-    ids, mask = prompts()
-    drafter = slice_drafter(shared_model(granite), [0, 2])
-    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
-    wanted = granite.generate(ids, **options)
-    door = dict(custom_generate=stree.CUSTOM_GENERATE, trust_remote_code=True)
-    for _ in range(2):
-        got = granite.generate(ids, **options, **door, drafter=drafter, tree=TREE)
-        assert torch.equal(got, wanted)
-    decoder = granite._stree_decoder[1]
-    assert decoder.drafter is drafter and decoder.tree is TREE
-    assert torch.equal(granite.generate(ids, **options, **door), wanted)
-    assert granite._stree_decoder[1] is not decoder
-    with pytest.raises(UsageError, match="num_beams = 2"):
-        granite.generate(ids, num_beams=2, **door)
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        granite.generate(ids, custom_generate=stree.CUSTOM_GENERATE, trust_remote_code=False)
-
-
-def test_the_other_settings_of_load(granite):
-    """What `stree.load` is told of a decoder and transformers' generate is not."""
-    taken = inspect.signature(stree.load).parameters.keys()
-    of_the_model_or_call = {
-        "target", "device", "dtype", "max_length", "temperature", "num_rows", "unknown",
-    }  # fmt: skip
-    for door in (stree.from_transformers, generate):
-        offered = inspect.signature(door).parameters.keys()
-        assert taken - of_the_model_or_call <= offered
-    ids, mask = prompts()
-    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
-    decoder = decoder_of(granite, verifier="multi_step", backtracking="joint", num_prefixes=2)
-    assert_same(granite, decoder, ids, **options)
-    batch = decoder._batch
-    assert isinstance(batch.verifier, MultiStep) and batch.cache.last_tree is not None
-    assert sum(sum(each.stats.accepted_per_call) for each in decoder.outputs) > 0
-    told = dict(verifier="multi_step", backtracking="joint", num_prefixes=1)
-    got = generate(granite, drafter=decoder.drafter, tree=TREE, **told, inputs=ids, **options)
-    assert torch.equal(got, granite.generate(ids, **options))
-    kept = granite._stree_decoder[1]
-    generate(granite, drafter=decoder.drafter, tree=TREE, inputs=ids, **options)
-    assert granite._stree_decoder[1] is not kept and kept._batch.cache.last_tree is not None
-    for wrong in (dict(backtracking="undo"), dict(num_prefixes=-1), dict(verifier="none")):
-        with pytest.raises(UsageError, match=next(iter(wrong))):
-            stree.from_transformers(granite, **wrong)
-
-
-def test_a_conversation_reads_only_what_is_new(granite):
-    decoder, (ids, _) = decoder_of(granite, num_prefixes=2), prompts((6,))
-    options = dict(max_new_tokens=8, do_sample=False)
-    first = assert_same(granite, decoder, ids, **options)
-    second = torch.cat([first, ids], dim=1)
-    assert_same(granite, decoder, second, **options)
-    assert decoder.outputs[0].stats.num_reused_tokens >= ids.shape[1]
-    plain = decoder_of(granite)
-    plain.generate(ids, **options)
-    plain.generate(second, **options)
-    assert plain.outputs[0].stats.num_reused_tokens == 0
-
-
-def test_buffers_serve_calls_that_fit_them(granite):
-    decoder, (ids, mask) = decoder_of(granite), prompts()
-    decoder.generate(ids, attention_mask=mask, max_new_tokens=4)
-    kept = decoder._batch
-    decoder.generate(ids[:1], max_new_tokens=8)
-    assert decoder._batch is kept
-    decoder.generate(
-        torch.cat([ids, ids]), attention_mask=torch.cat([mask, mask]), max_new_tokens=4
-    )
-    assert decoder._batch is not kept and decoder._batch.num_rows == 6
-
-
-def test_a_prompt_that_is_refused_leaves_no_row_taken(granite):
-    decoder, (ids, _) = decoder_of(granite), prompts((6, 6))
-    foreign = ids.clone()
-    foreign[1, 2] = VOCAB
-    for _ in range(2):
-        with pytest.raises(UsageError, match=f"the prompt has the token {VOCAB}"):
-            decoder.generate(foreign, max_new_tokens=4)
-    assert_same(granite, decoder, ids, max_new_tokens=4, do_sample=False)
-
-
-def test_the_example_runs():
-    result = doctest.testmod(hf_model)
-    assert result.attempted and not result.failed
