@@ -1,0 +1,355 @@
+"""Decode with a tree that is chosen step by step: same tokens, no step disturbed by a choice."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lanes import quick_first
+from simulated_trees import CHAIN, WIDE, costs
+from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.batching import batch_decoder as batch
+from stree.batching.sequences import StepInputs
+from stree.common.errors import UsageError
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.token_tree import BeamTree
+
+
+class Counting(AdaptiveTrees):
+    """Keeps how many tokens counted for each answer."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.counted: list[int] = []
+
+    def learn_answer(self, *read_s: float | None) -> None:
+        self.counted.append(self._num_tokens)
+        super().learn_answer(*read_s)
+
+
+def test_answers_that_have_not_ended_count():
+    """Of some that begin together the first that end are the short ones."""
+    model = tiny_model(seed=1)
+    adaptive_trees = Counting([CHAIN], StepTimes({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
+    decoder = BatchDecoder(model, model, adaptive_trees, num_rows=4, max_length=128)
+    lengths = [12, 40, 40, 41]
+    asked = [GenerationConfig(each, ignore_eos=True) for each in lengths]
+    decoder.generate([Request([3, 5, 7], each) for each in asked])
+    assert sum(adaptive_trees.counted) == sum(lengths)
+    assert (
+        adaptive_trees.counted[0] > 2 * 12
+    )  # when the first ends the others have got about as many
+
+
+class Alternating(AdaptiveTrees):
+    """A tree, then plain decoding, then another tree, each for some steps."""
+
+    def choose(self, num_rows):
+        self.turn = getattr(self, "turn", -1) + 1
+        self.current = self.trees[self.turn // 3 % len(self.trees)]
+        return self.current
+
+
+@pytest.mark.parametrize(
+    ("graphs", "penalty"),
+    quick_first([(False, 1.0), (True, 1.7)], [(False, 1.0), (True, 1.0), (True, 1.7)]),
+)
+def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
+    """Nor of the drafts: after plain steps the drafter catches up. A penalty knows of the tokens
+    of all steps, whatever tree they had."""
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    target = tiny_model(1)
+    drafter = right_now_and_then(target)
+    served = [
+        Request([7 * i % 61, 2, i], GenerationConfig(
+            20 + i, temperature=i % 2, seed=i, repetition_penalty=1.0 if i % 3 else penalty,
+        ))
+        for i in range(9)
+    ]  # fmt: skip
+    adaptive_trees = Alternating([CHAIN, WIDE, TokenTree.paper()])
+    decoder = BatchDecoder(target, drafter, adaptive_trees, num_rows=3, max_length=96)
+    plain = Decoder(target, max_length=96)
+    accepted = []
+    for each, out in zip(served, decoder.generate(served), strict=True):
+        assert out.tokens == plain.generate(each.prompt_ids, each.generation).tokens
+        accepted += out.stats.accepted_per_call
+    assert sum(accepted) > 0.5 * len(accepted)  # the drafter follows
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [[CHAIN, WIDE, TokenTree.paper()], [CHAIN, BeamTree.of(3, 2, 10), BeamTree.of(2, 4, 9)]],
+    ids=["the largest is the deepest", "the largest is not"],
+)
+def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, monkeypatch):
+    """In any order of choices: two step graphs a tree, made before the first step, and the inputs
+    of a tree's steps."""
+    target = tiny_model(1)
+    adaptive_trees = Alternating(trees)
+    decoder = Decoder(target, right_now_and_then(target), adaptive_trees, max_length=96)
+    step_graphs = decoder.batch.runner.step_graphs
+    made, tree_batches = [], []
+    prepare = decoder.batch.prepare
+
+    def prepared():
+        prepare()
+        made.append((set(step_graphs), len(tree_batches)))
+
+    def prepared_step(*arguments):
+        tree_batches.append(arguments)
+        return StepInputs(*arguments)
+
+    decoder.batch.prepare = prepared
+    monkeypatch.setattr(batch, "StepInputs", prepared_step)
+    out = decoder.generate([1, 2, 3], GenerationConfig(60))
+    assert len(step_graphs) == 2 * len(adaptive_trees.trees) - 1
+    assert len(tree_batches) == len(adaptive_trees.trees)
+    assert made == [(set(step_graphs), len(tree_batches))]
+    assert out.stats.num_calls > 3 * len(adaptive_trees.trees)
+
+
+def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
+    """Sampling and what goes with it takes time for each node, so that a large tree loses by it."""
+    target, generation = tiny_model(1), GenerationConfig(20)
+    sampled = replace(generation, temperature=1.0, seed=0, top_p=0.9, repetition_penalty=1.3)
+    asked = Request([1, 2, 3], sampled)
+    plain = Decoder(target).generate(asked.prompt_ids, sampled)
+    for measured, is_so in ((sampled, True), (generation, False)):
+        decoder = BatchDecoder(
+            target,
+            right_now_and_then(target),
+            AdaptiveTrees([CHAIN, WIDE]),
+            num_rows=1,
+            max_length=96,
+        )
+        decoder.measure_step_times(num_steps=1, generation=measured)
+        # sampled, leaving tokens out, putting them in order, penalised
+        assert {key[3:7] for key in decoder.runner.step_graphs} == {(is_so,) * 4}
+        assert decoder.generate([asked])[0].tokens == plain.tokens
+
+
+def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):
+    target = tiny_model(1)
+    adaptive_trees = AdaptiveTrees([CHAIN, WIDE])
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, max_length=128, num_rows=1
+    )
+    clock = {"now": 0.0, "asked": 0}
+
+    def now():
+        clock["asked"] += 1
+        clock["now"] += 100.0 if clock["asked"] % 6 == 2 else 1.0  # the first timing of each tree
+        return clock["now"]
+
+    monkeypatch.setattr(decoder, "now", now)
+    monkeypatch.setattr("stree.batching.step_timing._begin_after", lambda *_: 0.0)
+    costs = decoder.measure_step_times(num_steps=4)
+    assert set(costs.seconds.values()) == {0.25}
+
+
+def test_the_drafter_reads_each_token_once():
+    torch.manual_seed(0)
+    target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
+    drafter = TableDrafter(target.table)
+    adaptive_trees = Alternating([CHAIN])
+    decoder = BatchDecoder(target, drafter, adaptive_trees, num_rows=1, max_length=64)
+    row = decoder.admit(Request([1, 2, 3], GenerationConfig(30)))
+    wanted = Decoder(target, max_length=64).generate([1, 2, 3], GenerationConfig(30)).tokens
+    while not any(report.finish_reason for report in decoder.step()):
+        read = drafter.sequences[row]
+        assert read == [1, 2, 3, *wanted][: len(read)]
+    assert len(drafter.sequences[row]) > 20
+    decoder.release(row)
+
+
+def test_drafters_read_no_prompts_while_plain_decoding_is_best():
+    """And they do for requests with a tree of their own."""
+    torch.manual_seed(0)
+    target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
+    drafter, tree = TableDrafter(target.table), TokenTree.chain(2)
+    costs = StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 9.0, (1, PLAIN): 1.0, (1, CHAIN): 9.0})
+    decoder = BatchDecoder(
+        target, drafter, AdaptiveTrees([CHAIN], costs), num_rows=2, max_length=64
+    )
+    decoder.generate([Request([1, 2, 3], GenerationConfig(30))])
+    assert not decoder.adaptive_trees.drafts
+    left = decoder.admit(Request([4, 5, 6, 1], GenerationConfig(9)))
+    own = decoder.admit(Request([4, 5, 6, 2], GenerationConfig(9), tree))
+    decoder.step()
+    assert not drafter.sequences[left] and drafter.sequences[own][:4] == [4, 5, 6, 2]
+
+
+@pytest.mark.parametrize("own", [None, TokenTree.chain(4)], ids=str)
+def test_the_drafter_misses_nothing_of_a_row_that_others_draft_beside(own):
+    """A perfect drafter's greedy drafts are all accepted, though plain steps left it behind before
+    and another row has a tree of its own."""
+    target, tree = tiny_model(1), TokenTree.chain(4)
+    costs = StepTimes({(2, PLAIN): 1.0, (2, tree): 9.0, (1, PLAIN): 1.0, (1, tree): 9.0})
+    decoder = BatchDecoder(target, target, AdaptiveTrees([tree], costs), num_rows=2, max_length=120)
+    decoder.adaptive_trees.current = PLAIN
+    row = decoder.admit(Request([5, 3, 9, 8], GenerationConfig(60, ignore_eos=True)))
+    decoder.admit(Request([7, 3, 4], GenerationConfig(40, ignore_eos=True), own))
+    for _ in range(8):
+        decoder.step()
+    decoder.adaptive_trees.costs = StepTimes(
+        {(2, PLAIN): 9.0, (2, tree): 1.0, (1, PLAIN): 9.0, (1, tree): 1.0}
+    )
+    decoder.adaptive_trees.current = tree
+    while not any(each.row == row and each.finish_reason for each in decoder.step()):
+        pass
+    accepted = decoder.release(row).stats.accepted_per_call
+    assert set(accepted[:8]) == {0} and set(accepted[9:-1]) == {4}
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cpu):
+    """Of reading that, made ready with those of steps, or when costs are measured."""
+    target = tiny_model(0)
+    adaptive_trees = Alternating([CHAIN], StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 1.0}))
+    decoder = BatchDecoder(target, reading(target), adaptive_trees, num_rows=2, max_length=150)
+    requests = [Request([5] * n, GenerationConfig(9, ignore_eos=True)) for n in (20, 30)]
+    if measured:
+        decoder.measure_step_times(num_steps=1)
+    rows = [decoder.admit(each) for each in requests]
+    decoder.prepare_prefill(rows[0]) if measured else decoder.prepare()
+    for row in rows:
+        decoder.release(row)
+    ready = set(decoder.runner.prefiller.graphs)
+    sizes = {size for model, _, size, *_ in ready if model != id(target)}
+    assert sizes >= {2, 4, 8, 16, 32, 64, 128, 256}
+    adaptive_trees.current = PLAIN
+    outputs = decoder.generate(requests)
+    for request, out in zip(requests, outputs, strict=True):
+        plain = Decoder(target, max_length=64).generate(request.prompt_ids, request.generation)
+        assert out.tokens == plain.tokens and out.stats.acceptance_length > 1
+    assert set(decoder.runner.prefiller.graphs) == ready
+
+
+def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
+    """Of prompts and in steps, while plain decoding is best."""
+    target = tiny_model(1)
+    drafter = reading(target)
+    costs = StepTimes({(1, PLAIN): 1.0, (1, CHAIN): 9.0})
+    decoder = BatchDecoder(
+        target, drafter, AdaptiveTrees([CHAIN], costs), num_rows=1, max_length=64
+    )
+    taken, take = [], decoder.drafter.take_features
+    decoder.drafter.take_features = lambda *told: taken.append(told) or take(*told)
+    layers = []
+    for _ in range(2):
+        decoder.generate([Request([5] * 9, GenerationConfig(30, ignore_eos=True))])
+        graphs = decoder.runner.prefiller.graphs
+        layers.append({asked for model, _, _, _, asked, *_ in graphs if model == id(target)})
+        graphs.clear()
+        if not layers[1:]:
+            taken.clear()
+    assert layers == [{drafter.config.feature_layers}, {()}] and not taken
+
+
+def test_costs_are_measured_while_no_row_is_taken():
+    target = tiny_model(1)
+    adaptive_trees = AdaptiveTrees([CHAIN, WIDE])
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, num_rows=3, max_length=128
+    )
+    with pytest.raises(UsageError, match="call measure_step_times first"):
+        decoder.generate([Request([1], GenerationConfig(4))])
+    costs = decoder.measure_step_times(num_steps=3)
+    assert {rows for rows, _ in costs.seconds} == {1, 2, 3}
+    assert {tree for _, tree in costs.seconds} == {PLAIN, CHAIN, WIDE}
+    assert all(seconds > 0 for seconds in costs.seconds.values()) and costs.catch_up > 0
+    request = Request([1, 2], GenerationConfig(20))
+    out = decoder.generate([request])[0]
+    assert out.tokens == Decoder(target).generate([1, 2], GenerationConfig(20)).tokens
+    decoder.admit(request)
+    with pytest.raises(UsageError, match="while no row is taken"):
+        decoder.measure_step_times()
+    with pytest.raises(UsageError, match="give at least one"):
+        AdaptiveTrees([])
+
+
+class NowAndThen(AdaptiveTrees):
+    """Eight plain steps, four drafts, and so on; counts what was chosen."""
+
+    num_chosen = 0
+
+    def choose(self, num_rows):
+        self.num_chosen += 1
+        self.current = PLAIN if (self.num_chosen - 1) % 12 < 8 else CHAIN
+        return self.current
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_each_choice_is_a_step(rows, captured_on_cpu):
+    """Also where the drafter has to catch up first, for which the step on its way is waited for."""
+    target = tiny_model(2)
+    decoder = BatchDecoder(target, target, NowAndThen([CHAIN]), num_rows=rows, max_length=256)
+    request = Request([1, 2, 3], GenerationConfig(100, ignore_eos=True))
+    for output in decoder.generate([request] * rows):
+        calls = output.stats.calls_by_tree
+        full, rest = divmod(sum(calls.values()), 12)
+        assert full >= 3
+        assert calls[CHAIN.name] == 4 * full + max(0, rest - 8)
+        depths = output.stats.depth_per_call
+        assert depths.count(0) == calls["plain"] and len(depths) == output.stats.num_calls
+        assert depths.count(CHAIN.max_depth) == calls[CHAIN.name]
+
+
+def test_released_and_forgotten_rows_leave_no_tokens():
+    target = tiny_model(2)
+    adaptive_trees = Counting([CHAIN], StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 1.1}))
+    decoder = BatchDecoder(target, target, adaptive_trees, num_rows=2, max_length=128)
+    asked = [Request([1, 2, 3], GenerationConfig(most, ignore_eos=True)) for most in (60, 9)]
+
+    def some_steps():
+        row = decoder.admit(asked[0])
+        for _ in range(5):
+            decoder.step()
+        return row
+
+    some_steps()
+    decoder.forget()
+    with pytest.raises(KeyError), decoder.forgetting():
+        decoder.release(0)
+        some_steps()
+        raise KeyError
+    decoder.release(0)
+    decoder.generate([asked[1]])
+    assert adaptive_trees.counted[-1] == 9
+
+
+class Told(AdaptiveTrees):
+    """Keeps what it is told of requests."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.told: list[str] = []
+
+    def learn_tokens(self, num_tokens: int) -> None:
+        self.told.append("tokens")
+        super().learn_tokens(num_tokens)
+
+    def learn_answer(self, *read_s: float | None) -> None:
+        self.told.append("answer")
+        super().learn_answer(*read_s)
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_steps", "told"),
+    [(None, 0, []), (None, 1, ["tokens", "answer"]), (CHAIN, 1, []), (CHAIN, 9, [])],
+    ids=["unread", "cut-short", "own-tree-cut-short", "own-tree"],
+)
+def test_which_requests_teach_how_long_answers_are(tree, num_steps, told):
+    target = tiny_model(1)
+    adaptive_trees = Told([CHAIN], costs(1.0, 1.1, 9.0))
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, num_rows=1, max_length=64
+    )
+    row = decoder.admit(Request([1, 2], GenerationConfig(5), tree))
+    for _ in range(num_steps):
+        decoder.step()
+    decoder.release(row)
+    assert adaptive_trees.told == told

@@ -1,0 +1,236 @@
+"""Choose a tree for many rows: the best depends on how many there are and what they pay."""
+
+import itertools
+import random
+from functools import partial
+
+import pytest
+from lanes import quick_first
+from simulated_trees import CHAIN, WIDE, costs, simulated
+from toys import right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.common.errors import UsageError
+from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.token_tree import BeamTree, balanced
+
+
+def test_costs_of_other_numbers_of_rows():
+    table = StepTimes({(1, CHAIN): 1.0, (4, CHAIN): 3.0})
+    assert [table.of(rows, CHAIN) for rows in (1, 2, 4, 9)] == [1.0, 3.0, 3.0, 3.0]
+    with pytest.raises(UsageError, match="no cost of"):
+        table.of(1, WIDE)
+
+
+DRAFTS = [balanced([count, 1, 1, 1], f"{count} drafts") for count in (1, 2, 4, 8)]
+
+
+def staircase(num_rows: int, tree: TokenTree, free: int = 36) -> float:
+    """Products of up to `free` rows take what one takes, those of more as many times longer."""
+    return max(1.0, num_rows * tree.num_nodes / free) + 0.004 * tree.num_nodes
+
+
+def apportioning() -> AdaptiveTrees:
+    """Among 1, 2, 4 and 8 drafts of four tokens for each sequence, which accept now and then."""
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    table = {(rows, tree): staircase(rows, tree) for rows in counts for tree in (PLAIN, *DRAFTS)}
+    adaptive_trees = AdaptiveTrees(DRAFTS, StepTimes(table))
+    simulated(adaptive_trees, 1, 2000, [0.5, 0.15, 0.1, 0.08, 0.04, 0.03, 0.02, 0.02])
+    return adaptive_trees
+
+
+def served(
+    adaptive_trees: AdaptiveTrees | None,
+    table: StepTimes,
+    rows: int,
+    length: int,
+    reading_s: float,
+    steps: int,
+):
+    """Tokens a second of rows that get another request as soon as one has its `length` tokens; a
+    drafter takes `reading_s` for a request when it first drafts for it. Without modes: plain."""
+    rng = random.Random(0)
+    seconds, tokens, left, read = 0.0, 0, [0] * rows, [-1.0] * rows
+    for _ in range(steps):
+        tree = PLAIN if adaptive_trees is None else adaptive_trees.choose(rows)
+        for row in range(rows):
+            if left[row] <= 0:
+                if read[row] >= 0 and adaptive_trees is not None:
+                    adaptive_trees.learn_answer(read[row] or None)
+                left[row], read[row] = length, 0.0
+                if adaptive_trees is not None and adaptive_trees.drafts:
+                    read[row] = reading_s
+            if tree != PLAIN and not read[row]:
+                read[row] = reading_s
+                seconds += reading_s
+            elif left[row] == length and read[row]:
+                seconds += reading_s
+            end = 0
+            while end < tree.max_depth and rng.random() < 0.7:
+                end += 1
+            if adaptive_trees is not None and tree != PLAIN:
+                adaptive_trees.learn(tree, end)
+            left[row] -= end + 1
+            tokens += end + 1
+            if adaptive_trees is not None:
+                adaptive_trees.learn_tokens(end + 1)
+        seconds += table.of(rows, tree)
+    return tokens / seconds
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "reading_s", "measured"),
+    quick_first(
+        [*itertools.product([1, 16], [8, 64], [0.1, 5.0], [1.0]), (16, 512, 1.0, 0.05),
+         (16, 64, 1.0, 20.0), (1, 8, 5.0, 0.05)],
+        [*itertools.product([1, 16], [8, 64, 512], [0.1, 1.0, 5.0], [0.05, 1.0, 20.0])],
+    ),
+)  # fmt: skip
+def test_what_drafters_read_counts(rows, length, reading_s, measured):
+    """A chain of 2 that yields 2.2 tokens in 1.4 times a plain step's time is taken where it pays
+    for reading prompts, too, whatever was measured of that beforehand."""
+    table = costs(1.0, 1.4, 9.0, rows)
+    table.catch_up = reading_s * measured
+    steps = 40 * length + 4000
+    plain = served(None, table, rows, length, reading_s, steps)
+    chosen = served(AdaptiveTrees([CHAIN], table), table, rows, length, reading_s, steps)
+    yields = 1 + 0.7 + 0.7**2
+    drafting = yields / (1.4 + rows * reading_s * yields / length) * rows
+    assert chosen > 0.975 * max(plain, drafting)
+
+
+def test_few_rows_get_more_drafts():
+    """Apportioned speculation: what many sequences leave free goes to more drafts of few."""
+    adaptive_trees = apportioning()
+    for rows, tree in ((64, PLAIN), (16, PLAIN), (8, DRAFTS[0]), (4, DRAFTS[1]), (2, DRAFTS[2])):
+        assert adaptive_trees.choose(rows) == tree
+    assert adaptive_trees.choose(1) in DRAFTS[2:]  # these two are nearly as good
+    assert adaptive_trees.choose(4) == DRAFTS[1] and adaptive_trees.choose(64) == PLAIN  # and back
+
+
+def test_trees_widen_as_rows_come_free():
+    target, adaptive_trees, asked = tiny_model(2), apportioning(), {}
+    choose = adaptive_trees.choose
+
+    def listening(num_rows):
+        asked.setdefault(num_rows, []).append(choose(num_rows).num_nodes)
+        return adaptive_trees.current
+
+    adaptive_trees.choose, adaptive_trees.learn = listening, lambda tree, end: None
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, num_rows=8, max_length=128, max_nodes=33
+    )
+    lengths = [40, 40, 20, 20, 4, 4, 4, 4]  # rows come free from the last on
+    served = [Request([1, 2, n], GenerationConfig(length)) for n, length in enumerate(lengths)]
+    outputs = decoder.generate(served)
+    assert [len(each.tokens) for each in outputs] == lengths
+    assert set(asked[8]) == {5} and set(asked[4]) == {9} and set(asked[2]) == {17}
+
+
+def test_idle_rows_in_between_count(monkeypatch):
+    """A step has all rows up to the last that is taken, and takes as long."""
+    target, asked = tiny_model(2), []
+    adaptive_trees = apportioning()
+    monkeypatch.setattr(
+        adaptive_trees, "choose", lambda num_rows: asked.append(num_rows) or DRAFTS[0]
+    )
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, num_rows=8, max_length=64, max_nodes=33
+    )
+    rows = [decoder.admit(Request([1, n], GenerationConfig(20))) for n in range(8)]
+    decoder.step()  # which reads the prompts
+    decoder.step()
+    for row in rows[:7]:
+        decoder.release(row)
+    decoder.step()
+    assert asked == [8, 8, 8]
+
+
+def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
+    """Not when a step is launched, for which the device may wait; but for an answer's first two."""
+    target, order = tiny_model(2), []
+    adaptive_trees = apportioning()
+    decoder = Decoder(target, right_now_and_then(target), adaptive_trees, max_length=96)
+    runner = decoder.batch.runner
+    for who, name in ((adaptive_trees, "choose"), (runner, "launch"), (runner, "collect")):
+        told = partial(lambda call, name, *given: (order.append(name), call(*given))[1],
+                       getattr(who, name), name)  # fmt: skip
+        monkeypatch.setattr(who, name, told)
+    decoder.generate([1, 2, 3], GenerationConfig(30))
+    assert order[:3] == ["choose", "launch", "choose"]
+    again = order[3:]
+    assert len(again) > 15 and again == (["collect", "launch", "choose"] * len(again))[: len(again)]
+    del order[:]
+    decoder.generate([1, 2, 3], GenerationConfig(30))
+    assert order[0] == "launch"  # chosen while the last answer's last step ran
+
+
+def test_costs_that_are_measured_anew_count_from_the_next_step_on(monkeypatch):
+    target = tiny_model(2)
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), apportioning(), num_rows=8, max_length=64, max_nodes=33
+    )
+    decoder.generate([Request([1, 2], GenerationConfig(10))])
+    asked = []
+    choose = decoder.adaptive_trees.choose
+    monkeypatch.setattr(
+        decoder.adaptive_trees, "choose", lambda rows: (asked.append(rows), choose(rows))[1]
+    )
+    decoder.measure_step_times(num_steps=1, counts=[1])
+    assert decoder.admit(Request([1, 2], GenerationConfig(10))) == 0
+    decoder.step()
+    assert not asked  # the prompt is read
+    decoder.step()
+    assert asked == [1, 1]  # this step's, and the next one's
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_many_rows_that_accept_alike_are_no_reason_to_change(grows):
+    """64 rows whose drafts are accepted in every other step: one step tells little more than one
+    row does, and what pays by 7 % on the mean is kept."""
+    tree = BeamTree.of(2, 1, 3) if grows else TokenTree.chain(1)
+    adaptive_trees = AdaptiveTrees([tree], StepTimes({(64, PLAIN): 1.0, (64, tree): 1.4}))
+    used = []
+    for step in range(200):
+        used.append(adaptive_trees.choose(64))
+        for _ in range(64):
+            adaptive_trees.learn_path(used[-1], [0, 1][: 1 + step % 2])
+    assert set(used) == {tree}
+
+
+def test_all_rows_pay_for_their_prompts():
+    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 9.0))
+    adaptive_trees.learn_tokens(10)
+    adaptive_trees.learn_answer(prefill_s=2.0)
+    assert adaptive_trees._speed_of(4, CHAIN, 2.0) == pytest.approx(
+        2.0 / (1.5 + 4 * 2.0 * 2.0 / 10)
+    )
+
+
+def test_observations_of_many_rows_fade_as_one_step():
+    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0, rows=4))
+    adaptive_trees.choose(4)
+    for _ in range(4):
+        adaptive_trees.learn(CHAIN, 1)
+    assert adaptive_trees.rates._weight == pytest.approx(1 / 0.99)
+
+
+def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():
+    target = tiny_model(1)
+    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0))
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), adaptive_trees, num_rows=2, max_length=64
+    )
+    chosen, choose, launch = [], adaptive_trees.choose, decoder.runner.launch
+    adaptive_trees.choose = lambda num_rows: chosen.append(num_rows) or choose(num_rows)
+    decoder.runner.launch = lambda inputs, mark: (
+        launched.append((chosen[-1], len(inputs.rows.active))) or launch(inputs, mark)
+    )
+    launched: list = []
+    for each in range(2):
+        decoder.admit(Request([1 + each], GenerationConfig(20)))
+        for _ in range(3):
+            decoder.step()
+    assert {took for _, took in launched} == {1, 2}
+    assert all(told == took for told, took in launched)
