@@ -1,0 +1,268 @@
+"""Estimates of disk and memory are near what a run then takes.
+
+Tolerances: a checkpoint has headers and a few counters beside its tensors, which a tiny model's
+files show; activations are counted by the same hook on fake and on real tensors, so they are equal.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dry_runs import CONFIG, PROMPTS, bytes_under, evaluation_of, options_of
+from tiny_run import ARCHITECTURE, make_workspace
+
+from stree.checkpoints.load_save import save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.words import size
+from stree.models.cache import HybridCache
+from stree.models.config import HybridConfig
+from stree.models.model import HybridModel
+from stree.models.slicing import drafter_config_from
+from stree_pipelines import distill, eval_spec
+from stree_pipelines.lab import bench_training
+from stree_pipelines.resources import estimates
+from stree_pipelines.resources.estimates import ModelPlan
+from stree_pipelines.training import distillation
+from stree_pipelines.training.hidden_states import FeatureConfig
+from stree_pipelines.training.teachers.frozen_target import held_dtype
+
+RESULTS = Path(__file__).parents[3] / "docs/results"
+CONFIGS = Path(__file__).parents[3] / "configs"
+MAMBA_KEYS = (
+    "num_ssm_heads", "ssm_head_dim", "d_state", "num_x_groups", "num_b_groups", "num_c_groups"
+)  # fmt: skip
+ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_dim")
+ATTENTION_ONLY = CONFIG.replace(attn_layers=(0, 1, 2, 3), **dict.fromkeys(MAMBA_KEYS, 0))
+GATED_DELTA = CONFIG.replace(
+    layer_types=("gated_delta mlp", "attention experts+shared_mlp"), num_layers=2, attn_layers=(),
+    num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=8, delta_value_dim=12,
+    attention_gate=True, num_experts=4, experts_per_token=2, expert_intermediate_size=8,
+    shared_intermediate_size=8, shared_gate=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(workspace, tmp_path_factory) -> Path:
+    """A run that keeps two checkpoints and has three exports."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    distill.main(options_of(workspace, run_dir))
+    return run_dir
+
+
+# The estimates
+
+
+def test_a_run_takes_the_disk_that_was_estimated(workspace, finished):
+    drafter = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
+    parts = estimates.training_disk(
+        drafter, saves=4, keep_last=2, exports=3, export_dtype=torch.float32,
+        tokenizer=workspace / "target", logged_rows=10,
+    )  # fmt: skip
+    # One of the three is there only while the next is written.
+    assert parts["checkpoints"] * 2 / 3 == pytest.approx(
+        bytes_under(finished / "checkpoints"), rel=0.2
+    )
+    assert parts["exports"] == pytest.approx(bytes_under(finished / "drafter"), rel=0.1)
+    logs = bytes_under(finished / "tensorboard") + (finished / "metrics.csv").stat().st_size
+    assert logs / 2 < parts["logs"] < 3 * logs
+
+
+def test_an_evaluation_takes_at_most_the_disk_that_was_estimated(workspace, finished, capsys):
+    eval_spec.main(evaluation_of(workspace, finished, "--dry_run"))
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("disk: "))
+    value, unit = line.split()[1:3]
+    assert unit == "KiB"
+    eval_spec.main(evaluation_of(workspace, finished))
+    taken = bytes_under(finished / "eval") / 1024
+    assert taken < float(value) < 3 * taken
+    eval_spec.main(evaluation_of(workspace, finished, "--dry_run"))
+    assert "7 are there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
+def test_activations_are_those_of_the_real_model(config):
+    """On the model itself, with real tensors, precision by precision."""
+    model = HybridModel(config)
+    tokens = torch.zeros(2, 48, dtype=torch.long)
+    for precision, dtype in (("32-true", None), ("bf16-mixed", torch.bfloat16)):
+        sizes, kept = {}, []
+
+        def count(tensor, sizes=sizes, kept=kept):
+            kept.append(tensor.untyped_storage())
+            sizes[kept[-1].data_ptr()] = kept[-1].nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            model.hidden_states(tokens, torch.zeros_like(tokens))
+        for parameter in model.parameters():
+            sizes.pop(parameter.data_ptr(), None)
+        estimated = estimates.activation_bytes(config, (2, 48), precision)
+        assert estimated == pytest.approx(sum(sizes.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
+def test_caches_and_weights_are_counted_as_they_are(config):
+    cache = HybridCache(config, 100, 13)
+    values = [getattr(layer, f.name) for layer in cache.layers for f in fields(layer)]
+    values = [value for value in values if value is not cache.parity]
+    tensors = {v.data_ptr(): v.nbytes for v in values if isinstance(v, torch.Tensor)}
+    assert estimates.cache_bytes(config, 100, 13, torch.float32) == sum(tensors.values())
+    assert estimates.num_parameters(config) == HybridModel(config).num_parameters()
+
+
+def test_a_cached_target_takes_no_memory():
+    live, cached = (
+        estimates.training_memory(ModelPlan(CONFIG, CONFIG, cached=each), (2, 48), "32-true", False)
+        for each in (False, True)
+    )
+    assert live["target"] == 4 * HybridModel(CONFIG).num_parameters()
+    assert sum(live.values()) - sum(cached.values()) == live["target"]
+
+
+def test_of_the_target_s_pass_and_the_drafter_s_the_fuller_counts():
+    wide = CONFIG.replace(num_heads=256, head_dim=64)  # its layer keeps more than a whole drafter
+    narrow = CONFIG.replace(num_layers=1, attn_layers=())
+    shape = 2, 48
+    plan = ModelPlan(narrow, wide)
+    while_it_runs = estimates.training_memory(plan, shape, "32-true", False)
+    alone = estimates.forward_memory(wide, shape, "32-true", False, torch.float32)
+    assert while_it_runs["target's activations"] == alone["target's activations"]
+    assert "activations" not in while_it_runs and "loss" not in while_it_runs
+    later = estimates.training_memory(replace(plan, passes=100), shape, "32-true", False)
+    assert "activations" in later and "target's activations" not in later
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CONFIG, id="mamba"),
+        pytest.param(GATED_DELTA, id="gated-delta", marks=pytest.mark.long),
+    ],
+)
+def test_compiled_layers_keep_what_pytorch_s_partition_keeps(config):
+    """The same count on the model itself, with real tensors."""
+    torch._dynamo.reset()
+    model, tokens = HybridModel(config), torch.zeros(2, 48, dtype=torch.long)
+    for layer in model.model.layers:
+        layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
+    sizes, kept = {}, []
+
+    def count(tensor):
+        kept.append(tensor.untyped_storage())
+        sizes[kept[-1].data_ptr()] = kept[-1].nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model.hidden_states(tokens, torch.zeros_like(tokens))
+    for parameter in model.parameters():
+        sizes.pop(parameter.data_ptr(), None)
+    compiled = estimates.activation_bytes(config, (2, 48), "32-true", compiled=True)
+    assert compiled == pytest.approx(sum(sizes.values()), rel=0.02)
+    assert compiled < estimates.activation_bytes(config, (2, 48), "32-true")
+
+
+@pytest.mark.long
+def test_a_step_at_8b_takes_what_was_measured():
+    """The rows of docs/results/h200-training/8b.jsonl, whose steps drop their gradients before the
+    next one; a training's are there until its backward pass. Tolerance: what is counted and does
+    not live at once (the loss's buffers are gone when its products are made) is an eighth at most,
+    and nothing may be forgotten."""
+    rows = RESULTS / "h200-training/8b.jsonl"
+    target = bench_training.TARGETS["8b"]
+    for row in map(json.loads, rows.read_text().splitlines()):
+        drafter, kind = drafter_config_from(target), "adamw"
+        if row["features"]:
+            drafter = FeatureConfig(row["features"]).added_to(drafter, target)
+        if "recipe" in row:
+            file = CONFIGS / f"distill/{row['recipe']}.yaml"
+            options = SimpleNamespace(recipe=str(file), more=row["options"])
+            model = bench_training.recipe(options, row["teacher"])
+            parts = ("drafter", "drafter_layers", "start_from", "features", "head")
+            drafter = distillation.drafter_config_of(target, *(model[part] for part in parts))
+            kind = model["optimizer"].kind
+        assert estimates.num_parameters(drafter) == row["drafter_parameters"]
+        shape = row["batch_size"], row["sequence_length"]
+        plan = ModelPlan(
+            drafter, target, held_dtype(row.get("target_dtype", "bfloat16")),
+            cached=row["teacher"] != "live", compiled=True, optimizer=kind,
+        )  # fmt: skip
+        parts = estimates.training_memory(plan, shape, bench_training.PRECISION, True)
+        estimated = sum(parts.values()) - 4 * row["drafter_parameters"]
+        assert row["peak_bytes"] < estimated < 1.125 * row["peak_bytes"], row
+
+
+def test_recomputed_activations_take_less():
+    plan = ModelPlan(CONFIG)
+    kept, again = (
+        estimates.training_memory(each, (2, 48), "32-true", False)
+        for each in (plan, replace(plan, activation_checkpointing=True))
+    )
+    assert again["activations"] < kept["activations"] / 2
+
+
+@pytest.mark.parametrize("layers", [(), (0, 1, 2, 3)], ids=["mamba", "attention"])
+def test_one_kind_of_layer_is_enough(layers):
+    """A config without Mamba-2 layers need not say how such a layer would look."""
+    unused = dict.fromkeys(MAMBA_KEYS if layers else ATTENTION_KEYS, 0)
+    config = CONFIG.replace(attn_layers=layers, **unused)
+    plan = ModelPlan(config, config, activation_checkpointing=True)
+    live = estimates.training_memory(plan, (2, 48), "32-true", False)
+    one_layer = config.replace(num_layers=1, attn_layers=layers[:1])
+    alone = estimates.activation_bytes(one_layer, (2, 48), "32-true")
+    asked = estimates.forward_memory(config, (2, 48), "32-true", False, torch.float32)
+    assert asked["target's activations"] == alone
+    assert live["activations"] == alone + 4 * config.num_layers * config.d_model * 2 * 48
+    trees = {"vanilla": 5, "tree": 13}
+    assert estimates.decoding_memory(config, config, torch.float32, 100, trees)["caches"] > 0
+
+
+def test_of_a_hybrid_the_larger_layer_counts():
+    hybrid, shape = CONFIG.replace(num_heads=256), (2, 48)  # its attention layers are the larger
+    mamba, attention = (
+        estimates.activation_bytes(
+            hybrid.replace(num_layers=1, attn_layers=layers), shape, "32-true"
+        )
+        for layers in ((), (0,))
+    )  # fmt: skip
+    assert mamba < attention
+    memory = estimates.forward_memory(hybrid, shape, "32-true", False, torch.float32)
+    assert memory["target's activations"] == attention
+
+
+def test_a_target_of_attention_alone_says_what_it_takes(tmp_path, workspace, capsys):
+    """As a Llama checkpoint is read: nothing of a Mamba-2 layer is set."""
+    target = HybridModel(ATTENTION_ONLY)
+    save_model(target, tmp_path / "target", load_tokenizer(workspace / "target"))
+    options = ["--model.target", str(tmp_path / "target")]
+    for name, value in {**ARCHITECTURE, "num_layers": 1, "attn_layers": []}.items():
+        options += [f"--model.drafter.{name}", json.dumps(value)]
+    distill.main(options_of(workspace, tmp_path / "run", "--dry_run", *options))
+    said = capsys.readouterr().out
+    assert "4 layers (4 attention)" in said and ", target " in said
+    distill.main(options_of(workspace, tmp_path / "run", *options, "--trainer.max_steps", "1"))
+    out = ["--out", str(tmp_path / "eval"), "--target", str(tmp_path / "target")]
+    prompts = ["--benchmarks", str(workspace / "prompts.jsonl"), "--device", "cpu"]
+    eval_spec.main(
+        ["--checkpoint", str(tmp_path / "run/drafter/latest"), *out, *prompts, "--dry_run"]
+    )
+    assert "caches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")]
+)
+def test_sizes_are_readable(num_bytes, text):
+    assert size(num_bytes) == text
