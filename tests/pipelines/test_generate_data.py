@@ -1,5 +1,4 @@
-"""Answers of a target as training data: what is written, how a stopped command goes on, and how a
-training takes it.
+"""Answers of a target as training data: what is written, and how a stopped command goes on.
 
 In fp64, so that which requests share a batch cannot round a token to another.
 """
@@ -8,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import re
 import shutil
 import signal
@@ -19,31 +16,24 @@ import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from damage import flip_last_byte
+from generating import NUM_PROMPTS, TEMPERATURES, arguments, generate, refuses, rows_of, shards_of
 from lanes import quick_first
-from pyarrow import parquet
-from tiny_run import distill_arguments, make_workspace, metric_rows, write_conversations
+from tiny_run import make_workspace
 
 from stree import Decoder, GenerationConfig
 from stree.chat_encoding import encode_prompt
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
-from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
+from stree.common.errors import BadData, UsageError
 from stree.models.slicing import slice_drafter
-from stree_pipelines import cache_teacher, distill, generate_data
+from stree_pipelines import generate_data
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data import answering
 from stree_pipelines.data.answering import seed_of
 from stree_pipelines.data.conversations import read_conversations
-from stree_pipelines.data.datamodule import ConversationDataModule
-from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
-from stree_pipelines.data.packing import TokenTable, shared_out
 from stree_pipelines.evaluation.context import Workers
-
-NUM_PROMPTS, TEMPERATURES = 6, (0.0, 0.7, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -54,43 +44,9 @@ def workspace(tmp_path_factory) -> Path:
     return folder
 
 
-def arguments(workspace: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "--target", str(workspace / "target"), "--drafter", str(workspace / "drafter"),
-        "--prompts", str(workspace / "train.jsonl"), "--limit", str(NUM_PROMPTS),
-        "--samples", "3", "--temperatures", *map(str, TEMPERATURES), "--max_new_tokens", "12",
-        "--max_length", "128", "--num_rows", "4", "--shard_samples", "5", "--seed", "7",
-        "--dtype", "float64", "--device", "cpu", "--compare", "0", "--out", str(out), *more,
-    ]  # fmt: skip
-
-
-def generate(workspace: Path, out: Path, *more: str) -> Path:
-    generate_data.main(arguments(workspace, out, *more))
-    return out
-
-
 @pytest.fixture(scope="module")
 def whole(workspace, tmp_path_factory) -> Path:
     return generate(workspace, tmp_path_factory.mktemp("whole") / "data")
-
-
-def rows_of(folder: Path) -> list[dict]:
-    shards = sorted(folder.glob("shard-*/samples.parquet"))
-    return [row for shard in shards for row in parquet.read_table(shard).to_pylist()]
-
-
-def shards_of(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.glob("shard-*/*"))
-    }
-
-
-def data_of(workspace: Path, train, **changes) -> ConversationDataModule:
-    options = {"sequence_length": 64, "batch_size": 2, **changes}
-    data = ConversationDataModule(train, str(workspace / "target"), **options)
-    data.setup()
-    return data
 
 
 # What is written
@@ -412,171 +368,3 @@ def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path, 
     assert re.search(r"\d sequences at once, .* a sequence .* more\n", capsys.readouterr().err)
     greedy = [row["answer_tokens"] for row in rows_of(whole) if row["temperature"] == 0]
     assert [row["answer_tokens"] for row in rows_of(tmp_path / "data")] == greedy
-
-
-# As data
-
-
-def test_a_training_gets_the_very_tokens_and_learns_the_answers(workspace, whole):
-    table = data_of(workspace, str(whole)).tables["train"]
-    rows = rows_of(whole)
-    assert len(table) == len(rows)
-    for n, row in enumerate(rows):
-        part = slice(table.offsets[n], table.offsets[n + 1])
-        assert table.tokens[part].tolist() == row["prompt_tokens"] + row["answer_tokens"]
-        counted = [False] * len(row["prompt_tokens"]) + [True] * len(row["answer_tokens"])
-        assert table.mask[part].tolist() == counted
-    few = data_of(workspace, str(whole), limit=7).tables["train"]
-    assert len(few) == 7 and few.tokens.tolist() == table.tokens[: len(few.tokens)].tolist()
-
-
-def test_what_was_drafted_worst_can_be_taken_alone(workspace, whole):
-    rows = rows_of(whole)
-    taus = [(len(row["answer_tokens"]) - 1) / max(row["num_calls"], 1) for row in rows]
-    assert min(taus) < max(taus)
-    table = data_of(workspace, str(whole), hardest=0.4).tables["train"]
-    worst = sorted(sorted(range(len(rows)), key=taus.__getitem__)[: math.ceil(0.4 * len(rows))])
-    kept = [token for n in worst for part in ("prompt_tokens", "answer_tokens")
-            for token in rows[n][part]]  # fmt: skip
-    assert table.tokens.tolist() == kept
-    for share in (0.0, 1.5):
-        with pytest.raises(UsageError, match=r"hardest is .*, wanted a share"):
-            data_of(workspace, str(whole), hardest=share)
-
-
-def test_a_distillation_and_a_teacher_cache_take_it_beside_chats(workspace, whole, tmp_path):
-    sources = json.dumps([str(whole), str(workspace / "train.jsonl")])
-    more = ("--data.train", sources, "--data.mix", "[0.5,0.5]", "--data.hardest", "0.5")
-    cache_teacher.main([
-        "--model.target", str(workspace / "target"), *more, "--data.sequence_length", "64",
-        "--device", "cpu", "--top_k", "8", "--out", str(tmp_path / "cache"),
-    ])  # fmt: skip
-    cached = ("--model.teacher_cache", str(tmp_path / "cache"), "--data.valid", "null")
-    seed = ("--seed_everything", "3")  # the mix does not depend on it
-    run = tmp_path / "run"
-    distill.main(distill_arguments(workspace, run, *more, *cached, *seed, steps=2))
-    assert len([row for row in metric_rows(run) if row["loss"]]) == 2
-
-
-def test_a_mix_has_its_shares_of_the_tokens_that_count(workspace, tmp_path):
-    write_conversations(tmp_path / "other.jsonl", count=200)
-    sources = [str(workspace / "train.jsonl"), str(tmp_path / "other.jsonl")]
-    first, second = (data_of(workspace, source).tables["train"] for source in sources)
-    mixed = data_of(workspace, sources, mix=[3.0, 1.0]).tables["train"]
-    assert mixed.sha256 == data_of(workspace, sources, mix=[0.75, 0.25], seed=5).tables[
-        "train"].sha256  # fmt: skip
-    own = mixed.tokens[: len(first.tokens)]
-    np.testing.assert_array_equal(own, first.tokens)  # the scarce one is used whole
-    rest = mixed.mask[len(first.tokens) :].sum()
-    assert rest == pytest.approx(first.mask.sum() / 3, abs=int(second.counted.max()))
-    limited = data_of(workspace, sources, mix=[3.0, 1.0], limit=20).tables["train"]
-    assert 15 <= len(limited) <= 20
-
-
-def test_shares_are_taken_in_the_given_order():
-    table = TokenTable(
-        np.arange(12, dtype=np.int32), np.ones(12, dtype=bool), np.arange(0, 13, 2, dtype=np.int64)
-    )
-    few = TokenTable(
-        np.arange(3, dtype=np.int32), np.ones(3, dtype=bool), np.array([0, 3], dtype=np.int64)
-    )
-    orders = [np.array([4, 1, 5, 0, 2, 3]), np.array([0])]
-    part, rest = shared_out([table, few], [2.0, 1.0], orders)
-    assert part.tokens.tolist() == [2, 3, 8, 9, 10, 11]  # samples 1, 4 and 5
-    assert rest.tokens.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("mix", "message"),
-    [([0.5], "1 shares for 2 sources"), ([0.5, 0.0], "wanted shares above 0")],
-)
-def test_a_mix_that_makes_no_sense_is_refused(mix, message, workspace, whole):
-    with pytest.raises(UsageError, match=message):
-        data_of(workspace, [str(whole), str(workspace / "train.jsonl")], mix=mix)
-    with pytest.raises(UsageError, match="for 1 sources"):
-        data_of(workspace, str(whole), mix=[1.0])
-
-
-def test_another_tokenizer_is_refused(workspace, whole, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(workspace / "target", other)
-    (other / "MANIFEST.json").unlink()
-    template = other / "chat_template.jinja"
-    template.write_text(template.read_text() + "{# #}")
-    data = ConversationDataModule(str(whole), str(other))
-    with pytest.raises(
-        CheckpointRefused, match=r"with another tokenizer or chat template \("
-    ) as no:
-        data.setup()
-    assert "\n" not in str(no.value)
-    with pytest.raises(CheckpointRefused, match="does not use the tokenizer of the target"):
-        generate(workspace, tmp_path / "data", "--target", str(other))
-    with pytest.raises(NotFound):
-        generate(workspace, tmp_path / "data", "--target", "nowhere")
-
-
-# Damage
-
-
-@pytest.fixture
-def copied(whole, tmp_path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "copy"))
-
-
-def refuses(workspace: Path, folder: Path, message: str) -> None:
-    with pytest.raises(BadData, match=message) as refused:
-        data_of(workspace, str(folder))
-    assert refused.value.exit_code == 65
-
-
-def shard(folder: Path, number: int = 1) -> Path:
-    return folder / f"shard-{number:05d}-of-00004"
-
-
-def test_damage_is_found_before_training(workspace, copied):
-    flip_last_byte(shard(copied) / "samples.parquet")
-    refuses(workspace, copied, r"samples\.parquet .*delete that folder, and run the same gene")
-    shutil.rmtree(shard(copied))
-    refuses(workspace, copied, r"shard-00001-of-00004 is missing, the data is not finished")
-    shutil.copytree(shard(copied, 2), shard(copied))
-    refuses(workspace, copied, "shard-00001-of-00004 holds shard 2, not 1")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"version": 2}, "version 2, wanted 1"),
-        ({"num_prompts": 10**30}, "num_prompts is 1000"),
-        ({"samples": "3"}, "samples is '3'"),
-        ({"temperatures": 1}, "not iterable"),
-        ({"seed": 8}, "belongs to other data"),
-    ],
-)
-def test_a_description_of_another_form_is_refused(changes, reason, workspace, copied):
-    content = json.loads((copied / "generation.json").read_text())
-    (copied / "generation.json").write_text(json.dumps({**content, **changes}))
-    refuses(workspace, copied, reason)
-
-
-@pytest.mark.parametrize("name", ["generation.json", "MANIFEST.json", "samples.parquet"])
-@pytest.mark.parametrize("put", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo])
-def test_devices_and_pipes_are_refused_unread(name, put, workspace, copied):
-    path = copied / name if name == "generation.json" else shard(copied) / name
-    path.unlink()
-    put(path)
-    refuses(workspace, copied, rf"{name} (is a link to /dev/zero|is no reg|cannot be.*no regular)")
-
-
-def test_devices_are_not_counted(copied):
-    (shard(copied) / "samples.parquet").unlink()
-    (shard(copied) / "samples.parquet").symlink_to("/dev/zero")
-    with pytest.raises(CheckpointRefused, match="is a link to /dev/zero"):
-        num_answer_tokens(copied, read_spec(copied))
-
-
-def test_greedy_samples_are_counted_without_listing_them():
-    values = {**dict.fromkeys(GenerationSpec.__dataclass_fields__, 1), "verifier": "coupled"}
-    spec = GenerationSpec(**{**values, "temperatures": (1.0,) * 5 + (0.0,), "samples": 11})
-    assert [spec.temperature(n) for n in range(11)].count(0) == 1
-    with pytest.raises(UsageError, match="more than one sample is greedy"):
-        GenerationSpec(**{**values, "temperatures": (0.0, 1.0), "samples": 2**31})
