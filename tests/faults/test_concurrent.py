@@ -1,6 +1,7 @@
 """Two commands on one folder: evaluations take turns, trainings do not mix, readers see the whole.
 
-Two evaluations of different checkpoints are in tests/pipelines/evaluation/test_evaluate.py.
+Two evaluations of different checkpoints are in
+tests/pipelines/evaluation/test_interrupted_evaluation.py.
 """
 
 from __future__ import annotations

@@ -115,3 +115,26 @@ class Lies:
         if self.tree is not None:
             output.tokens[3:] = [token + 1 for token in output.tokens[3:]]
         return output
+
+
+def heard_by(listen):
+    """A decoder that lets `listen(tree, prompt_ids, generation, output)` hear of each call."""
+
+    def make(*args, **kwargs):
+        decoder = Decoder(*args, **kwargs)
+        generate = decoder.generate
+
+        def heard(prompt_ids, generation):
+            output = generate(prompt_ids, generation)
+            listen(kwargs["tree"], prompt_ids, generation, output)
+            return output
+
+        decoder.generate = heard
+        return decoder
+
+    return make
+
+
+def is_warm_up(generation) -> bool:
+    """By the seed, which no answer has: it is a hash."""
+    return generation.seed == 0

@@ -1,0 +1,204 @@
+"""Take an evaluation's settings and command line, or refuse them by one clear error."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from tiny_evaluation import export, make_world, quiet, settings_for, tiny_model
+
+from stree.checkpoints.load_save import load_model, save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
+from stree_pipelines.console.progress import EvaluationProgress
+from stree_pipelines.data.tokenizer_training import train_tokenizer
+from stree_pipelines.eval_spec import build_parser
+from stree_pipelines.eval_spec import main as eval_spec
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.plan import resolve
+from stree_pipelines.evaluation.result_store import ResultStore
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def test_a_target_of_which_no_eos_is_known_is_refused_unless_eos_is_ignored(world, tmp_path):
+    """Its rows would say that answers end at EOS."""
+    model, tokenizer = load_model(world / "target"), load_tokenizer(world / "target")
+    model.config = model.config.replace(eos_token_ids=())
+    save_model(model, tmp_path / "asked", tokenizer)
+    tokenizer.eos_token = None
+    save_model(model, tmp_path / "endless", tokenizer)
+    quiet(settings_for(world, tmp_path / "out", target=str(tmp_path / "asked"), ignore_eos=False))
+    settings = {"target": str(tmp_path / "endless"), "chat_template": "stree-chat"}
+    quiet(settings_for(world, tmp_path / "out", **settings))
+    with pytest.raises(UsageError, match=r"neither the config of .*/endless nor its tokenizer"):
+        quiet(settings_for(world, tmp_path / "out", **settings, ignore_eos=False))
+
+
+def test_without_the_baseline_nothing_is_relative(world, tmp_path):
+    settings = settings_for(world, tmp_path, methods=("stree",), limit=1)
+    (row,) = quiet(settings).evaluate(export(world, 10))
+    assert row.speedup is None and row.lossless is None
+    assert row.acceptance_length >= 1
+
+
+def test_without_a_checkpoint_only_the_baseline_runs(world, tmp_path):
+    (row,) = quiet(settings_for(world, tmp_path, limit=1)).evaluate(None)
+    assert row.method == "autoregressive"
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(world, tmp_path):
+    other = train_tokenizer(["entirely different words"] * 3, 384, tmp_path / "tokenizer")
+    save_model(tiny_model(0, vocab_size=384), tmp_path / "drafter", other)
+    with pytest.raises(CheckpointRefused, match="tokenizer"):
+        quiet(settings_for(world, tmp_path / "out")).evaluate(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("medusa",)}, "wanted some of"),
+        ({"temperatures": (-1.0,)}, r"temperature is -1\.0, wanted 0 \(greedy\) or"),
+        ({"temperatures": (0.0, float("nan"))}, "temperature is nan"),
+        ({"temperatures": (1e-9,)}, "temperature is 1e-09"),
+        ({"benchmarks": ()}, "at least one"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"methods": ("stree", "stree")}, "each once"),
+        ({"temperatures": (0.0, 0.0)}, "each once"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message):
+        settings_for(world, tmp_path, **changes)
+
+
+def test_what_may_go_beyond_the_target_s_positions_is_refused_at_start(world, tmp_path):
+    """Two turns of up to 2,048 tokens each, and the questions, in 4,096 positions; without
+    attention there are none."""
+    settings = settings_for(world, tmp_path, max_new_tokens=2048)
+    quiet(settings)
+    refusal = r"talk prompt b has \d+ tokens, and answers of up to 4096: the target was made"
+    with pytest.raises(UsageError, match=refusal):
+        quiet(settings, target_model=toys.tiny_model(1, torch.float32))
+
+
+def test_an_unknown_tree_is_refused_at_start(world, tmp_path):
+    with pytest.raises(UsageError, match="no tree"):
+        quiet(settings_for(world, tmp_path, tree="oak"))
+
+
+def test_command_evaluates_a_run_and_goes_on_past_a_broken_export(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "drafter").mkdir(parents=True)
+    (run / "command.json").write_text((world / "command.json").read_text())
+    for step in (1, 10, 100):
+        (run / f"drafter/step-{step:08d}").symlink_to(export(world, step))
+    broken = tiny_model(3)
+    with torch.no_grad():
+        broken.head_weight.fill_(float("nan"))
+    from stree.checkpoints.tokenizer import load_tokenizer
+
+    (run / "drafter/step-00000010").unlink()
+    save_model(broken, run / "drafter/step-00000010", load_tokenizer(world / "target"))
+    arguments = [
+        "--run", str(run), "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0",
+        "--limit", "1", "--max-new-tokens", "4", "--device", "cpu",
+    ]  # fmt: skip
+    with pytest.raises(InvariantBroken, match=r"1 of 3 checkpoints failed.*step-00000010"):
+        eval_spec(arguments)
+    said = capsys.readouterr().err
+    assert "3 checkpoints × 3 methods × 1 temperatures × 1 prompts of talk: 9 answers" in said
+    assert "plain decoding beside each checkpoint" in said
+    steps = {row.step for row in ResultStore(run / "eval").results()}
+    assert steps == {None, 1, 100}
+
+
+def test_command_says_what_is_missing(tmp_path):
+    with pytest.raises(UsageError, match="--target"):
+        eval_spec(["--out", str(tmp_path)])
+    with pytest.raises(UsageError, match="no step-"):
+        eval_spec(["--run", str(tmp_path)])
+    with pytest.raises(UsageError, match="stree need a drafter: give --checkpoint or --run"):
+        eval_spec(["--out", str(tmp_path), "--target", str(tmp_path), "--methods", "stree"])
+
+
+@pytest.mark.long
+def test_a_failure_is_told_once(world, tmp_path):
+    """One checkpoint: by the last line alone. Several: each where it happened, the last line names
+    them."""
+    command = [
+        sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"), "--out",
+        str(tmp_path / "out"), "--benchmarks", str(world / "talk.jsonl"), "--device", "cpu",
+        "--checkpoint",
+    ]  # fmt: skip
+    for missing in (["nowhere-1"], ["nowhere-1", "nowhere-2"]):
+        done = subprocess.run(
+            [*command, *missing], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 2
+        for name in missing:
+            assert done.stderr.count(f"no folder {name}") == 1
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_an_unknown_option_is_one_line(tmp_path, capsys):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("benchmarks: [\n  a: 3")
+    for arguments in (["--nope", "3"], ["--config", str(broken)], ["--limit", "few"]):
+        with pytest.raises(SystemExit) as refused:
+            eval_spec(arguments)
+        assert refused.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "eval_spec.py --help" in error
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/eval").glob("*.yaml")))
+def test_shipped_configs_are_understood(config, tmp_path):
+    options = build_parser().parse_args(["--config", str(config), "--out", "o", "--target", "t"])
+    settings, checkpoints = resolve(options.as_dict())
+    assert settings.methods == ("autoregressive", "vanilla_sd", "stree")
+    assert checkpoints == [None]
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(config.read_text() + "\nmax_new_token: 3\n")
+    with pytest.raises(SystemExit) as refused:
+        build_parser().parse_args(["--config", str(wrong)])
+    assert refused.value.code == 2
+
+
+def test_progress_says_the_tree_s_figures_first(world, tmp_path):
+    """The others' behind them, plain decoding's also where its row is there already."""
+    settings = settings_for(world, tmp_path, limit=1)
+    said = []
+    for step in (1, 10):
+        stream = io.StringIO()
+        Evaluation(
+            settings, workers=Workers(), progress=EvaluationProgress(stream)
+        ).evaluate(export(world, step))  # fmt: skip
+        lines = stream.getvalue().splitlines()  # a remark on the drafter's weights may come first
+        said.append([line for line in lines if line.startswith("step ")])
+    for step, (warm_up, measured) in zip((1, 10), said, strict=True):
+        assert warm_up.startswith(f"step {step}  warm-up  3/3")
+        assert re.sub(r"(τ|,|;|ive|sd τ x,) \d+(\.\d+)?", r"\1 x", measured) == (
+            f"step {step}  talk T=0  1/1  stree τ x, x tok/s; vanilla_sd τ x, x; autoregressive x"
+            "  ETA 0:00"
+        )
+
+
+def test_a_damaged_results_file_is_named(world, tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(BadData, match=r"results.jsonl:1"):
+        quiet(settings_for(world, tmp_path)).evaluate(None)
