@@ -3,24 +3,17 @@
 import itertools
 import json
 import re
-import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, random_reference
-from process_group import run_together
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from stree import generate
-from stree.common.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
+from stree.common.errors import CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.models.layers.mlp import Experts
-from stree.trees.token_tree import as_tree
-from stree_pipelines.data.micro_batches import MicroBatches
-from stree_pipelines.data.packing import pack
 from stree_pipelines.lab import (
     bench_cpu,
     bench_decode,
@@ -29,33 +22,15 @@ from stree_pipelines.lab import (
     bench_training,
     paper_tables,
 )
-from stree_pipelines.lab.benches import (
-    batches,
-    calls,
-    intervals,
-    models,
-    profiles,
-    published,
-    steps,
-    timing,
-    training_step,
-)
+from stree_pipelines.lab.benches import calls, intervals, models, published, steps, timing
 from stree_pipelines.lab.papers import order_bench as orders
 from stree_pipelines.resources import estimates
-from stree_pipelines.resources.estimates import (
-    ModelPlan,
-    distillation_operations,
-    num_parameters,
-)
-from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.hidden_states import FeatureConfig
+from stree_pipelines.resources.estimates import num_parameters
 
 CPU = torch.device("cpu")
 TINY = models.OWN_SHAPES["tiny"].mixer_shape
 # All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
 TAIL = TINY.tail * TINY.num_channels * 2
-MADE_BY = {"git_sha": "abc", "device": "a GPU"}
-ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 
 @torch.no_grad()
@@ -353,13 +328,6 @@ def test_random_weights_have_a_loaded_models_types(tiny_published):
     assert dtypes["gated_delta"] == {torch.float32} and dtypes["o_proj"] == {torch.bfloat16}
 
 
-def test_a_profile_is_saved_and_printed(tmp_path, capsys):
-    row = dict(what="profile", us=2.5, kernels={"norm_kernel": dict(us=2.5, count=1.0)})
-    timing.write_rows(tmp_path / "rows.jsonl", [row], CPU)
-    assert capsys.readouterr().out == "what=profile us=2.500 kernels=norm_kernel 2.500/1.000\n"
-    assert json.loads((tmp_path / "rows.jsonl").read_text())["kernels"] == row["kernels"]
-
-
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
     target = models.random_target("tiny", CPU)
     drafter = models.random_drafter("tiny", CPU)
@@ -371,260 +339,11 @@ def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
         assert row["speedup"] == pytest.approx(speedup)
 
 
-def test_a_profile_counts_what_kernels_take_beyond_others():
-    product = "nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT"
-    events = [
-        (0.0, 10.0, product),
-        (9.0, 12.0, "norm_kernel"),  # began early
-        (9.5, 11.0, "norm_kernel"),  # all of it behind the other
-        (13.0, 14.0, "void at::native::fill<1, float>(int)"),
-        (14.0, 20.0, "void cublasLt::splitKreduce_kernel<32>(float)"),
-    ]
-    assert profiles.exposed(reversed(events)) == {
-        "matrix products": dict(us=16.0, count=2), "norm_kernel": dict(us=2.0, count=2),
-        profiles.WAITING: dict(us=1.0, count=1), "fill": dict(us=1.0, count=1),
-    }  # fmt: skip
-
-
-def report(folder, rows, capsys) -> tuple[list[list[str]], set[str]]:
-    """Return cells of all lines of tables that the rows give, and the names of the figures."""
-    text = "".join(json.dumps({"environment": MADE_BY, **row}) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(text)
-    capsys.readouterr()
-    bench_report.main([str(folder)])
-    said = capsys.readouterr().out
-    assert (folder / "bars.md").read_text() in said
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()]
-    return [line for line in lines if line], {path.stem for path in folder.glob("*.svg")}
-
-
-def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
-    kernels = dict(fill=dict(us=1.5, count=2), norm_kernel=dict(us=2.0, count=80))
-    row = dict(what="profile", shape="8b", context=1024, num_nodes=1, us=3.5, kernels=kernels)
-    cells, _ = report(tmp_path, [row], capsys)
-    assert [line[-3:] for line in cells[2:]] == [
-        ["all", "3.5", "–"], ["norm_kernel", "2", "80"], ["fill", "1.5", "2"]
-    ]  # fmt: skip
-
-
-def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, tmp_path, capsys):
-    """At T = 0 all verifiers are alike; block judges no tree that branches."""
-    target = models.random_target("tiny", CPU)
-    drafter = models.random_drafter("tiny", CPU)
-    rows = steps.graphs(target, drafter, 8, 3)
-    assert [(row["temperature"], row["num_nodes"], "us_draft" in row) for row in rows] == [
-        (temperature, num_nodes, num_nodes > 1)
-        for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
-    ]  # fmt: skip
-    cells, _ = report(tmp_path, ({"shape": "tiny", **row} for row in rows), capsys)
-    tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
-    assert cells[2][1] == "autoregressive" and cells[2][-3] == "–"
-    assert float(cells[-1][-1].replace(",", "")) == pytest.approx(tree, rel=1e-3)
-    rows = steps.graphs(target, drafter, 8, 1, ["coupled", "multi_step", "block"], [2])
-    assert {row["num_rows"] for row in rows} == {2} and len(rows) == 3 + 6
-    chain, tree = (
-        [row["verifier"] for row in rows if row["num_nodes"] == nodes and row["temperature"]]
-        for nodes in (5, 13)
-    )
-    assert chain == ["coupled", "multi_step", "block"] and tree == chain[:2]
-
-
 def test_accepted_numbers_have_the_mean_asked_for():
     for tau in (1.0, 1.3, 2.5, 4.99, 5.0):
         accepted = steps.accepted_for(tau, 4)
         assert len(accepted) == 20 and np.mean(accepted) == pytest.approx(tau - 1, abs=0.051)
         assert max(accepted) - min(accepted) <= 1
-
-
-def test_report_of_bars_and_fits(tmp_path, capsys):
-    step = dict(what="step", shape="8b", us_plain=dict(median=100.0, p20=99.0))
-    rows = [
-        dict(op="mamba_tree", shape="8b", num_nodes=16, context=1024, us_fused=dict(median=6.5)),
-        dict(step, tau=2.0, speedup=1.7, speedup_per_tau=0.85, host_share=0.01),
-        dict(step, tau=3.0, speedup=2.1, speedup_per_tau=0.70, host_share=0.03),
-        *(dict(what="unrolled", shape="8b", num_nodes=nodes, us_tree=dict(median=1.0))
-          for nodes in (3, 7)),
-        *(dict(what="serve", shape="8b", num_rows=count, tau=2, speedup_tree=1.2, speedup_modes=1.3)
-          for count in (2, 4)),
-    ]  # fmt: skip
-    for nodes in (1, 5, 16, 64):
-        for shape, quadratic in (("8b", 0.5), ("mamba2-2.7b", 0.0)):
-            time = dict(median=quadratic * nodes**2 + 3 * nodes + 100)
-            rows.append(dict(
-                what="target call", shape=shape, num_nodes=nodes, context=1024, us_tree=time,
-                over_step=1.07, over_floor=1.2, step_over_floor=1.1,
-            ))  # fmt: skip
-    cells, figures = report(tmp_path, rows, capsys)
-    assert ["8b", "0.5·N² + 3·N + 100"] in cells and ["mamba2-2.7b", "3·N + 100"] in cells
-    bars = {line[0]: line for line in cells}
-    assert bars["replay + conv + scan, µs a layer, N = 16"][2:] == ["6.5", "met"]
-    assert bars["replay + conv + scan, µs a layer, N = 64"][3] == "not measured"
-    assert bars["tree call over a step, N = 16"][2:] == ["1.07", "missed"]
-    assert bars["speedup per τ, 13-node tree"][2:] == ["0.7", "missed"]  # the worst row counts
-    assert bars["host time not hidden, share of a step"][2:] == ["0.03", "missed"]
-    assert ["shape", "tau", "us plain", "host share", "speedup", "speedup per tau"] in cells
-    assert ["8b", "3", "100", "3.0%", "2.1", "0.7"] in cells
-    assert figures == {
-        "runtime_vs_nodes", "required_tau", "tree_vs_unrolled", "speedup_vs_tau", "speedup_vs_rows"
-    }  # fmt: skip
-
-
-@pytest.mark.long
-def test_processes_are_measured_against_one(forks, tmp_path, monkeypatch):
-    def distil(arguments):
-        count = int(arguments[-1])
-        log = tmp_path / "log"
-        codes = run_together(forks, count, ["fit", *arguments], log)
-        assert codes == [0] * count, Path(f"{log}.0").read_text()
-
-    monkeypatch.setattr(bench_training, "_distil", distil)
-    rows = list(bench_training.measure("tiny", ["fsdp2"], [1, 2], 2, 64, 4, [], CPU))
-    assert [(row["strategy"], row["num_processes"]) for row in rows] == [("auto", 1), ("fsdp2", 2)]
-    assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
-    assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
-    assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
-    assert all(len(row["losses"]) == len(intervals.logged_steps(4)) == 4 for row in rows)
-
-
-def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
-    row = dict(what="distill", strategy="auto", num_processes=1, num_steps=40, efficiency=1.0)
-    row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
-    four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
-    assert intervals.logged_steps(40) == [1, *range(4, 41, 4)]
-    cells, figures = report(tmp_path, (row, four), capsys)
-    assert cells[-1] == ["ddp", "4", "100,000", "0.912", "0"] and figures == {"losses"}
-
-
-@pytest.fixture
-def short_conversations(monkeypatch):
-    monkeypatch.setattr(training_step, "SEGMENT", 16)
-    monkeypatch.setattr(training_step, "PROMPT", 4)
-
-
-def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
-    recipe = tmp_path / "tiny-recipe.yaml"
-    recipe.write_text(
-        "model: {features: {layers: [1]}, optimizer: {kind: muon}}\ndata: {train: x}\n"
-    )
-    options = SimpleNamespace(
-        shape="tiny", batch_size=2, sequence_length=40, steps=1, teacher=["live", "cached"],
-        recipe=str(recipe), more=["--trainer.precision=bf16-mixed"],
-    )  # fmt: skip
-
-    def measured(*more, teacher):
-        given = SimpleNamespace(**{**vars(options), "more": more, "teacher": teacher})
-        return bench_training.measure_step(given, CPU)
-
-    made = [
-        *measured(teacher=["live"]),
-        *measured("--model.target_dtype=float8", teacher=["live", "cached"]),
-    ]
-    live, rounded, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
-    stages = capsys.readouterr().err.splitlines()
-    assert len(stages) == 5 + 5 + 6 and all(
-        re.fullmatch(r".* … \d+\.\d s", line) for line in stages
-    )
-    assert rounded["operations"] == live["operations"]
-    for row in (live, rounded, cached):
-        assert row["counted_tokens"] == 2 * (12 + 12 + 4)  # of 16, 16 and 8 tokens
-        target = models.random_model(bench_training.TINY, CPU)
-        assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
-        assert row["us_step"]["median"] > 0
-    assert set(live["us_parts"]) == {"data", "target", "drafter", "update"}
-    assert set(cached["us_parts"]) == {"data", "drafter", "update"}
-    assert set(live["operations"]) == {"target", "drafter"}
-    assert set(cached["operations"]) == {"drafter"}
-    cells, _ = report(tmp_path, (live, rounded, cached), capsys)
-    assert [line[:8] for line in cells[2:]] == [
-        ["tiny", "2", "40", "live", live["target_dtype"], "1", "tiny-recipe", "–"],
-        ["tiny", "2", "40", "live", "float8", "1", "tiny-recipe", "--model.target_dtype=float8"],
-        ["tiny", "2", "40", "cached", "–", "–", "tiny-recipe", "–"],
-    ]
-    smaller = measured(
-        "--model.drafter_layers=first", "--model.head.vocab_size=64", teacher=["cached"]
-    )
-    [smaller] = timing.write_rows(tmp_path / "rows.jsonl", smaller, CPU)
-    assert smaller["drafter_parameters"] < cached["drafter_parameters"]
-
-
-@pytest.mark.parametrize("teacher", training_step.TEACHERS)
-def test_a_target_is_gone_where_a_cache_stands_for_it(short_conversations, monkeypatch, teacher):
-    made, there = [], []
-
-    def noted(config, device):
-        model = models.random_model(config, device)
-        made.append(weakref.ref(model))
-        return model
-
-    def measured(*arguments):
-        there.append(made[0]() is not None)
-        return {}
-
-    monkeypatch.setattr(training_step, "random_model", noted)
-    monkeypatch.setattr(training_step, "_measured", measured)
-    training_step.step_row(bench_training.TINY, teacher, 1, 32, 1, CPU)
-    assert there == [teacher == "live"]
-
-
-def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
-    """The head's too, where it is not the embedding."""
-    config = bench_training.TINY.replace(tie_embeddings=False)
-    updated, step = [], torch.optim.AdamW.step
-
-    def noted(optimizer, *arguments):
-        weights = [each for group in optimizer.param_groups for each in group["params"]]
-        updated.append(all(each.grad is not None for each in weights))
-        return step(optimizer, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    training_step.step_row(config, "live", 1, 32, 1, CPU)
-    assert len(updated) > 4 and all(updated)
-
-
-def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
-    out = str(tmp_path / "o.jsonl")
-    with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
-        training_step.step_row(bench_training.TINY, "live", 1, 200, 1, CPU)
-    recipe = ["--recipe", "configs/distill/quickstart.yaml"]
-    tiny = [out, "--shape", "tiny", "--device", "cpu", *recipe]
-    with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
-        bench_training.main(tiny)
-    with pytest.raises(UsageError, match="a step alone has the options of --model only"):
-        bench_training.main([*tiny, "--what", "[step]", "--more", "[--trainer.precision=32-true]"])
-    data = tmp_path / "data.yaml"
-    data.write_text("data: {train: x}")
-    with pytest.raises(UsageError, match="has no section `model`"):
-        bench_training.main([*tiny[:-1], str(data), "--what", "[step]", "--dry_run"])
-
-
-@pytest.mark.parametrize("teacher", training_step.TEACHERS)
-def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
-    """Those of the products with weights that PyTorch counts in a step; the head's gradient is
-    summed in place, and chunks' and heads' own products are batched, and others."""
-    target = models.random_model(bench_training.TINY, CPU)
-    features = FeatureConfig([0, 3]) if teacher == "live" else None
-    table = training_step._conversations(target.config, 2, 40)
-    options, cached = {}, None
-    if teacher == "cached":
-        cached = training_step._cached(target, table, 2, 40, tmp_path)
-        options["teacher_cache"] = str(tmp_path)
-    module = Distillation.from_model(target, features=features, **options)
-    batches = MicroBatches(table, pack(table, 40, range(len(table))), 2, 0, 0, teacher=cached)
-    step = training_step._Step(module, batches, CPU)
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        step.whole()
-    plan = ModelPlan(module.exported.config, target.config, cached=teacher != "live")
-    operations = distillation_operations(plan, 80, step.num_counted)
-    counted = counter.get_flop_counts()["Global"]
-    products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm_]
-    assert sum(operations.values()) == products
-
-
-@pytest.mark.long
-def test_a_training_that_fails_is_named():
-    with pytest.raises(UsageError, match=r"--nonsense ended with code 2: error"):
-        bench_training._distil(["--nonsense"])
 
 
 @pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels, bench_training])
@@ -679,16 +398,6 @@ def test_memory_that_does_not_suffice_says_what_to_do(benchmark, tmp_path, monke
         benchmark.main([out, "--shape", "tiny", "--device", "cpu", *what])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b'{"what": "draft"', b"", b"[1, 2]", b'{"what": "draft"}', b'{"environment": 1}', b"\xff"],
-)
-def test_a_line_that_is_no_row_is_named(line, tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(ROW + line + b"\n")
-    with pytest.raises(BadData, match=r"rows.jsonl, line 2 is no row of a benchmark"):
-        bench_report.main([str(tmp_path)])
-
-
 def test_a_run_logs_its_last_step():
     assert intervals.logged_steps(25) == [1, *range(2, 25, 2), 25]
 
@@ -725,54 +434,3 @@ def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
     timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
     bench_report.main([str(tmp_path)])
     assert "us operations | speedup" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
-    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
-    trees = [as_tree(name) for name in ("chain-2", "paper", "beam-2-2-5")]
-    rows = list(batches.steps_of_rows(target, drafter, trees, [1, 3], 8, 2))
-    assert [(row["num_rows"], row["num_nodes"]) for row in rows] == [
-        (count, nodes) for count in (1, 3) for nodes in (1, 3, 13, 5)
-    ]
-    one, three = (row["us_memory"] for row in (rows[0], rows[4]))
-    assert one > 0 and three > one  # the bandwidth is measured anew
-    assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
-               for row in rows)  # fmt: skip
-    trees = [as_tree(name) for name in ("png-3-2", "paper")]
-    joint = list(batches.joint_of_rows(target, drafter, trees, [2], 8, 2))
-    assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(7, 4), (13, 5)]
-    assert all(row["kept_bytes_joint"] - row["kept_bytes_replay"] == 2 * TAIL for row in joint)
-    for row in joint:
-        kept = row["cache_bytes_joint"] - row["cache_bytes_replay"]
-        assert kept >= 2 * TAIL and row["us_plain"]["median"] > 0
-        assert row["cache_bytes_plain"] < row["cache_bytes_replay"]
-    capsys.readouterr()
-    served = list(batches.serve_at(target, drafter, [2], [1.5], 8, 10))
-    told = [line.split(" tokens/s")[0] for line in capsys.readouterr().out.splitlines()]
-    ways = [line.rpartition(": ")[2].split()[0] for line in told]
-    assert len(served) == 1 and ways == ["costs", "plain", "tree", "modes"]  # as each is there
-    assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
-    made = ({"shape": "tiny", **row} for row in (*rows, *joint, *served))
-    cells, _ = report(tmp_path, made, capsys)
-    heads = [line for line in cells if line[0] == "shape"]
-    assert [heads[0][-1], heads[1][-3]] == ["over bound", "joint over replay"]
-    assert "host share tree" in heads[2] and len(cells) == 2 * 3 + 8 + 2 + 1
-
-
-def test_rows_are_timed_on_tokens_of_their_own(monkeypatch):
-    """In a model with experts equal rows would choose the same ones."""
-    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
-    decoder = batches._decoder(target, drafter, as_tree("chain-2"), 3, 64)
-    asked, admit = [], decoder.admit
-    monkeypatch.setattr(
-        decoder, "admit", lambda request: (asked.append(request.prompt_ids), admit(request))[1]
-    )
-    batches._decoded(decoder, 8, 4)
-    assert [len(set(tokens)) for tokens in zip(*asked, strict=True)] == [3] * 8
-    steps.launcher(decoder, 8)
-    for tensor in (decoder.rows.root, decoder.rows.seed):
-        assert len(tensor.unique()) == 3
-    read = calls._tokens(target, 5, 7)
-    assert all(len(set(tokens)) == 5 for tokens in read.T.tolist())
-    assert all(len(set(tokens)) == 7 for tokens in read.tolist())
