@@ -65,7 +65,6 @@ test-gpu: $(VENV)/ready-dev  ## what needs a GPU, and the kernels' tests on it
 
 check: $(VENV)/ready-dev  ## lint, types, and the rules of tests/test_house.py
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(PACKAGES)
 	MYPYPATH=build/packages $(BIN)/mypy -p stree -p stree_kernels -p stree_pipelines
 	$(BIN)/python -m pytest -q tests/test_house.py

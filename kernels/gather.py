@@ -41,7 +41,7 @@ def embed_norm(
         added, *((0, 0) if added is None else added.stride()[:2]), x, out, width, eps,
         WRITTEN=written, BLOCK=triton.next_power_of_2(width), num_warps=warps(width),
         **overlapping(weight),
-    )  # fmt: skip
+    )
     return x, out
 
 
@@ -53,7 +53,7 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
     rows_at_kernel[(groups, count, batch)](
         x, x.stride(0), x.stride(1), num_nodes, nodes, nodes.stride(0), scale, out, width, eps,
         BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(x),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -72,7 +72,7 @@ def take_roots(
         cache_state.length, cache_state.path_length, cache_state.parity, out,
         PARTS=0 if added is None else len(added), MORE_PARTS=0 if also is None else len(also),
         BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(source),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -81,7 +81,7 @@ def embed_kernel(
     weight, weight_stride, tokens, token_stride, nodes, node_stride, scale,
     added, row_stride, place_stride, x, out, width, eps,
     WRITTEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -108,7 +108,7 @@ def embed_kernel(
 def rows_at_kernel(
     x, batch_stride, stride, num_nodes, nodes, node_stride, scale, out, width, eps,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     group, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -127,7 +127,7 @@ def root_kernel(
     source, added, also, part_stride, scale, eps, num_nodes, width,
     block, block_stride, active, tokens, token_stride, lengths, path_lengths, parities, out,
     PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width

@@ -108,7 +108,7 @@ def conv_places(
             windows = _counted(windows, tail + first + num_new)
             return ConvPlaces(
                 before, windows, 0, None, tail + first, cache_state.parity, tail + first
-            )  # fmt: skip
+            )
         last = path_places(rows, tail, cache_state, num_new)
         if last.counts is None:
             windows = windows + last.path

@@ -36,7 +36,7 @@ def add_rms_norm(
         MORE_PARTS=0 if also is None else len(also),
         GROUPS=1, GATE_AFTER=False, BLOCK=triton.next_power_of_2(width),
         num_warps=warps(width), **overlapping(x),
-    )  # fmt: skip
+    )
     return total, out
 
 
@@ -72,7 +72,7 @@ def _gated(
         y, y.shape[-1], None, 0, None, gate, gate.stride(0), None, weight, None, out, y.shape[-1],
         width, groups, eps, PARTS=1, MORE_PARTS=0, GROUPS=together, GATE_AFTER=after, BLOCK=block,
         num_warps=warps(block * together), **overlapping(y),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -87,7 +87,7 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_
     heads_kernel[(len(rows), triton.cdiv(num_heads, together))](
         rows, rows.stride(0), q_weight, k_weight, out, num_heads, num_k, width, eps,
         HEADS=together, BLOCK=block, num_warps=warps(block * together), **overlapping(qkv),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -108,7 +108,7 @@ def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
     gate_kernel[(len(gate), triton.cdiv(width, GATE_BLOCK))](
         y, gate, gate.stride(0), out, width,
         SILU=silu, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -129,7 +129,7 @@ def advance(cache_state: CacheState) -> None:
     advance_kernel[(1,)](
         cache_state.length, cache_state.path_length, cache_state.parity, batch,
         BLOCK=triton.next_power_of_2(batch), num_warps=1, **overlapping(cache_state.length),
-    )  # fmt: skip
+    )
 
 
 def warps(width: int) -> int:
@@ -145,7 +145,7 @@ def norm_kernel(
     total, out, out_stride, width, groups, eps,
     PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr,
     GATE_AFTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     lead(OVERLAPS)  # the product that follows asks for its weight while this one waits
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -204,7 +204,7 @@ def normed(wide, scale, width, eps, dtype: tl.constexpr):
 def heads_kernel(
     qkv, stride, q_weight, k_weight, out, num_heads, num_k, width, eps,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
@@ -224,7 +224,7 @@ def heads_kernel(
 def gate_kernel(
     y, gate, gate_stride, out, width,
     SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

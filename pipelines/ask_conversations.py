@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--limit", type=int, default=80, help="first so many of them")
     add("--turns", type=int, default=2, help="first so many turns of the user's")
     add("--lengths", type=int, nargs="+", default=[],
-        help="in tokens, of prompts that ask the same after other conversations")  # fmt: skip
+        help="in tokens, of prompts that ask the same after other conversations")
     add("--tokenizer", help="target folder or other whose tokens --lengths are in")
     options = parser.parse_args(arguments)
     wanted = {name: (getattr(options, name) >= 1, "at least 1") for name in ("limit", "turns")}
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "conversations": str(file), "sha256": sha256_of_file(file), "source": options.source,
             "tokenizer": fingerprint(tokenizer), "command": typed_command(),
             **describe_code(),
-        }  # fmt: skip
+        }
         text = json.dumps(provenance, indent=2) + "\n"
         write_atomically(out.with_name(f"{out.stem}.provenance.json"), text)
 

@@ -43,13 +43,13 @@ def build_parser() -> CommandParser:
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
         help="drafter, as above, results of one (an --out, RUN/eval), or symlink or text file that "
-        "names a folder of either")  # fmt: skip
+        "names a folder of either")
     add("--baseline_step", "--baseline-step", type=int | None, help="which one of the results")
     add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
-        help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")  # fmt: skip
+        help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")
     add("--promote", action="store_true",
         help="move the pointer --baseline to the checkpoint when it is better: all thresholds "
-        "pass, a figure gained beyond noise, none lost")  # fmt: skip
+        "pass, a figure gained beyond noise, none lost")
     add("--target", type=str, required=True, help="target folder")
     add("--out", type=str, required=True, help="folder of the rows and the summary")
     gated = {"methods": [AUTOREGRESSIVE, TREE], "temperatures": [0.0]}

@@ -48,7 +48,7 @@ READ = {
     "help", "config", "model.target", "model.target_dtype", "model.temperature", "data.train",
     "data.valid", "data.sequence_length", "data.batch_size", "data.template", "data.strict",
     "data.limit", "data.mix", "data.hardest", "trainer.precision",
-}  # fmt: skip
+}
 
 
 class CacheCLI(DistillCLI):
@@ -70,9 +70,9 @@ class CacheCLI(DistillCLI):
         add("--out", type=str, required=True, help="Folder of the cache.")
         add("--top_k", "--top-k", type=int, default=64, help="Tokens kept of each prediction.")
         add("--dtype", type=str, choices=["float16", "float32"], default="float16",
-            help="Of the log-probabilities.")  # fmt: skip
+            help="Of the log-probabilities.")
         add("--shard_positions", "--shard-positions", type=int, default=65536,
-            help="Predictions in a shard: what a kill loses at most.")  # fmt: skip
+            help="Predictions in a shard: what a kill loses at most.")
         add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
         add("--dry_run", "--dry-run", action="store_true", help="Say what it would take, and exit.")
         self._own_options = {each.lstrip("-") for each in set(parser.known_options()) - before}
@@ -133,7 +133,7 @@ class CacheCLI(DistillCLI):
     def _fill(
         self, writer: CacheWriter, data: ConversationDataModule, workers: Workers,
         device: torch.device, precision: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         model = self.options["model"]
         dtype = model["target_dtype"]
         target = load_model(model["target"], device, loaded_dtype(dtype))

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-import stree.common.threads  # before other libraries are loaded
+import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
 from rich.console import Console
 from rich.text import Text
@@ -96,7 +96,7 @@ class Chat:
             self.plain = BatchDecoder(
                 decoder.target, num_rows=1, max_length=decoder.max_length,
                 tokenizer=self.tokenizer, num_prefixes=2,
-            )  # fmt: skip
+            )
         self.is_plain = decoder.drafter is None
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
         self.messages: list[dict[str, str]] = []
@@ -243,7 +243,7 @@ def build_parser() -> PlainParser:
     add("--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="1 is off")
     add("--seed", type=int, help="of sampling (default: a fresh one for each answer)")
     add("--max_new_tokens", "--max-new-tokens", type=int,
-        default=GenerationConfig.max_new_tokens, help="an answer")  # fmt: skip
+        default=GenerationConfig.max_new_tokens, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="float32", help="of the weights: float32 or bfloat16")
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     generation = GenerationConfig(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p,
         min_p=options.min_p, repetition_penalty=options.repetition_penalty, seed=options.seed,
-    )  # fmt: skip
+    )
     tree = options.tree and as_tree_policy(options.tree, input_path)
     with warnings.catch_warnings(record=True) as told:
         decoder = stree.load(
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
             tree=tree, temperature=options.temperature, device=options.device,
             dtype=options.dtype, max_length=options.max_length, num_prefixes=2,
             verifier=options.verifier, backtracking=options.backtracking,
-        )  # fmt: skip
+        )
         chat = Chat(decoder, generation, console)
     for note in dict.fromkeys(str(each.message) for each in told):
         chat.say(f"note: {note}")

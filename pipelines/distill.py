@@ -72,14 +72,14 @@ class DistillCLI(TrainingCLI):
         trained = drafter_config_of(
             target, options["drafter"], options["drafter_layers"], options["start_from"],
             options["features"], options["head"],
-        )  # fmt: skip
+        )
         require_no_labels_outside(trained, options["ce_weight"])
         dtype = held_dtype(options["target_dtype"])
         loss = options["loss"]
         features = features_of(
             trained, options["features"], options["teacher_cache"], loss,
             options["activation_checkpointing"],
-        )  # fmt: skip
+        )
         reference = None if loss.reference is None else load_config(loss.reference)
         if reference is not None:
             require_reference_of(target, loss.reference, reference)
@@ -93,7 +93,7 @@ class DistillCLI(TrainingCLI):
             passes=1 if features is None else 1 + features.ahead,
             compiled=options["compile_layers"] and not (features and features.ahead),
             optimizer=options["optimizer"].kind,
-        )  # fmt: skip
+        )
 
     def _prepare_data(self, vocab_size: int) -> None:
         super()._prepare_data(vocab_size)

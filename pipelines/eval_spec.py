@@ -30,7 +30,7 @@ def build_parser() -> CommandParser:
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[],
-        help=f"drafters to evaluate: {DRAFTERS}")  # fmt: skip
+        help=f"drafters to evaluate: {DRAFTERS}")
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
     add_options(parser, DEFAULTS)

@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_option("--out", default=str(DEFAULT_DIRECTORY), help="folder")
     add_option("--mirror", default=HOST, help="what answers instead of %(default)s")
     add_option("--accept_changed", "--accept-changed", action="store_true",
-        help="take a file that is not the known or recorded one, and record it")  # fmt: skip
+        help="take a file that is not the known or recorded one, and record it")
     add_option("--dry_run", "--dry-run", action="store_true", help="say what is where, and exit")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in SOURCES]

@@ -63,31 +63,31 @@ def build_parser() -> CommandParser:
     add("--drafter", type=str | None, help=f"{DRAFTERS} (default: plain decoding)")
     add("--prompts", type=str, required=True,
         help="conversations as distill.py reads them (their own answers are left out), or JSONL of "
-        "benchmark prompts")  # fmt: skip
+        "benchmark prompts")
     add("--out", type=str, required=True, help="folder of the answers")
     add("--turn", type=str, choices=["first", "last"], default="first",
-        help="which answer of a conversation the target gives")  # fmt: skip
+        help="which answer of a conversation the target gives")
     add("--limit", type=int | None, help="first so many prompts (default: all)")
     add("--samples", type=int, default=1, help="answers to each prompt")
     add("--temperatures", type=float, nargs="+", default=[1.0],
-        help="of the samples of a prompt, in turn; 0 is greedy")  # fmt: skip
+        help="of the samples of a prompt, in turn; 0 is greedy")
     add("--top_k", "--top-k", type=int, default=0, help="0 for all tokens")
     add("--top_p", "--top-p", type=float, default=1.0, help="1 for all tokens")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048,
-        help="tokens of prompt and answer; longer prompts are left out")  # fmt: skip
+        help="tokens of prompt and answer; longer prompts are left out")
     add("--tree", type=str, default="paper", help=f"that the drafter fills: {TREE_POLICIES}")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
     add("--chat_template", "--chat-template", type=str | None,
-        help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
+        help="name or .jinja file (default: the tokenizer's own)")
     add("--seed", type=int, default=0, help="of sampling, together with prompt and sample")
     add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--shard_samples", "--shard-samples", type=int, default=1024,
-        help="answers in a shard: what a kill loses at most")  # fmt: skip
+        help="answers in a shard: what a kill loses at most")
     add("--compare", type=int, default=16,
-        help="answers on which the drafter's gain in speed is measured first, or 0")  # fmt: skip
+        help="answers on which the drafter's gain in speed is measured first, or 0")
     add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     return parser
 
@@ -139,7 +139,7 @@ def fill(
     progress.say(str(decoder.room))
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
-    }  # fmt: skip
+    }
     if decoder.adaptive_trees is not None:
         hottest = max(range(spec.samples), key=spec.temperature)
         settings = generation.request(hottest).generation
@@ -189,7 +189,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         *([] if drafter is None else drafter_there("--drafter", drafter)),
         source("--prompts", options["prompts"]), tree_there("--tree", options["tree"]),
         *template("--chat_template", options["chat_template"]),
-    ])  # fmt: skip
+    ])
     config = load_config(target)
     tokenizer = load_tokenizer(target)
     tree_policy: TokenTree | AdaptiveTrees = TokenTree.chain(0, "root")
@@ -238,7 +238,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         **{name: options[name] for name in (
             "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
         )},
-    )  # fmt: skip
+    )
     generation = Generation(options["out"], spec, kept, tree_policy)
     for sample in range(min(spec.samples, len(spec.temperatures))):
         generation.request(sample)  # refuses settings that no decoding could use

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's or a comparison's folder")
     add("--drafter", type=str, nargs="+", default=[],
-        help="drafter folders (default: RUN/drafter/step-*)")  # fmt: skip
+        help="drafter folders (default: RUN/drafter/step-*)")
     add("--nodes", type=int | None, help="of the suggested tree (default: as many as measured)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     options = parser.parse_args(arguments)

@@ -66,7 +66,7 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
     files: dict[str, str | bytes] = {
         "table6.md": table6_markdown(data, findings.tables), "table6.json": table6_json(data, rows),
         "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
-    }  # fmt: skip
+    }
     lossless = lossless_markdown(data.folder)
     if lossless:
         files["lossless.md"] = lossless
@@ -91,7 +91,7 @@ def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
         "table6.md": runs_tables.markdown(findings),
         "table6.json": runs_tables.rows_json(runs, rows),
         "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
-    }  # fmt: skip
+    }
     for name, of, title in (
         ("tau_vs_step", runs_plots.acceptance_length, "τ against distillation step"),
         ("speed_vs_step", runs_plots.speedup, "Speed-up against distillation step"),
@@ -153,7 +153,7 @@ def _figures(findings: Findings) -> list[dict[str, Any]]:
         ("Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
          "promises a chain at T = 1, without a penalty.", partial(plots.tau_vs_step, data)),
         ("Speed", "Of decoding, prefill excluded.", partial(plots.speed_vs_step, data)),
-    ]  # fmt: skip
+    ]
     for title, draw in (
         ("Drafts accepted per call", plots.acceptance_histogram),
         ("Acceptance by depth", plots.depth_rates),
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--records", action="store_true",
         help="into --out also the rows shown, their samples and the run's settings: all that it "
-        "takes to compute every figure again; of several runs, in a folder each")  # fmt: skip
+        "takes to compute every figure again; of several runs, in a folder each")
     options = parser.parse_args(arguments)
     if options.records and options.out is None:
         raise UsageError("--records writes into another folder than the run's: give --out")

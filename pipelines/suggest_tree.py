@@ -74,10 +74,10 @@ def main(arguments: list[str] | None = None) -> None:
     add("--temperature", type=float, default=0.0, help="whose rows count")
     add("--fastest", action="store_true",
         help="the tree with the most predicted tokens a second, by what steps of the rows took; "
-        "--nodes and --depth are the most then")  # fmt: skip
+        "--nodes and --depth are the most then")
     add("--out_levels", type=str | None,
         help="with --fastest: folder to write the fastest tree of each number of levels to"
-    )  # fmt: skip
+    )
     add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")

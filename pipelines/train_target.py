@@ -43,10 +43,10 @@ class TargetCLI(TrainingCLI):
         super().add_arguments_to_parser(parser)
         add = parser.add_argument
         add("--tokenizer.vocab_size", type=int | None, default=None,
-            help="Train a tokenizer of this size on data.train first.")  # fmt: skip
+            help="Train a tokenizer of this size on data.train first.")
         add("--tokenizer.template", type=str, default="stree-chat", help="Chat template it gets.")
         add("--tokenizer.limit", type=int | None, default=None,
-            help="Conversations to train it on; all by default.")  # fmt: skip
+            help="Conversations to train it on; all by default.")
         parser.set_defaults({"data.tokenizer": ""})
 
     def before_instantiate_classes(self) -> None:
@@ -80,7 +80,7 @@ class TargetCLI(TrainingCLI):
             activation_checkpointing=options["activation_checkpointing"],
             compiled=options["compile_layers"],
             optimizer=options["optimizer"].kind,
-        )  # fmt: skip
+        )
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])

@@ -70,7 +70,7 @@ FEW_ANSWERS = 3
 _ERRORS_OF_TEMPLATES = (
     jinja2.TemplateSyntaxError, jinja2.sandbox.SecurityError, RecursionError, OverflowError,
     MemoryError,
-)  # fmt: skip
+)
 
 Message = tuple[str, str] | Mapping[str, Any]  # (role, text), or as `transformers` has it
 Borders = tuple[int, int]  # in a text: where an answer's opening ends, and all of its turn
@@ -419,7 +419,7 @@ def _places(
 def _alike(
     messages: Sequence[Mapping[str, Any]], answers: Sequence[int],
     places: Mapping[int, tuple[int, int]], text: str,
-) -> Iterable[list[int]]:  # fmt: skip
+) -> Iterable[list[int]]:
     """Group the answers by all that surrounds their texts: roles and keys of each message and the
     one before it, and the rendered text up to its neighbours' texts, any number for any other."""
     places = {len(messages): (len(text), len(text)), **places}
@@ -439,7 +439,7 @@ def _alike(
 def _look_up(
     numbers: Sequence[int], places: Mapping[int, tuple[int, int]], text: str,
     rendered: Callable[[int], Borders | None],
-) -> dict[int, Borders]:  # fmt: skip
+) -> dict[int, Borders]:
     """Return the borders of answers of one group that stand between the same texts as the first and
     the last of them; nothing where those two differ."""
 

@@ -93,7 +93,7 @@ class Decoder(Renamed):
             target, drafter, tree,
             num_rows=1, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
             backtracking=backtracking, num_prefixes=num_prefixes,
-        )  # fmt: skip
+        )
         self.target, self.drafter, self.tree = target, self.batch.drafter, self.batch.tree
         self.max_length, self.tokenizer = max_length, tokenizer
         self.eos_token_ids = self.batch.eos_token_ids

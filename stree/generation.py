@@ -22,7 +22,7 @@ from stree.trees.token_tree import TokenTree
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
     "seed": Integral, "min_p": Real, "repetition_penalty": Real, "num_return_sequences": Integral,
-}  # fmt: skip
+}
 LEAST_FACTOR, MOST_FACTOR = 1e-5, 1e5  # of a repetition penalty: no logit overflows
 _FRESH_SEED_BITS = 48  # of a fresh seed: equal seeds are improbable, and it is readable
 
@@ -94,7 +94,7 @@ class GenerationConfig:
             "min_p": (0 <= self.min_p <= 1, "0 (off) to 1"),
             "repetition_penalty": (is_factor, "0.00001 to 100000 (1 is off)"),
             "num_return_sequences": (self.num_return_sequences >= 1, "at least 1"),
-        })  # fmt: skip
+        })
         if self.num_return_sequences > 1 and self.temperature == 0:
             raise UsageError(
                 f"num_return_sequences is {self.num_return_sequences} and temperature 0, which "

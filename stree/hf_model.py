@@ -46,7 +46,7 @@ _PLAIN = {  # what else asks for another search, or another answer
     "num_beams": 1, "penalty_alpha": 0.0, "prompt_lookup_num_tokens": 0, "dola_layers": None,
     "constraints": None, "force_words_ids": None, "token_healing": False,
     "return_dict_in_generate": False, "synced_gpus": False,
-}  # fmt: skip
+}
 _INSTEAD = {
     "assistant_model": "the drafter of stree.from_transformers(model, drafter) drafts",
     "prompt_lookup_num_tokens": "stree.from_transformers(model, 'ngram:3') drafts by n-grams",
@@ -57,7 +57,7 @@ LENGTH_STEP = 256  # of the buffers, so that prompts of other lengths find them 
 _KEPT = "_stree_decoder"
 # Arguments of transformers' generate that are neither settings nor its model's
 _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stopping_criteria",
-          "logits_processor", "prefix_allowed_tokens_fn", "tokenizer")  # fmt: skip
+          "logits_processor", "prefix_allowed_tokens_fn", "tokenizer")
 
 
 def from_transformers(
@@ -104,7 +104,7 @@ def from_transformers(
     return TransformersDecoder(
         model, target, _drafter(drafter, target), tree, verifier,
         backtracking=backtracking, num_prefixes=num_prefixes,
-    )  # fmt: skip
+    )
 
 
 def _require_tensor(ids: Any) -> None:
@@ -256,7 +256,7 @@ class TransformersDecoder:
             generation = GenerationConfig(
                 stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
                 ignore_eos=not stops.eos_ids, **settings,
-            )  # fmt: skip
+            )
             requests.append(SampleRequest(prompt, generation, keep_prompt=True, shared=shared))
         rows = self._serve(requests, input_ids, stops, streamer)
         longest = max(map(len, rows))
@@ -308,7 +308,7 @@ class TransformersDecoder:
         """Return a batch with large enough buffers, that of the last call if it fits."""
         longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
-        )  # fmt: skip
+        )
         if isinstance(self.tree, AdaptiveTrees):
             longest = max(longest, length_to_time(deepest_of(self.tree)))
         batch = self._batch
@@ -321,7 +321,7 @@ class TransformersDecoder:
                 self.target, self.drafter, self.tree,
                 num_rows=num_rows, max_length=length, verifier=self.verifier,
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
-            )  # fmt: skip
+            )
             asked = requests[0].generation
             if isinstance(self.tree, AdaptiveTrees) and self.tree.costs.misfit(
                 self.target, self.tree.trees, asked.temperature, num_rows
@@ -362,7 +362,7 @@ def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -
         theirs.TemperatureLogitsWarper: "temperature", theirs.TopKLogitsWarper: "top_k",
         theirs.TopPLogitsWarper: "top_p", theirs.MinPLogitsWarper: "min_p",
         theirs.RepetitionPenaltyLogitsProcessor: "penalty",
-    }  # fmt: skip
+    }
     sampled = bool(generation_config.do_sample)
     asked: dict[str, Any] = {"temperature": 1.0} if sampled else {}
     for each in processors:

@@ -179,7 +179,7 @@ def load(
         model, drafting, tree, max_length=max_length, tokenizer=tokenizer,
         verifier=verifier or "coupled", backtracking=backtracking or "replay",
         num_prefixes=num_prefixes,
-    )  # fmt: skip
+    )
     if isinstance(tree, AdaptiveTrees) and (
         misfit := tree.costs.misfit(model, tree.trees, temperature, num_rows or 1)
     ):

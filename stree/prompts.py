@@ -17,7 +17,7 @@ _WANTED = "wanted token ids: of one sequence, as a list or a tensor, or of sever
 _SET_HERE = {"conversation", "add_generation_prompt", "continue_final_message", "tokenize",
              "padding", "truncation", "max_length", "return_tensors", "return_dict",
              "return_assistant_tokens_mask", "sanitize_control_tokens",
-             "tokenizer_kwargs"}  # fmt: skip
+             "tokenizer_kwargs"}
 _OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # keys of its output by default
 
 

@@ -31,7 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,), "use_cache": (True,), "return_dict_in_generate": (False,),
     "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
     "output_logits": (False,), "is_assistant": (False,), "synced_gpus": (False,),
-}  # fmt: skip
+}
 # Settings without effect here: a config file's words about itself, and ids that only padded
 # batches and empty prompts need.
 _WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
@@ -45,7 +45,7 @@ _INSTEAD = {
     "stopping_criteria": "stop_strings and eos_token_id end an answer; stree.from_transformers("
     "model, drafter) takes stopping criteria",
     "max_time": "stree.BatchDecoder.step gives tokens as they come: release the row in time",
-}  # fmt: skip
+}
 # Settings that change logits, or search: here the target's distribution decides alone
 _OF_LOGITS = (
     "bad_words_ids", "logits_processor", "sequence_bias", "suppress_tokens",
@@ -55,7 +55,7 @@ _OF_LOGITS = (
     "epsilon_cutoff", "eta_cutoff", "guidance_scale", "exponential_decay_length_penalty",
     "watermarking_config", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers",
     "length_penalty", "diversity_penalty", "early_stopping", "token_healing",
-)  # fmt: skip
+)
 
 Asked: TypeAlias = tuple[list[tuple[Tensor, GenerationConfig]], bool]
 
@@ -186,7 +186,7 @@ def _of_transformers(given: Any) -> dict[str, Any]:
     return {
         name: value for name, value in given.to_dict().items()
         if value is not None and value != unset.get(name)
-    }  # fmt: skip
+    }
 
 
 def _complete_sampling(asked: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def test_first_sentences_have_a_verb_or_a_noun(folder):
         f"{path.relative_to(ROOT)}: {text}"
         for path, tree in modules().values() if path.is_relative_to(ROOT / folder)
         for text in forbidden_beginnings(tree)
-    }  # fmt: skip
+    }
     assert not found
 
 
@@ -115,7 +115,7 @@ def test_nothing_outside_the_lab_imports_it():
     found = {
         name: others for name, (_, tree) in modules().items()
         if not is_of_lab(name) and (others := [*filter(is_of_lab, names_in(tree))])
-    }  # fmt: skip
+    }
     assert found == {}
 
 

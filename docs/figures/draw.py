@@ -15,18 +15,18 @@ HERE = Path(__file__).parent
 INK, GREY, KEPT, LOST, STATE = "#1f2328", "#8b949e", "#2da44e", "#b9c0c8", "#2f81d6"
 WORDS = (
     "The", "cat", "dog", "old", "sat", "is", "barked", "on", "down", "asleep", "the", "a", "top",
-)  # fmt: skip
+)
 ACCEPTED = (0, 1, 4, 7, 10)  # of the paper's tree
 
 
 def main() -> None:
     style = {
         "svg.hashsalt": "stree", "font.size": 10, "text.color": INK, "font.family": "sans-serif"
-    }  # fmt: skip
+    }
     with mpl.rc_context(style):
         for name, figure in (
             ("step", one_step()), ("tree_scan", tree_scan()), ("replay", replay()),
-        ):  # fmt: skip
+        ):
             figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, facecolor="white")
 
 
@@ -69,7 +69,7 @@ def tree_scan() -> Figure:
             _state(axes, (left + 0.1, 1.95), wide=True)
             axes.text(left - 0.1, 1.45, "h, read once", color=STATE, va="center", fontsize=9)
             axes.text(7.3, 1.95, "yₙ = Cₙ · (what is left of h at n)\n"
-                      "      + what n's ancestors add", va="center", fontsize=9)  # fmt: skip
+                      "      + what n's ancestors add", va="center", fontsize=9)
         else:
             axes.text(left, 0.02, "6 states written and read", color=STATE, fontsize=9)
     axes.set(xlim=(0, 10.1), ylim=(-0.15, 2.95))
@@ -134,12 +134,12 @@ def _places(
 def _box(
     axes: Axes, at: tuple[float, float], text: str, colour: str, *, filled: bool = False,
     width: float = 0.62,
-) -> None:  # fmt: skip
+) -> None:
     x, y = at
     axes.add_patch(FancyBboxPatch(
         (x - width / 2, y - 0.15), width, 0.3, boxstyle="round,pad=0.02,rounding_size=0.08",
         facecolor=colour if filled else "white", edgecolor=colour, linewidth=1.3, zorder=2,
-    ))  # fmt: skip
+    ))
     ink = "white" if filled else INK
     axes.text(x, y, text, ha="center", va="center", fontsize=9, color=ink, zorder=3)
 
@@ -151,7 +151,7 @@ def _state(axes: Axes, at: tuple[float, float], *, wide: bool = False) -> None:
     axes.add_patch(FancyBboxPatch(
         (x - side / 2, y - side / 2), side, side, boxstyle="square,pad=0",
         facecolor=STATE, edgecolor="white", alpha=0.85, zorder=4,
-    ))  # fmt: skip
+    ))
 
 
 def _line(

@@ -72,7 +72,7 @@ def _run(source: str, name: str, namespace: dict[str, Any]) -> list[dict[str, An
         outputs.append({"data": _picture(value), "metadata": {}, "output_type": "display_data"})
     elif value is not None:
         data = {kind: _lines(getattr(value, method)()) for method, kind in RICH.items()
-                if hasattr(value, method)}  # fmt: skip
+                if hasattr(value, method)}
         data["text/plain"] = _lines(repr(value))
         outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
     return outputs

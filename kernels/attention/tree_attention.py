@@ -93,7 +93,7 @@ def attend_tree(
         topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
         cache_state.length, cache_state.path, cache_state.path.stride(0), cache_state.path_length,
         cache_state.variant, cache_state.rows, first, num_new, outs, sums, sums.stride(0), num_rows,
-    )  # fmt: skip
+    )
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
         NUM_CORNERS=num_corners, NUM_SPLITS=num_splits,
@@ -101,21 +101,21 @@ def attend_tree(
         BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1 and not topology.written,
         **overlapping(qkv),
-    )  # fmt: skip
+    )
     # A wider head's tiles would spill most of what four warps' registers hold
     attend_warps = ATTEND_WARPS if head_dim <= 128 or alone else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
         *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
         SKIPS=skips, READY=cache_state.ready, STAGES=STAGES if staged else 1,
         num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS, **constants,
-    )  # fmt: skip
+    )
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
         *common, y, y.stride(0), y.stride(1), writers, keys.shape[2],
         BLOCK_PARTS=block_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
         BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))),
         num_warps=COMBINE_WARPS, **constants,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -149,7 +149,7 @@ def _held_by(rows, batch):
 def _corner(
     row, num_new, num_cached, num_corners: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Return the numbers of the corner's keys that a block of rows sees, and of a part's keys."""
     num_keys = num_cached + tl.minimum(
         (row // BLOCK_M * BLOCK_M + BLOCK_M - 1) // SHARED + 1, num_new
@@ -159,7 +159,7 @@ def _corner(
 
 @triton.jit
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
-            PRECISION: tl.constexpr):  # fmt: skip
+            PRECISION: tl.constexpr):
     """Add one block of keys to the running softmax, in powers of two.
 
     The highest score is rounded up: so the division of keys does not change rounding to bf16.
@@ -218,7 +218,7 @@ def _whole(at, known, d, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _rotated(low, high, position, known, half, rotary, rotary_stride, position_stride,
-             HEAD_DIM: tl.constexpr):  # fmt: skip
+             HEAD_DIM: tl.constexpr):
     """Return columns of both halves of heads, rotated to their positions."""
     mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
     table = rotary + position[:, None] * position_stride + half[None, :]
@@ -244,7 +244,7 @@ def _attend_corner(
     depths, path, path_length, old_length, first, begin, end, highest, total, out, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REPLAY: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Attend to the keys from begin to end that are not yet in order, and to the new nodes.
 
     First come the keys that the last call left in the cache (its accepted path, or the tree so
@@ -278,14 +278,14 @@ def _attend_corner(
             k_low, k_high = _rotated(
                 k_low, k_high, old_length + path_length + depth, fresh, half,
                 rotary, rotary_stride, position_stride, HEAD_DIM,
-            )  # fmt: skip
+            )
             k_low = tl.where(cached[:, None], old_low, k_low)
             k_high = tl.where(cached[:, None], old_high, k_high)
             v = tl.where(cached[:, None], old_v, v)
             highest, total, out = _attend(
                 q_low, q_high, k_low, k_high, v, (above != 0) | (node < 0)[None, :],
                 highest, total, out, scale, PRECISION,
-            )  # fmt: skip
+            )
     return highest, total, out
 
 
@@ -302,7 +302,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
     SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, READY: tl.constexpr, OVERLAPS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
     kv_head = sequence_head % NUM_KV_HEADS
@@ -336,7 +336,7 @@ def attend_kernel(
     num_keys, corner_share = _corner(
         block * BLOCK_M, num_new, path_length if REPLAY else first, NUM_CORNERS,
         SHARED, BLOCK_M, BLOCK_CORNER,
-    )  # fmt: skip
+    )
     corner_end = tl.minimum((part + 1) * corner_share, num_keys)
     if part < NUM_CORNERS:
         end = begin
@@ -353,10 +353,10 @@ def attend_kernel(
     low, high = _halves(
         qkv + query * qkv_stride + (kv_head * SHARED + row % SHARED) * HEAD_DIM,
         known, half, HEAD_DIM,
-    )  # fmt: skip
+    )
     q_low, q_high = _rotated(
         low, high, length + depth, known, half, rotary, rotary_stride, position_stride, HEAD_DIM
-    )  # fmt: skip
+    )
     highest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     out = tl.zeros([BLOCK_M, 2 * BLOCK_HALF], dtype=tl.float32)
@@ -374,7 +374,7 @@ def attend_kernel(
         highest, total, out = _attend(
             q_low, q_high, k_low, k_high, v, everyone & used[None, :],
             highest, total, out, scale, PRECISION,
-        )  # fmt: skip
+        )
         if STAGES == 1:
             k_low, k_high, v = next_low, next_high, next_v
     if part < NUM_CORNERS:
@@ -386,7 +386,7 @@ def attend_kernel(
             part * corner_share, corner_end,
             highest, total, out, scale,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, SKIPS, BLOCK_CORNER, PRECISION,
-        )  # fmt: skip
+        )
 
     if READY == "all":  # the previous launch may read the written memory
         follow(OVERLAPS)
@@ -394,7 +394,7 @@ def attend_kernel(
     tl.store(
         outs + at[:, None] * HEAD_DIM + d[None, :], out,
         mask=known[:, None] & (d < HEAD_DIM)[None, :],
-    )  # fmt: skip
+    )
     tl.store(sums + at, highest, mask=known)
     tl.store(sums + sums_stride + at, total, mask=known)
 
@@ -413,7 +413,7 @@ def combine_kernel(
     BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
     ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     block, sequence_head = tl.program_id(0), tl.program_id(1)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
     kv_head = sequence_head % NUM_KV_HEADS
@@ -432,7 +432,7 @@ def combine_kernel(
         num_keys, corner_share = _corner(
             row, num_new, path_length if REPLAY else first, NUM_CORNERS,
             SHARED, BLOCK_M, BLOCK_CORNER,
-        )  # fmt: skip
+        )
         # A part without keys left nothing
         split = part - NUM_CORNERS
         used = (split >= 0) & (split < NUM_SPLITS) & (split * share < old_length)
@@ -445,7 +445,7 @@ def combine_kernel(
         out = tl.load(
             outs + at[:, :, None] * HEAD_DIM + d[None, None, :],
             mask=used[:, :, None] & in_d[None, None, :], other=0.0,
-        )  # fmt: skip
+        )
         highest = tl.load(sums + at, mask=used, other=-float("inf"))
         total = tl.load(sums + sums_stride + at, mask=used, other=0.0)
         top = tl.max(highest, axis=0)
@@ -458,7 +458,7 @@ def combine_kernel(
         tl.store(
             y_pointer + line[:, None] + d[None, :], y.to(y_pointer.dtype.element_ty),
             mask=known[:, None] & in_d[None, :],
-        )  # fmt: skip
+        )
     else:
         half = block * BLOCK_W + tl.arange(0, BLOCK_W)
         held = _held_by(rows, batch) * cache_batch_stride
@@ -493,7 +493,7 @@ def combine_kernel(
             k_low, k_high = _rotated(
                 k_low, k_high, length + depth, used, half,
                 rotary, rotary_stride, position_stride, HEAD_DIM,
-            )  # fmt: skip
+            )
             used = used & (length + first + new < num_slots)
             at = (length + first + new) * slot_stride
             _store_halves(keys + at, used, half, k_low, k_high, HEAD_DIM)

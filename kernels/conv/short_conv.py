@@ -42,7 +42,7 @@ def short_conv_tree(
         cache_state.parity, first, num_new, channels,
         WIDTH=weight.shape[1], NEW=first == 0, READY=cache_state.ready,
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES, num_warps=4, **overlapping(projected),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -53,7 +53,7 @@ def short_conv_kernel(
     path, path_stride, path_lengths, variants, parities, first, num_new, channels,
     WIDTH: tl.constexpr, NEW: tl.constexpr, READY: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     batch = tl.program_id(1).to(tl.int64)
     mine = channel < channels

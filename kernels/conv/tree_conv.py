@@ -67,7 +67,7 @@ def replay_and_convolve(
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
         HEAD_BLOCKS=triton.cdiv(shape.head_dim, block_p), BLOCK_P=block_p,
         BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
-    )  # fmt: skip
+    )
 
 
 def convolve(
@@ -89,7 +89,7 @@ def convolve(
         kept, rows, derived, None, weights, shape, topology, cache_state, first,
         columns=shape.conv_dims, dt_limit=(0.0, math.inf),
         HEAD_DIM=1, D_STATE=1, HEADS_A_X=1, HEADS_A_B=1, HEAD_BLOCKS=1, BLOCK_P=16, BLOCK_S=16,
-    )  # fmt: skip
+    )
 
 
 def _launch(
@@ -152,7 +152,7 @@ def _launch(
         BLOCK_C=block_c, BLOCK_Q=block_q, BLOCK_STEPS=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
         num_warps=4, **replay, **overlapping(kept),
-    )  # fmt: skip
+    )
     return C
 
 
@@ -178,7 +178,7 @@ def replay_conv_kernel(
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_STEPS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+):
     # The previous launch, a product, touches neither the state nor the last tree's inputs. So the
     # replay waits for nothing; the conv waits for the product, and the scan relies on that
     if READY == "none":
@@ -211,7 +211,7 @@ def replay_conv_kernel(
                 (program % HEAD_BLOCKS) * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
                 B_CHANNEL + (head // HEADS_A_B) * D_STATE,
                 HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
-            )  # fmt: skip
+            )
     else:
         block = (program - num_replays) % (num_blocks + 1)
         tile = (program - num_replays) // (num_blocks + 1)
@@ -223,7 +223,7 @@ def replay_conv_kernel(
                 ancestors + variant * tree_size * tree_size, tree_size,
                 path, path_length, tile, first, num_new,
                 HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, OVERLAPS, BLOCK_STEPS, BLOCK_H,
-            )  # fmt: skip
+            )
         else:
             _keep_channels(
                 projected, projected_stride, old, new, row_stride,
@@ -234,7 +234,7 @@ def replay_conv_kernel(
                 path, path_length, block, tile, first, num_new,
                 HEAD_DIM, D_STATE, WIDTH, X_REPEATS, B_REPEATS, B_COLUMN, C_COLUMN,
                 B_CHANNEL, C_CHANNEL, NUM_CHANNELS, REPLAY, OVERLAPS, BLOCK_C, BLOCK_Q,
-            )  # fmt: skip
+            )
 
 
 @triton.jit
@@ -244,7 +244,7 @@ def replay(
     start_p, x_start, b_start, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     """Advance the state of a block of a head's channels along the accepted path."""
     p, s = start_p + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
     in_p, in_s = p < HEAD_DIM, s < D_STATE
@@ -257,13 +257,13 @@ def replay(
     h = advanced_along(
         h, A, path, k, k < path_size, k < path_length, num_slots, xb, xb_stride,
         dt_pointer, dt_stride, x_start + p, in_p, b_start + s, in_s, PRECISION, MIXED,
-    )  # fmt: skip
+    )
     for start in range(16, path_length, 16):
         counts = start + k < path_length
         h = advanced_along(
             h, A, path, start + k, counts, counts, num_slots, xb, xb_stride,
             dt_pointer, dt_stride, x_start + p, in_p, b_start + s, in_s, PRECISION, MIXED,
-        )  # fmt: skip
+        )
     if path_length > 0:
         tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
 
@@ -272,7 +272,7 @@ def replay(
 def advanced_along(
     h, A, path, k, listed, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
     x_channel, in_p, b_channel, in_s, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     """Return a block of a state after the accepted nodes among 16 of a path buffer.
 
     All listed nodes are read.
@@ -289,7 +289,7 @@ def advanced_along(
 @triton.jit
 def path_inputs(
     path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
-):  # fmt: skip
+):
     """Return some nodes of a path buffer, which of them exist, and their dt and B.
 
     Not all of them need count.
@@ -341,7 +341,7 @@ def _keep_channels(
     B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
+):
     channel = block * BLOCK_C + tl.arange(0, BLOCK_C)
     in_conv = channel < NUM_CHANNELS
     if X_REPEATS * B_REPEATS == 1:
@@ -389,7 +389,7 @@ def _keep_channels(
         value = tl.load(  # the last tap's is the node's own
             projected + fresh[:, None] * projected_stride + column[None, :],
             mask=(known & (fresh >= 0))[:, None] & in_conv[None, :], other=0.0,
-        )  # fmt: skip
+        )
         y += value.to(tl.float32) * weights[tap][None, :]
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
     store_kept(at, value, known[:, None] & owned[None, :])
@@ -404,7 +404,7 @@ def _keep_channels(
 @triton.jit
 def _keep_tail(
     old, new, row_stride, column, owned, path, path_length, WIDTH: tl.constexpr
-):  # fmt: skip
+):
     """Store the new conv state: the last inputs of [old conv state, accepted path]."""
     for place in tl.static_range(WIDTH - 1):
         source = _replayed(path_length + place, path, WIDTH)
@@ -419,7 +419,7 @@ def _keep_steps(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, DT_COLUMN: tl.constexpr,
     DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+):
     """Store dt of the new nodes, and c_i = Σ_j L[i, j]·dt_j·A, for all heads."""
     head = tl.arange(0, BLOCK_H)
     in_h = head < HEADS
@@ -435,7 +435,7 @@ def _keep_steps(
     raw = tl.load(
         projected + q[:, None] * projected_stride + (DT_COLUMN + head)[None, :],
         mask=mine, other=0.0,
-    )  # fmt: skip
+    )
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + (DT_COLUMN + head)[None, :]
     store_kept(at, raw, mine)
     at = steps + node[:, None] * steps_stride + head[None, :]
@@ -449,7 +449,7 @@ def _keep_steps(
         value = tl.load(
             projected + fresh[:, None] * projected_stride + (DT_COLUMN + head)[None, :],
             mask=is_new[:, None] & in_h[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        ).to(tl.float32)
         if not REPLAY:
             value += load_kept(
                 old + (WIDTH - 1 + other)[:, None] * row_stride + (DT_COLUMN + head)[None, :],

@@ -60,7 +60,7 @@ def gated_delta_chain(
         SCALE=shape.key_dim**-0.5, EPS=NORM_EPS, NEGATIVE=shape.negative_eigenvalues,
         BLOCK_K=triton.next_power_of_2(shape.key_dim), BLOCK_V=block_v,
         num_warps=4, **overlapping(kept),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -76,7 +76,7 @@ def gated_delta_chain_kernel(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr,
     K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, NEGATIVE: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
     p = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -84,7 +84,7 @@ def gated_delta_chain_kernel(
     at_state = (
         state_pointer + batch * state_batch_stride + head * state_head_stride
         + d[:, None] * state_row_stride + p[None, :]
-    )  # fmt: skip
+    )
     in_state = in_d[:, None] & in_p[None, :]
     state = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
     q_channel = (head // HEADS_A_KEY) * KEY_DIM + d

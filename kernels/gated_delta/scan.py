@@ -52,7 +52,7 @@ def gated_delta_scan(
             return naive.gated_delta_scan(
                 q, k, v, log_decay, beta,
                 chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
-            )  # fmt: skip
+            )
     batch, num_heads = v.shape[0], v.shape[2]
     # Only newer versions of the package have grouped heads
     q, k = (
@@ -74,7 +74,7 @@ def gated_delta_scan(
     y, state = kernel(
         *inputs, initial_state=initial_state, output_final_state=True,
         use_qk_l2norm_in_kernel=True, cu_seqlens=starts,
-    )  # fmt: skip
+    )
     if starts is not None:
         last_of_row = torch.cat([first_of_row[1:], starts.new_tensor([len(starts) - 1])]) - 1
         y, state = y.unflatten(1, (batch, -1))[0], state.index_select(0, last_of_row)

@@ -72,7 +72,7 @@ def gated_delta_tree(
         REPLAY=first == 0,
         BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_N=BLOCK_NODES,
         PRECISION=precision_of(kept), num_stages=1, **overlapping(kept),
-    )  # fmt: skip
+    )
     pairs = None
     if FEW < num_new <= MOST_PAIRED:
         num_blocks = triton.cdiv(num_new, BLOCK_NODES)
@@ -84,7 +84,7 @@ def gated_delta_tree(
             b, b.stride(0), b.stride(1), pairs, pairs.stride(0), *tree,
             cache_state.variant, cache_state.parity, first, num_new, num_columns,
             num_warps=2, **rule,
-        )  # fmt: skip
+        )
     block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
     gated_delta_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
         qk, qk.stride(0), qk.stride(1), qk.stride(2),
@@ -99,7 +99,7 @@ def gated_delta_tree(
         VALUE_DIM=shape.value_dim, SCALE=shape.key_dim**-0.5, BLOCK_V=block_v,
         BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(kept.dtype),
         num_warps=2 if num_new <= FEW else 4, **rule,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -118,7 +118,7 @@ def pairs_kernel(
     KEY_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr, K_CHANNEL: tl.constexpr,
     EPS: tl.constexpr, NEGATIVE: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Compute the part of the system that couples a block of new nodes with earlier ones.
 
     Rows are new nodes. The last column is the block itself: its part is inverted and multiplied by
@@ -154,7 +154,7 @@ def pairs_kernel(
     decays = _inverse_length(keys, EPS)[None, :] * _decays(
         ancestors, tree_size, node, known, load_kept(steps + node * steps_stride, known),
         other, there, load_kept(steps + other * steps_stride, there),
-    )  # fmt: skip
+    )
     system = product(k, tl.trans(keys), PRECISION) * decays * _inverse_length(k, EPS)[:, None]
     scores = product(q, tl.trans(keys), PRECISION) * decays
     if column == num_columns - 1:
@@ -189,7 +189,7 @@ def gated_delta_kernel(
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
     p = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -197,7 +197,7 @@ def gated_delta_kernel(
     at_state = (
         state_pointer + batch * state_batch_stride + head * state_head_stride
         + d[:, None] * state_row_stride + p[None, :]
-    )  # fmt: skip
+    )
     in_state = in_d[:, None] & in_p[None, :]
     state = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
     q_channel = (head // HEADS_A_KEY) * KEY_DIM + d
@@ -216,7 +216,7 @@ def gated_delta_kernel(
             state, qk + half * qk_parity_stride, qk_stride, k_channel, in_d,
             steps + half * steps_parity_stride, steps_stride, updates, updates_stride, p, in_p,
             path + batch * path_stride, path_size, path_length, num_slots, EPS, PRECISION, MIXED,
-        )  # fmt: skip
+        )
         if path_length > 0:
             tl.store(at_state, state.to(state_pointer.dtype.element_ty), mask=in_state)
         half = 1 - half
@@ -236,7 +236,7 @@ def gated_delta_kernel(
         v = tl.load(
             v_pointer + batch * v_batch_stride + place[:, None] * v_stride + value[None, :],
             mask=known[:, None] & in_p[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        ).to(tl.float32)
         if pairs is None:
             b = tl.load(
                 b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
@@ -324,20 +324,20 @@ def _replay(
     state, qk, qk_stride, k_channel, in_d, log_decays, steps_stride, updates, updates_stride,
     p, in_p, path, path_size, path_length, num_slots,
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     """Return the state after the accepted path of the last tree."""
     # All values of the first nodes are loaded before it is known how many of them count
     at = tl.arange(0, 16)
     k, u, log_decay = _path_nodes(
         path, at, at < path_size, num_slots, qk, qk_stride, k_channel, in_d,
         log_decays, steps_stride, updates, updates_stride, p, in_p,
-    )  # fmt: skip
+    )
     state, decayed = _advanced(state, 0.0, k, u, log_decay, at, path_length, EPS, PRECISION, MIXED)
     for start in range(16, path_length, 16):
         k, u, log_decay = _path_nodes(
             path, start + at, start + at < path_length, num_slots, qk, qk_stride, k_channel, in_d,
             log_decays, steps_stride, updates, updates_stride, p, in_p,
-        )  # fmt: skip
+        )
         state, decayed = _advanced(
             state, decayed, k, u, log_decay, at, path_length - start, EPS, PRECISION, MIXED
         )
@@ -348,7 +348,7 @@ def _replay(
 def _path_nodes(
     path, at, listed, num_slots, qk, qk_stride, k_channel, in_d,
     log_decays, steps_stride, updates, updates_stride, p, in_p,
-):  # fmt: skip
+):
     """Return k, u and log-decay of some nodes of a path buffer, of which not all need count."""
     node = load_kept(path + at, listed).to(tl.int32)
     there = listed & (node >= 0) & (node < num_slots)
@@ -361,7 +361,7 @@ def _path_nodes(
 def _advanced(
     state, decayed, k, u, log_decay, at, count,
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     """Return the state after the nodes that count, of 16 of the path, and its log-decay.
 
     The log-decay from the root was `decayed` before these nodes.
@@ -390,7 +390,7 @@ def _inverse_length(rows, EPS: tl.constexpr):
 @triton.jit
 def _decays(
     ancestors, tree_size, node, known, log_decay, other, there, other_decay
-):  # fmt: skip
+):
     """Return e^{c_i − c_j} where node j (column) is above or at node i (row), else 0."""
     above = load_kept(
         ancestors + node[:, None] * tree_size + other[None, :], known[:, None] & there[None, :]

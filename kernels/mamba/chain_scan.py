@@ -55,7 +55,7 @@ def mamba_chain(
         B_CHANNEL=x_conv * shape.head_dim,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         num_warps=4, **overlapping(kept),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -71,7 +71,7 @@ def chain_scan_kernel(
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+):
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
     s = tl.arange(0, BLOCK_S)
@@ -90,7 +90,7 @@ def chain_scan_kernel(
     state = tl.load(
         state_pointer + p[:, None] * state_row_stride + s[None, :],
         mask=in_p[:, None] & in_s[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
+    ).to(tl.float32)
     xb += (1 - parity) * xb_parity_stride
     steps += (1 - parity) * steps_parity_stride
     for node in range(0, num_new):

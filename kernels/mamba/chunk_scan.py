@@ -50,7 +50,7 @@ def chunk_scan(
         return naive.chunk_scan(
             x, dt, A, B, C, D,
             chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
-        )  # fmt: skip
+        )
 
 
 def _uncompiled(function: T) -> T:
@@ -66,7 +66,7 @@ def _uncompiled(function: T) -> T:
 def _mamba_ssm_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     chunk_size: int, initial_state: Tensor | None, segment_ids: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+) -> tuple[Tensor, Tensor] | None:
     """Return the scan by mamba-ssm's kernel, or None without the package."""
     kernel = mamba_ssm_kernel()
     if kernel is None:
@@ -85,4 +85,4 @@ def _mamba_ssm_scan(
         initial_states=initial_state,
         seq_idx=None if segment_ids is None else segment_ids.int(),
         return_final_states=True,
-    )  # fmt: skip
+    )

@@ -54,7 +54,7 @@ def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
     return (
         first == 0 and num_new <= MOST_NODES and state.nbytes >= FAR_STATES
         and state.shape[0] * state.shape[1] >= device_of(state)[0]
-    )  # fmt: skip
+    )
 
 
 def mamba_streamed(
@@ -110,14 +110,14 @@ def mamba_streamed(
         LONG_PATHS=cache_state.path.shape[1] > 16,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(kept),
-    )  # fmt: skip
+    )
     return y
 
 
 @triton.jit
 def pair_scores(
     node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION: tl.constexpr
-):  # fmt: skip
+):
     """Return the share of each other node's x that a node receives, (nodes, others)."""
     # Off the ancestors the difference can be positive and overflow: mask it before exp
     difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
@@ -146,7 +146,7 @@ def streamed_scan_kernel(
     B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
     CHAIN: tl.constexpr, LONG_PATHS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     in_s = s < D_STATE
@@ -167,7 +167,7 @@ def streamed_scan_kernel(
     node, there, old_dt, old_B = path_inputs(
         path, k, k < path_size, num_slots, old, xb_stride, old_steps, steps_stride,
         b_channel, in_s,
-    )  # fmt: skip
+    )
     accepted = k < path_length
     decay, after = path_weights(A, old_dt, accepted)
     old_B = tl.where(accepted[:, None], old_B, 0.0)
@@ -208,7 +208,7 @@ def streamed_scan_kernel(
                     h = advanced_along(
                         h, A, path, first + k, counts, counts, num_slots, old, xb_stride,
                         old_steps, steps_stride, x_channel, in_p, b_channel, in_s, PRECISION, MIXED,
-                    )  # fmt: skip
+                    )
         kept = h.to(state_pointer.dtype.element_ty)
         if path_length > 0:
             tl.store(at_state, kept, mask=in_state)

@@ -75,7 +75,7 @@ def mamba_tree(
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if projected.dtype == torch.float32 else 3,
         num_warps=num_warps, **overlapping(kept),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -83,7 +83,7 @@ def mamba_tree(
 def _nodes(
     start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
     steps, steps_part_stride, steps_stride, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Load x, B, dt and log-decay of a block of nodes."""
     node = start + tl.arange(0, BLOCK_N)
     there = node < num_nodes
@@ -107,7 +107,7 @@ def _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.cons
 def _among_nodes(
     node, above, start, C, log_decay, x, B, dt, other_decay, D,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     """Return the contribution of a block of ancestors to each node."""
     other = start + tl.arange(0, BLOCK_N)
     scores = pair_scores(node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION)
@@ -127,7 +127,7 @@ def tree_scan_kernel(
     B_CHANNEL: tl.constexpr, NEW_HALF: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+):
     block, query_block = tl.program_id(0) // query_blocks, tl.program_id(0) % query_blocks
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -157,17 +157,17 @@ def tree_scan_kernel(
     C = tl.load(
         C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
         mask=known[:, None] & in_s[None, :], other=0.0,
-    )  # fmt: skip
+    )
     state = tl.load(
         state_pointer + p[:, None] * state_row_stride + s[None, :],
         mask=in_p[:, None] & in_s[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
+    ).to(tl.float32)
     log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=known, other=0.0)
     if ONE_TILE:
         x, B, dt, other_decay = _nodes(
             0, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
             steps, steps_part_stride, steps_stride, BLOCK_N,
-        )  # fmt: skip
+        )
     # (Q, P) = (Q, S) @ (S, P)
     y = mixed_product(C, tl.trans(state), PRECISION, MIXED) * tl.exp(log_decay)[:, None]
     if ONE_TILE:
@@ -179,12 +179,12 @@ def tree_scan_kernel(
             x, B, dt, other_decay = _nodes(
                 start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
                 steps, steps_part_stride, steps_stride, BLOCK_N,
-            )  # fmt: skip
+            )
             above = _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N)
             y += _among_nodes(
                 node, above, start, C, log_decay, x, B, dt, other_decay, D,
                 BLOCK_N, PRECISION, MIXED,
-            )  # fmt: skip
+            )
     if gate is not None:
         at = gate + batch * gate_batch_stride + q[:, None] * gate_stride + head * HEAD_DIM
         in_y = known[:, None] & in_p[None, :]

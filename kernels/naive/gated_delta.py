@@ -221,7 +221,7 @@ def gated_delta_tree(
         y, u = tree_delta(
             q[:, first:], k, v[:, first:], g, beta[row : row + 1], ancestors,
             state[row : row + 1], updates[row : row + 1, :first],
-        )  # fmt: skip
+        )
         updates[row, first:last] = u[0]
         outputs.append(y.flatten(-2))
     return torch.cat(outputs)

@@ -48,7 +48,7 @@ def choose_experts(
         TOP=router.top, SOFTMAX=router.softmax, NORMALISED=router.normalised,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(router.top),
         num_warps=1 if num_experts <= 128 else 4, **overlapping(logits),
-    )  # fmt: skip
+    )
     return weights, chosen
 
 
@@ -71,14 +71,14 @@ def experts(
         BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, CHOSEN_EXPERTS // block_experts),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
         PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
-    )  # fmt: skip
+    )
     shares = min(SHARES, most)
     parts = rows.new_empty(shares, count, width, dtype=torch.float32)
     down_kernel[(triton.cdiv(width, BLOCK_OUTPUTS), shares)](
         hidden, down, parts, listed, count, width, inner, shares,
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
         PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
-    )  # fmt: skip
+    )
     return parts
 
 
@@ -93,7 +93,7 @@ def route_kernel(
     logits, correction, weights, chosen, num_experts, scale, floor,
     TOP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     rank = tl.arange(0, BLOCK_K)
@@ -150,7 +150,7 @@ def up_kernel(
     GATED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     slot = tl.program_id(1)
     row = tl.arange(0, BLOCK_ROWS)
@@ -202,7 +202,7 @@ def down_kernel(
     hidden, down, parts, listed, count, width, inner, shares,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     share = tl.program_id(1)
     row = tl.arange(0, BLOCK_ROWS)

@@ -85,7 +85,7 @@ def _multiply(
         BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
         num_warps=num_warps, **overlapping(weight),
-    )  # fmt: skip
+    )
     if total is not None:
         stream.set_total(total)
     return logits, best, candidates
@@ -99,7 +99,7 @@ def head_kernel(
     PARTS: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     output, mine, k, row, known, there, tile, _, factor = tile_of(
         weight, scale, rows, outputs, inputs, share, False, BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS
     )

@@ -144,7 +144,7 @@ def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
     return (
         x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
         and 1 < outputs <= MOST_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
-    )  # fmt: skip
+    )
 
 
 def _by_shares(
@@ -190,7 +190,7 @@ def _by_shares(
         INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
         BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs, PRECISION=precision_of(x),
         num_stages=min(tiling.stages, most_stages), num_warps=tiling.warps, **overlapping(x),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -215,7 +215,7 @@ def share_kernel(
     PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     part = tl.program_id(1)
     at = tl.arange(0, BLOCK_OUTPUTS)
     output = tl.program_id(0) * share + at
@@ -277,7 +277,7 @@ def ask_for(rows, chunks: tl.constexpr):
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
         "=r,l,r", [at, CHUNK], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @triton.jit

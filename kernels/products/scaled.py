@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         num_stages=min(tiling.stages, 1 + room // stage),
         num_warps=tiling.warps, **overlapping(x),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -88,7 +88,7 @@ def scaled_kernel(
     STEPS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     known = row < rows
     begin = tl.program_id(1) * share

@@ -135,7 +135,7 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
         num_warps=num_warps,
         **overlapping(weight),
-    )  # fmt: skip
+    )
     if total is not None:
         stream.set_total(total)
     return out
@@ -155,7 +155,7 @@ def short_kernel(
     PARTS: tl.constexpr, WRITTEN: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     output, mine, k, row, known, there, tile, up_tile, factor = tile_of(
         weight, scale, rows, outputs, inputs, share, GATED, BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS
     )
@@ -203,7 +203,7 @@ def short_kernel(
 def tile_of(
     weight, scale, rows, outputs, inputs, share, GATED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-):  # fmt: skip
+):
     """Load everything of a program that does not depend on its inputs.
 
     Returns its outputs and which of them exist, the inputs, the rows, which of these and of their

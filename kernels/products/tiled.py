@@ -44,7 +44,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.element_size() == 2 and x.dtype == weight.dtype and inputs % 8 == 0
         and _is_aligned(x) and _is_aligned(weight)
         and shared_bytes >= SHARED_BYTES  # which no GPU without the copy engine has
-    )  # fmt: skip
+    )
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
         AHEAD=ahead if inputs % 16 == 0 and ahead * CHUNK.value <= 2 * inputs else 0,
         BLOCK_ROWS=MOST_ROWS, BLOCK_OUTPUTS=OUTPUTS, BLOCK_INPUTS=INPUTS,
         PRECISION=precision_of(x), num_stages=STAGES, num_warps=WARPS, **overlapping(x),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -73,7 +73,7 @@ def tiled_kernel(
     all_values, all_weights, weight, out, rows, outputs, inputs,
     AHEAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     first = tl.program_id(0) * BLOCK_OUTPUTS
     output, row = first + tl.arange(0, BLOCK_OUTPUTS), tl.arange(0, BLOCK_ROWS)
     if OVERLAPS and AHEAD > 0:

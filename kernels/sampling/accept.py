@@ -41,7 +41,7 @@ def accept_choices(
         report, report.stride(0), num_nodes, (report.shape[1] - 2) // 2,
         BLOCK=num_places, BLOCK_FLAGS=triton.next_power_of_2(num_flags),
         num_warps=max(1, num_places // 256), **overlapping(tokens),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def accept_kernel(
     path, path_stride, path_length, block, block_stride, position, root,
     report, report_stride, num_nodes, longest,
     BLOCK: tl.constexpr, BLOCK_FLAGS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)

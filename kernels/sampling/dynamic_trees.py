@@ -38,7 +38,7 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
         topology.windows, size, max_depth + 1,
         WIDTH=topology.windows.shape[2], BLOCK_Q=block_q, BLOCK_N=block_n,
         num_warps=4, **overlapping(parents),
-    )  # fmt: skip
+    )
 
 
 def pick_level(
@@ -64,14 +64,14 @@ def pick_tree(
     _pick(
         values, drawn_by, 0, values.shape[1], tokens, parents,
         drawn, pool_depths, pool_tokens, depths, numbers,
-    )  # fmt: skip
+    )
 
 
 def _pick(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor,
     drawn: Tensor | None, pool_depths: Tensor | None, pool_tokens: Tensor | None,
     depths: Tensor | None, numbers: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     assert values.stride(1) == picks.stride(1) == parents.stride(1) == 1
     block = triton.next_power_of_2(end - first)
     block_n = triton.next_power_of_2(picks.shape[1])
@@ -82,7 +82,7 @@ def _pick(
         pool_tokens, 0 if pool_tokens is None else pool_tokens.stride(0), depths, numbers,
         BLOCK=block, BLOCK_N=block_n, BLOCK_R=min(BLOCK_RANKS, max(1, RANKED // block_n)),
         num_warps=min(8, max(1, block // 128)), **overlapping(values),
-    )  # fmt: skip
+    )
 
 
 # A bound of 1 is not made a constant: a loop over it was once compiled wrongly
@@ -90,7 +90,7 @@ def _pick(
 def topology_kernel(
     parents, parent_stride, ancestors, depths, windows, size, num_steps,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
     node = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -114,7 +114,7 @@ def topology_kernel(
     tl.store(
         ancestors + line[:, None] * size + other[None, :], above.to(tl.uint8),
         mask=known[:, None] & (other < size)[None, :],
-    )  # fmt: skip
+    )
 
 
 # A bound of 1 is not made a constant here, either
@@ -124,7 +124,7 @@ def pick_kernel(
     picks, pick_stride, parents, parent_stride, count,
     drawn, drawn_stride, pool_depths, pool_tokens, pool_stride, depths, numbers,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     node = first + tl.arange(0, BLOCK)

@@ -51,7 +51,7 @@ def choose_children(
     _choose(
         logits, depths, sampling, places.shape[2], places, tokens, None, finite.view(torch.uint8),
         nodes, values, ids,
-    )  # fmt: skip
+    )
 
 
 def _choose(
@@ -82,11 +82,11 @@ def _choose(
         logits, logits.stride(0), logits.stride(1), ids, per_row, depths, *chosen_by,
         values, candidates, sums, vocabulary,
         COUNT=count, UNROLLED=_unrolled(count), PIECE=piece, num_warps=4, **overlapping(logits),
-    )  # fmt: skip
+    )
     merge(
         values, candidates, sampling, places, tokens, highest,
         finite, per_row, sums, nodes, paths,
-    )  # fmt: skip
+    )
 
 
 def merge(
@@ -118,7 +118,7 @@ def merge(
         COUNT=count, UNROLLED=_unrolled(count),
         BLOCK_PIECES=triton.next_power_of_2(pieces), BLOCK=block,
         num_warps=min(8, max(1, block // 256)), **overlapping(values),
-    )  # fmt: skip
+    )
 
 
 def _unrolled(count: int) -> int:
@@ -130,7 +130,7 @@ def piece_kernel(
     logits, batch_stride, stride, ids, per_row, depths, temperatures, seeds, positions,
     values, candidates, sums, vocabulary,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // per_row
@@ -171,7 +171,7 @@ def merge_kernel(
     num_candidates, sums, temperatures, nodes, node_stride, paths, path_stride, pieces,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr,
     BLOCK_PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     sequence = row // per_row

@@ -64,18 +64,18 @@ def accept_drafts(
         drawn, (0, 0) if drawn is None else drawn.stride()[:2], num_drawn, sampling.temperature,
         scratch(num_rows, pieces), scratch(num_rows, pieces, dtype=torch.int32),
         scratch(num_rows, pieces), vocabulary, pieces,
-    )  # fmt: skip
+    )
     points, finite = (
         None if each is None else each.view(torch.uint8) for each in (drafts.points, drafts.finite)
     )
     trees = JudgedTrees(
         drafts.tokens, drafts.tokens.stride(0), drafts.children, widest, drafts.drawn_by, points,
         int(drafts.independent), scratch(num_nodes), scratch(num_nodes, widest, 2, pieces),
-    )  # fmt: skip
+    )
     options = dict(
         WIDE=tl.float64 if logits.dtype == torch.float64 else tl.float32, PIECE=PIECE, num_warps=4,
         **overlapping(logits),
-    )  # fmt: skip
+    )
     rows_kernel[(batch * num_rows, pieces)](rows, **options)
     options |= dict(RULE=RULES.index(rule), PIECES=triton.next_power_of_2(pieces))
     for nodes, count, place in _judged(rule, drafts, num_nodes):
@@ -85,7 +85,7 @@ def accept_drafts(
     commit = PathOutputs(
         path, path.stride(0), path_length, block, block.stride(0), sampling.position, root,
         report, report.stride(0),
-    )  # fmt: skip
+    )
     walk_kernel[(batch,)](
         rows, trees, commit, drafts.parents, finite, num_flags, active.view(torch.uint8),
         sampling.seed, widest, num_nodes, (report.shape[1] - 2) // 2,
@@ -93,7 +93,7 @@ def accept_drafts(
         FLAGS=triton.next_power_of_2(num_flags),
         BESIDE=min(options["PIECES"], max(1, WALKED // nodes_block)),
         **{**options, "num_warps": min(16, max(4, nodes_block // 64))},
-    )  # fmt: skip
+    )
 
 
 def _judged(rule: str, drafts: Drafts, num_nodes: int) -> list[tuple[Tensor | None, int, int]]:
@@ -220,7 +220,7 @@ def left_to_draw(trees, token, drafted, undrawn, q):
 def after_siblings(
     rows, trees, sequence, node, piece, count, share,
     RULE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+):
     """Return the rests that a node's first `count` children leave in one piece.
 
     These are the tokens; p, of the target's distribution; q, of the drafter's, with its sum; and
@@ -258,7 +258,7 @@ def siblings_kernel(
     rows, trees, nodes, count, place,
     RULE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, node = program // count, program % count
@@ -296,7 +296,7 @@ def walk_kernel(
     RULE: tl.constexpr, NODES: tl.constexpr, WIDEST: tl.constexpr, FLAGS: tl.constexpr,
     BESIDE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     follow(OVERLAPS)
     sequence = tl.program_id(0).to(tl.int64)
     seed, position = tl.load(seeds + sequence), tl.load(commit.position + sequence)
@@ -325,7 +325,7 @@ def walk_kernel(
                 choice = draw(
                     rows, trees, sequence, node, 0, step, seed, position,
                     RULE, WIDE, PIECE, PIECES,
-                )  # fmt: skip
+                )
                 write(commit, sequence, step, longest, choice)
                 kept = token == choice
             elif RULE == MULTI_STEP:
@@ -351,7 +351,7 @@ def walk_kernel(
             choice = draw(
                 rows, trees, sequence, node, siblings, 0, seed, position,
                 RULE, WIDE, PIECE, PIECES,
-            )  # fmt: skip
+            )
             write(commit, sequence, count - 1, longest, choice)
     if decodes == 1:
         tl.store(commit.block + sequence * commit.block_stride, count.to(tl.int64))
@@ -374,7 +374,7 @@ def write(commit, sequence, step, longest, token):
 def are_finite(
     rows, finite, num_flags, sequence, num_nodes,
     NODES: tl.constexpr, PIECES: tl.constexpr, BESIDE: tl.constexpr, FLAGS: tl.constexpr,
-):  # fmt: skip
+):
     """Return 1 if all logits are finite, 0 if the target's are not, −1 if the drafter's are not."""
     node = tl.arange(0, NODES)
     row = sequence * (rows.num_nodes + rows.num_drawn) + node
@@ -398,7 +398,7 @@ def are_finite(
 def subtrees_that_pass(
     rows, trees, sequence, parent, seed, position, widest, num_nodes,
     NODES: tl.constexpr, PIECES: tl.constexpr, BESIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Return which nodes pass, or have a subtree that does, with the share children leave."""
     node = tl.arange(0, NODES)
     row = sequence * num_nodes + node
@@ -427,7 +427,7 @@ def subtrees_that_pass(
 def draw(
     rows, trees, sequence, node, siblings, step, seed, position,
     RULE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+):
     """Draw the token after a node from the rest after its first children: a piece, then a token."""
     temperature = tl.load(rows.temperature + sequence)
     at = sequence * (rows.num_nodes + rows.num_drawn) + node

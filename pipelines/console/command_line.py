@@ -117,7 +117,7 @@ class OneLineErrors:
             arguments, options = arguments[1:], {**options, "prog": typed.program}
             if options.get("description"):
                 told = re.sub(rf"(python )?pipelines/{typed.script}", typed.program,
-                              options["description"])  # fmt: skip
+                              options["description"])
                 options["description"] = told
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 

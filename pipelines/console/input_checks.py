@@ -28,7 +28,7 @@ TRAINING_INPUTS = (
     ("model.loss", "reference"),
     ("data", "train"), ("data", "valid"), ("data", "tokenizer"), ("data", "template"),
     ("evaluation", "config"),
-)  # fmt: skip
+)
 
 
 def require_there(looks: Iterable[Look]) -> None:

@@ -171,7 +171,7 @@ class Generation:
     def __init__(
         self, folder: str | Path, spec: GenerationSpec, prompts: Sequence[Prompt],
         tree_policy: TokenTree | AdaptiveTrees,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.spec = Path(folder), spec
         self.prompts, self.tree_policy = prompts, tree_policy
         self.require_same_data()
@@ -268,7 +268,7 @@ class Generation:
             prompt.id, prompt.number, sample, self.spec.temperature(sample),
             seed_of(self.spec.seed, prompt.number, sample), prompt.tokens, output.tokens,
             output.finish_reason, output.stats.num_calls,
-        )  # fmt: skip
+        )
 
     def _publish(self, shard: int, answers: Mapping[int, Answer]) -> None:
         rows = [answers[number] for number in self.spec.rows(shard)]
@@ -288,7 +288,7 @@ class Generation:
         verifier = {"verifier": GenerationSpec.verifier}
         old, new = verifier | found.to_dict(), verifier | self.spec.to_dict()
         changed = [f"{name} was {old[name]!r}, now {new[name]!r}" for name in new
-                   if old[name] != new[name]]  # fmt: skip
+                   if old[name] != new[name]]
         raise UsageError(
             f"{self.folder} holds other generated data ({'; '.join(changed)}): choose another "
             "--out, or the old values"

@@ -43,7 +43,7 @@ ROLES = {
 TOOL_ROLES = frozenset(
     ("tool", "function", "ipython", "observation", "function_call", "function_response",
      "tool_call", "tool_response")
-)  # fmt: skip
+)
 TURN_KEYS = ("conversations", "messages", "conversation")
 KNOWN_KEYS = frozenset((*TURN_KEYS, "id", "system", "tools"))
 KNOWN_TURN_KEYS = frozenset(
@@ -98,7 +98,7 @@ class ReadReport:
         for title, counts in (
             ("roles met", self.roles), ("changed", self.notes),
             ("keys passed over", self.passed_over),
-        ):  # fmt: skip
+        ):
             if counts:
                 said = [f"{count:,} {name}" for name, count in counts.most_common(SAID_NAMES)]
                 more = [f"{len(counts) - SAID_NAMES} more"] if len(counts) > SAID_NAMES else []

@@ -272,7 +272,7 @@ class ConversationDataModule(pl.LightningDataModule):
             "seed": (seed >= 0, "at least 0"),
             "limit": (limit is None or limit >= 1, "at least 1, or null for all"),
             "hardest": (0 < hardest <= 1, "a share above 0, at most 1"),
-        })  # fmt: skip
+        })
         self.reports: list[ReadReport] = []
         self.tokenizer: Any = None
         self.pad_id = 0
@@ -376,7 +376,7 @@ class ConversationDataModule(pl.LightningDataModule):
         return MicroBatches(
             *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate,
             self._teachers.get("train"),
-        )  # fmt: skip
+        )
 
     @property
     def _sharing(self) -> tuple[int, int, int]:

@@ -274,4 +274,4 @@ def _schema() -> Any:
         ("temperature", pyarrow.float64()), ("seed", pyarrow.int64()), ("prompt_tokens", tokens),
         ("answer_tokens", tokens), ("finish_reason", pyarrow.string()),
         ("num_calls", pyarrow.int32()),
-    ])  # fmt: skip
+    ])

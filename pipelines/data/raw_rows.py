@@ -32,7 +32,7 @@ HUGE = "huge"
 REASONS = (
     NOT_JSON, INVALID_UTF8, NO_TURNS, WRONG_ROLES, REPEATED_ROLE, TOOLS, MEDIA, EMPTY_TEXT,
     WRONG_TYPES, HUGE,
-)  # fmt: skip
+)
 # JSON of conversations packs to a third or a fifth; of one row repeated, gzip makes a 200th.
 MOST_EXPANSION = 500
 MOST_EMPTY_LINES = 100_000

@@ -55,7 +55,7 @@ class Arm:
         wrong = [
             name for name, value in (content if isinstance(content, Mapping) else {}).items()
             if not isinstance(value, str) or not value
-        ]  # fmt: skip
+        ]
         if not isinstance(content, Mapping) or wrong:
             raise UsageError(
                 f"arm {number} is {content!r:.80}, wanted {', '.join(_KEYS)}, each a text"
@@ -91,7 +91,7 @@ class Arm:
             settings = replace(
                 common, methods=(TREE,), tree=tree, verifier=self.verifier,
                 backtracking=self.backtracking,
-            )  # fmt: skip
+            )
             chosen = settings.method_tree(TREE)
             assert chosen is not None
             require_fillable(chosen, DrafterName.parse(self.drafter))
@@ -179,7 +179,7 @@ def without_trials(rows: Sequence[ResultRow]) -> list[ResultRow]:
     return [
         row for row in rows
         if row.tree is None or _arm_that_tried(row.method, row.tree.name) not in methods
-    ]  # fmt: skip
+    ]
 
 
 def _trial(arm: str, tree: str) -> str:
@@ -286,7 +286,7 @@ class Comparison(Evaluation):
             for temperature in self.settings.temperatures
             for arm in self.arms
             if arm.tree == TUNED
-        }  # fmt: skip
+        }
 
     @cached_property
     def _drafters(self) -> dict[str, DrafterIdentity]:
@@ -305,5 +305,5 @@ class Comparison(Evaluation):
         job = make_job(
             arm.settings(self.settings, tree), TREE, self._drafters[arm.drafter], benchmark,
             temperature, self.target_sha256, self.chat_template, self.decoders.device.type,
-        )  # fmt: skip
+        )
         return replace(job, method=method)

@@ -159,4 +159,4 @@ def _parse(content: Any) -> BenchmarkPrompt:
     return BenchmarkPrompt(
         str(identity), str(content.get("category", "")), tuple(turns),
         tuple(zip(cycle(("user", "assistant")), history, strict=False)), answer,
-    )  # fmt: skip
+    )

@@ -223,7 +223,7 @@ def memory_of(
     parts = decoding_memory(
         load_config(settings.target), largest, decoders.dtype, decoders.max_length, trees,
         settings.batch_size,
-    )  # fmt: skip
+    )
     if together:  # a folder's model is loaded again for another name, such as FOLDER+ngram
         names = dict.fromkeys(job.drafter for job in jobs if job.drafter)
         folders = [drafter.name.folder for drafter in names if drafter.name.folder is not None]

@@ -119,7 +119,7 @@ class Evaluation:
         counts = {
             "checkpoints": num_checkpoints, "methods": len(settings.methods),
             "temperatures": len(settings.temperatures), "prompts": num_prompts,
-        }  # fmt: skip
+        }
         product = " × ".join(f"{count} {name}" for name, count in counts.items())
         beside = ""
         if AUTOREGRESSIVE in settings.methods and num_checkpoints > 1:
@@ -215,7 +215,7 @@ class Evaluation:
             self.settings, method, drafter, benchmark, temperature,
             target_sha256=self.target_sha256, chat_template=self.chat_template,
             device_type=self.decoders.device.type,
-        )  # fmt: skip
+        )
 
     def _share(self, group: Sequence[Job]) -> list[Round]:
         """Return this worker's rounds."""
@@ -279,7 +279,7 @@ class Evaluation:
         return ReadingKey(
             drafter.sha256 if drafter else None, self.target_sha256, self.settings.dtype,
             self.chat_template_sha256, benchmark.name, benchmark.prompts_hash, prompt.id,
-        )  # fmt: skip
+        )
 
     @property
     def chat_template_sha256(self) -> str:

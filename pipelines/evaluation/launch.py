@@ -19,7 +19,7 @@ SUBMIT_TIMEOUT_S = 60
 _PLACE = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
     "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+)
 _PLACE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_")
 _SLURM_SETUP = "SLURM_CONF"  # where the cluster is, not where in it we are
 
@@ -61,14 +61,14 @@ def submit_job(arguments: Sequence[str], options: Sequence[str], name: str) -> t
     command = [
         "sbatch", "--parsable", f"--job-name={name}", "--dependency=singleton", *options,
         JOB_SCRIPT, *arguments,
-    ]  # fmt: skip
+    ]
     environment = _without_place(dict(os.environ))
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # of the training's node
     try:
         answer = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace",
             timeout=SUBMIT_TIMEOUT_S, check=False,
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         reason = "there is no sbatch here"
     except subprocess.TimeoutExpired:

@@ -49,7 +49,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "beyond_positions": (bool, "let prompts be longer than what the target was made for"),
     "overwrite": (bool, "measure again what exists"),
     "dry_run": (bool, "say what it would take, and exit"),
-}  # fmt: skip
+}
 SEVERAL = ("benchmarks", "methods", "temperatures")
 DRAFTING = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")
 DEFAULTS: dict[str, Any] = {

@@ -28,7 +28,7 @@ ResultKey = tuple[str | None, str, str | None, str, str, str, int]
 FROM_SAMPLES = (
     "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram", "nodes_per_call",
     "tokens_per_second", "tokens_per_second_e2e",
-)  # fmt: skip
+)
 ROUNDING = 1e-9  # of sums in another order
 
 # Ranges of figures: the report draws axes up to them.

@@ -163,7 +163,7 @@ def add(source: Source, content: bytes, url: str, directory: Path, accept_change
     pin = Pin(
         url=url, licence=source.licence, sha256=sha256, num_bytes=len(content),
         num_prompts=len(benchmark.prompts), prompts_hash=benchmark.prompts_hash,
-    )  # fmt: skip
+    )
     write_atomically(directory / f"{source.name}.jsonl", prompts)
     pins[source.name] = pin
     text = json.dumps({name: each.model_dump() for name, each in pins.items()}, indent=2)

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     require_numbers(
         layers=options.layers, vocabulary=options.vocabulary, context=options.context,
         new_tokens=options.new_tokens, repeats=options.repeats,
-    )  # fmt: skip
+    )
     if options.width < 64 or options.width % 64:
         raise UsageError(f"--width: wanted a multiple of 64, got {options.width}")
     require_results_file(options.out)
@@ -80,7 +80,7 @@ def _reference(layout: str, options: Any) -> Any:
     shared = dict(
         vocab_size=options.vocabulary, hidden_size=options.width,
         num_hidden_layers=options.layers, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     heads = options.width // 64
     if layout == "llama":
         return LlamaForCausalLM(

@@ -63,19 +63,19 @@ TESTS = [
     "kernels/attention", "kernels/conv", "kernels/gated_delta", "kernels/mamba",
     "kernels/products", "kernels/sampling", "kernels/test_gather.py", "kernels/test_pointwise.py",
     "stree/batching/test_graphs.py",
-]  # fmt: skip
+]
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"
 WHAT = (
     "calls", "profiles", "draft", "draft_profiles", "unrolled", "beams", "memory", "steps",
     "graphs", "rows", "joint", "serve", "orders", "draft_lengths", "prompts",
-)  # fmt: skip
+)
 WITHOUT_TARGET = {"orders", "draft_lengths"}
 PAPER = "paper"  # the tree whose drafts the bars are about
 DRAFTED = ("draft", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 CAPTURED = (
     "profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve", "prompts",
-)  # fmt: skip
+)
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--what", type=list[str], default=list(WHAT), help=f"of {', '.join(WHAT)}")
     add("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128], help="for calls")
     add("--order_nodes", "--order-nodes", type=list[int], default=[256, 512, 1024, 2048],
-        help="of trees, for orders")  # fmt: skip
+        help="of trees, for orders")
     add("--taus", type=list[float], default=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], help="for steps")
     add(
         "--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows, joint and serve"
@@ -96,18 +96,18 @@ def main(arguments: list[str] | None = None) -> None:
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
-        "width=2048, head_dtype=float8, attention, head=32768+rank=256")  # fmt: skip
+        "width=2048, head_dtype=float8, attention, head=32768+rank=256")
     add("--trees", type=list[str], default=[PAPER],
-        help=f"for draft, draft_profiles and draft_lengths: {FORMS}")  # fmt: skip
+        help=f"for draft, draft_profiles and draft_lengths: {FORMS}")
     add("--row_trees", "--row-trees", type=list[str], default=["chain-2", PAPER],
-        help=f"for rows, plain decoding beside them: {FORMS}")  # fmt: skip
+        help=f"for rows, plain decoding beside them: {FORMS}")
     add("--joint_trees", "--joint-trees", type=list[str], default=["chain-2", PAPER],
-        help=f"for joint: {FORMS}")  # fmt: skip
+        help=f"for joint: {FORMS}")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--lengths", type=list[int], default=[1024, 4096, 16384, 65536],
-        help="committed tokens, for draft_lengths")  # fmt: skip
+        help="committed tokens, for draft_lengths")
     add("--prompt_tokens", "--prompt-tokens", type=list[int], default=[16, 100, 512, 2048],
-        help="of a prompt, for prompts")  # fmt: skip
+        help="of a prompt, for prompts")
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
     add("--device", type=str, default="cuda")
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
         repeats=options.repeats, num_steps=options.num_steps, rows=options.rows,
         graph_rows=options.graph_rows, lengths=options.lengths,
         prompt_tokens=options.prompt_tokens,
-    )  # fmt: skip
+    )
     require_results_file(options.out)
     captured = [each for each in CAPTURED if each in options.what]
     if device.type != "cuda" and captured:

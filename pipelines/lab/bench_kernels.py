@@ -101,7 +101,7 @@ def _scan(
         weights = MixerWeights(
             _normal(shape.width, conv_dim, device=device).T, _normal(conv_dim, device=device),
             *per_head,
-        )  # fmt: skip
+        )
         projected = _normal(1, num_nodes, width, device=device)
         rows = _normal(2, 1, shape.tail + num_nodes, shape.num_kept, device=device)
         xb = _normal(2, 1, num_nodes, conv_dim - groups[2] * shape.d_state, device=device)
@@ -141,7 +141,7 @@ def _gated_delta(
         weights = GatedDeltaWeights(
             _normal(shape.width, channels, device=device).T, None,
             _normal(heads, device=device), _normal(heads, device=device),
-        )  # fmt: skip
+        )
         projected = _normal(1, num_nodes, shape.num_projected, device=device)
         rows = _normal(2, 1, shape.tail + num_nodes, shape.num_kept, device=device)
         qk = _normal(2, 1, num_nodes, 2 * shape.conv_dims[0], device=device)
@@ -204,7 +204,7 @@ def _attention(
             angles, topology, cache_state, 0, slots,
         )
         for _ in range(layers)
-    ]  # fmt: skip
+    ]
     return _both_ways("attend_tree", sets)
 
 
@@ -243,7 +243,7 @@ OPS: dict[str, tuple[Callable[..., dict[str, Callable[[], object]]], dict[str, A
     "mamba_tree": (_scan, MIXERS), "attend_tree": (_attention, HEADS),
     **{op: (functools.partial(_product, op), MLPS) for op in PRODUCTS},
     "gated_delta_tree": (_gated_delta, GATED_DELTAS),
-}  # fmt: skip
+}
 SHAPES = sorted({*MIXERS, *GATED_DELTAS})
 
 

@@ -29,7 +29,7 @@ NAMES = ("policy", "method", "rate")
 FIGURES = (
     "latency_s_mean", "latency_s_p50", "latency_s_p95", "time_to_first_token_s_p50", "throughput",
     "requests_per_second", "occupancy",
-)  # fmt: skip
+)
 
 
 def build_parser() -> CommandParser:
@@ -41,7 +41,7 @@ def build_parser() -> CommandParser:
     add("--drafter", type=str | None, help="drafter folder, for methods that draft")
     add("--prompts", type=str, default=DEFAULT_BENCHMARKS[0],
         help="a name in --benchmark_dir, or a JSONL file, whose prompts' first turns are asked in "
-        f"turn; {PROMPT_FORMAT}")  # fmt: skip
+        f"turn; {PROMPT_FORMAT}")
     add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
     add(
         "--methods",
@@ -55,9 +55,9 @@ def build_parser() -> CommandParser:
     add("--num_requests", "--num-requests", type=int, default=64, help="of a setting")
     add("--batch_size", "--batch-size", type=int, default=8, help="rows: requests decoded at once")
     add("--queue_size", "--queue-size", type=int | None,
-        help="of clearing: requests that clear the queue (default: as many as rows)")  # fmt: skip
+        help="of clearing: requests that clear the queue (default: as many as rows)")
     add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
-        help="of clearing: seconds after which the first request clears it")  # fmt: skip
+        help="of clearing: seconds after which the first request clears it")
     add("--tree", type=str, default="paper", help=f"of stree: {TREE_POLICIES}")
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
     add("--temperature", type=float, default=0.0, help="0 is greedy")

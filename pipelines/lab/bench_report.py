@@ -51,7 +51,7 @@ BARS: list[tuple[str, float, dict[str, Any], str]] = [
     *[(f"{count} rows, step over products, states and keys", 1.12 if count <= 16 else 1.15,
        dict(what="rows", shape="8b", num_rows=count), "over_bound")
       for count in (1, 2, 4, 8, 16, 32, 64)],
-]  # fmt: skip
+]
 SPEEDUP = ("speedup per τ, 13-node tree", 0.80, dict(what="step", shape="8b"), "speedup_per_tau")
 
 # By kind of rows (`what`, or op): a title, the fields that identify a row, and the measured fields.
@@ -91,7 +91,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
         "shape batch_size sequence_length teacher target_dtype features recipe options",
         "tokens_per_second tflops of_peak peak_bytes us_step us_parts_data us_parts_target "
         "us_parts_drafter us_rest us_parts_update"),
-}  # fmt: skip
+}
 
 # A figure's name, kind of rows, x, y, and the fields whose combinations are its lines
 FIGURES = [

@@ -64,7 +64,7 @@ LESS = "lower --batch_size or --sequence_length, or take a smaller --shape"
 def measure(
     shape: str, strategies: list[str], processes: list[int], batch_size: int,
     sequence_length: int, steps: int, more: list[str], device: torch.device,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """Yield a row for one process, then one per larger number of processes and strategy.
 
     Args:
@@ -83,7 +83,7 @@ def measure(
             "--trainer.log_every_n_steps", str(interval(steps)),
             "--trainer.enable_progress_bar", "false", "--checkpoint.every_n_steps", str(steps),
             *more,
-        ]  # fmt: skip
+        ]
         for strategy, count in _runs(strategies, processes):
             run_dir = folder / f"{strategy}-{count}"
             placed = ["--trainer.strategy", strategy, "--trainer.devices", str(count)]
@@ -104,7 +104,7 @@ def measure(
                 losses=losses,
                 loss_distance=max(abs(a - b) / b for a, b in zip(losses, alone[0], strict=True)),
                 efficiency=median / alone[1] / count,
-            )  # fmt: skip
+            )
 
 
 def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
@@ -130,11 +130,11 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
             drafter = drafter_config_of(
                 target, model["drafter"], model["drafter_layers"], model["start_from"],
                 model["features"], model["head"],
-            )  # fmt: skip
+            )
             plan = ModelPlan(
                 drafter, target, held_dtype(model["target_dtype"]), cached=teacher != "live",
                 compiled=on_cuda,
-            )  # fmt: skip
+            )
             memory = training_memory(plan, (rows, length), PRECISION, on_cuda)
             estimates.append(MemoryEstimate(memory, on_cuda))
             yield model_line("drafter", drafter)
@@ -166,7 +166,7 @@ def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]
         row = step_row(
             TARGETS[options.shape], teacher, options.batch_size, options.sequence_length,
             options.steps, device, **{**model, "compile_layers": device.type == "cuda"},
-        )  # fmt: skip
+        )
         features = model["features"]
         unread = tuple(f"--model.{name}" for name in FROM_A_CACHE)
         yield dict(
@@ -176,7 +176,7 @@ def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]
                 if teacher == "live" or not each.startswith(unread)
             ],
             features=features.layers if features else [], **row,
-        )  # fmt: skip
+        )
 
 
 def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _make_workspace(
     words = [f"{chr(97 + i % 26)}{i}" for i in range(500)]
     texts = [" ".join(rng.choice(words, sequence_length)) for _ in range(64)]
     turns = ([{"from": "human", "value": text[:64]}, {"from": "gpt", "value": text}]
-             for text in texts)  # fmt: skip
+             for text in texts)
     lines = (json.dumps({"conversations": each}) + "\n" for each in turns)
     (folder / "train.jsonl").write_text("".join(lines))
     tokenizer = train_tokenizer(texts, 320, folder / "tokenizer")
@@ -237,11 +237,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=str, help="file to write, JSON lines")
     parser.add_argument("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
     parser.add_argument("--what", type=list[str], default=["processes"],
-                        help=f"of {', '.join(WHAT)}")  # fmt: skip
+                        help=f"of {', '.join(WHAT)}")
     parser.add_argument("--recipe", type=str | None,
-                        help="config of distill.py whose model section is the step's")  # fmt: skip
+                        help="config of distill.py whose model section is the step's")
     parser.add_argument("--teacher", type=list[str], default=["live"],
-                        help=f"of {', '.join(TEACHERS)}, for step")  # fmt: skip
+                        help=f"of {', '.join(TEACHERS)}, for step")
     parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
     parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
     parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
@@ -249,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", type=str, default="cuda")
     parser.add_argument("--more", type=list[str], default=[],
-                        help="--NAME=VALUE of distill.py; a step has those of --model")  # fmt: skip
+                        help="--NAME=VALUE of distill.py; a step has those of --model")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
     quieten()
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
     require_numbers(
         processes=options.processes, batch_size=options.batch_size,
         sequence_length=options.sequence_length,
-    )  # fmt: skip
+    )
     for strategy in options.strategies:
         require_supported(strategy)
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
@@ -298,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     for row in measure(
         options.shape, options.strategies, options.processes, options.batch_size,
         options.sequence_length, options.steps, options.more, device,
-    ):  # fmt: skip
+    ):
         rows.append(row)
         save_rows(options.out, rows, device)
         print(

@@ -25,7 +25,7 @@ PLAIN = "plain decoding"
 HEADS = (
     "arm", "drafter", "tree", "verifier", "backtracking", "τ", "tokens/s", "speed-up",
     "median speed-up", "speed-up per τ", "nodes a call", *metrics.STEP_PARTS,
-)  # fmt: skip
+)
 INTRO = (
     "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
     "plain decoding's of the same prompts in the same process, which each arm answered in turn; "
@@ -104,7 +104,7 @@ def table(place: Place) -> Table:
             figure(None if plain else cell["speedup_per_tau"], cell.interval("speedup_per_tau")),
             figure(cell["nodes_per_call"], form=".1f"),
             *(_share(cell, part) for part in metrics.STEP_PARTS),
-        ))  # fmt: skip
+        ))
     samples = {name: cell.samples for name, cell in place.cells.items()}
     return Table(place.title, tuple(lines), 4, below(samples, [*place.rows.values()]))
 
@@ -146,7 +146,7 @@ def verdict(place: Place) -> Verdict:
             chains[0],
             f"The chain {place.called(chains[0])} wins: {gain_of(chains[0])}. {gain}, but they "
             "can't be told apart, and a chain verifies fewer tokens.",
-        )  # fmt: skip
+        )
     what = "The chain" if _is_chain(place.rows[best].tree) else "The tree"
     beside = f"; not told apart from it: {', '.join(ties)}" if ties else ""
     return Verdict(best, f"{what} {place.called(best)} wins: {gain}{beside}.")
@@ -173,7 +173,7 @@ def page(places: Sequence[Place], name: str) -> dict[str, Any]:
             "title": place.title, "table": table(place), "verdict": verdict(place),
             "remarks": place.remarks,
             "svg": plots.to_svg(speedups(place), title, inline=True),
-        })  # fmt: skip
+        })
     trees = {row.tree for place in places for row in place.rows.values() if row.tree}
     facts = {
         "Target": next(iter(places[0].rows.values())).target,

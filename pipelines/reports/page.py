@@ -86,7 +86,7 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
                 "method": method_label(method),
                 "tau": tau,
                 "turns": sample.turns,
-            })  # fmt: skip
+            })
     return shown
 
 
@@ -108,7 +108,7 @@ def runs_context(findings: RunsFindings) -> dict[str, Any]:
         ],
         "environment": environment(runs.rows, [run.command for _, run in every]),
         "notes": runs.notes,
-    }  # fmt: skip
+    }
 
 
 def environment(

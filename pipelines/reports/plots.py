@@ -36,7 +36,7 @@ STYLE: Any = {
     "axes.grid": True, "grid.color": "#8b949e", "grid.alpha": 0.25, "legend.frameon": False,
     "legend.fontsize": 8, "lines.linewidth": 1.8, "lines.markersize": 4.5,
     "figure.constrained_layout.use": True,
-}  # fmt: skip
+}
 
 
 def tau_vs_step(data: RunData) -> Figure | None:
@@ -94,7 +94,7 @@ def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
             [depth + offset for depth in depths],
             [100 * histogram.get(depth, 0) / calls for depth in depths],
             width * 0.92, color=colour_of(data, method), label=method_label(method),
-        )  # fmt: skip
+        )
     axes.set_xlabel("draft tokens accepted in a call")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _finish(figure, axes, "% of calls", None)
@@ -109,7 +109,7 @@ def depth_rates(data: RunData, temperature: float) -> Figure | None:
             axes.plot(
                 list(rates), [100 * rate for rate in rates.values()], "o-",
                 color=colour_of(data, method), label=method_label(method),
-            )  # fmt: skip
+            )
     axes.set_ylim(0, 102)
     axes.set_xlabel("depth in the tree")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -136,7 +136,7 @@ def step_times(data: RunData, temperature: float) -> Figure | None:
         axes.annotate(
             f"{total:.2f}", (total, height), (4, 0), textcoords="offset points", va="center",
             fontsize=8, color=INK,
-        )  # fmt: skip
+        )
     axes.set_yticks(range(len(bars)), [method_label(method) for method, _ in bars])
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.14)
@@ -212,7 +212,7 @@ def add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> N
     figure.legend(
         unique.values(), unique.keys(), loc="outside upper center", ncols=ncols, frameon=False,
         fontsize=8, columnspacing=1.2, handlelength=handlelength, labelcolor=INK,
-    )  # fmt: skip
+    )
 
 
 def _plot_over_steps(axes: Axes, data: RunData, method: str, temperature: float, name: str) -> None:

@@ -215,7 +215,7 @@ def arrange(data: RunData, store: ResultStore) -> None:
         key = (
             labels[_drafter(row)], methods[row.method, row.tree], row.benchmark,
             row.temperature,
-        )  # fmt: skip
+        )
         samples = tuple(store.samples(row))
         num_without += not samples
         data.cells[key] = Cell.of(row, samples)
@@ -260,7 +260,7 @@ def _pool(data: RunData) -> None:
                     metrics.summarise(samples, paired), len(samples),
                     tuple(name for part in parts for name in part.files), samples,
                     summarise_lossless(samples),
-                )  # fmt: skip
+                )
 
 
 def _about_batches(data: RunData) -> str:
@@ -272,7 +272,7 @@ def _about_batches(data: RunData) -> str:
         rows = [cell["rows_per_call"] for cell in found if cell and cell["rows_per_call"]]
         if rows:
             full.append(f"{'–'.join(f'{each:.1f}' for each in sorted({min(rows), max(rows)}))} "
-                        f"({method_label(method)})")  # fmt: skip
+                        f"({method_label(method)})")
     held = f" A call decoded {', '.join(full)} on average." if full else ""
     return (
         f"Up to {data.batch_size} prompts were decoded at once, fewer towards a benchmark's end: "

@@ -147,11 +147,11 @@ def load_runs(
         label: load_run(path, shown, lambda row: row.benchmark in benchmarks
                         and row.temperature in temperatures)
         for path, label in labels.items()
-    }  # fmt: skip
+    }
     every_row = [row for run in runs.values() for row in run.rows]
     notes += settings.remarks(every_row)
     notes += [f"{label}: {note}" for label, run in runs.items() for note in run.notes
-              if note not in settings.remarks(run.rows)]  # fmt: skip
+              if note not in settings.remarks(run.rows)]
     columns = _columns(runs, notes)
     if names and len(names) != len(columns):
         there = ", ".join(column.title for column in columns)
@@ -250,7 +250,7 @@ def _name(members: Sequence[str], groups: dict[str, list[str]]) -> str:
     """Return the label of runs of one recipe without its seed, or the first one's label."""
     common = {_SEED_IN_NAME.sub("", label) for label in members}
     others = {_SEED_IN_NAME.sub("", label) for of in groups.values() if of is not members
-              for label in of}  # fmt: skip
+              for label in of}
     if len(members) == 1 or len(common) > 1 or "" in common or common & others:
         return members[0]
     return common.pop()

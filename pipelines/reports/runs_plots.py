@@ -18,7 +18,7 @@ from stree_pipelines.reports.runs import Column, Runs
 
 COLOURS = (
     "#2f81d6", "#e0702b", "#2da44e", "#8250df", "#bf3989", "#159a9c", "#c09a2b", "#59636e",
-)  # fmt: skip
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 # Figure of a run's checkpoint: (runs, column, checkpoint, method, temperature) → its value
@@ -38,7 +38,7 @@ def speedup(runs: Runs, column: Column, label: str, method: str, t: float) -> Ga
 def gain(runs: Runs, column: Column, label: str, method: str, t: float) -> Gain:
     """Return τ minus the first run's at the same step."""
     mine, first = (runs.answers(each, label, method, runs.scopes[0], t)
-                   for each in (column, runs.columns[0]))  # fmt: skip
+                   for each in (column, runs.columns[0]))
     if mine is None or first is None:
         return Gain(None, None)
     return mine.over(first, figures.acceptance_length, np.subtract)

@@ -134,7 +134,7 @@ def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
             runs.answers(column, label, method, runs.scopes[0], temperature)
             if label in column.checkpoints else None
             for column in runs.columns
-        ]  # fmt: skip
+        ]
         gains = [figure(*_tau_gain(each, found[0]), "+.2f") for each in found[1:]]
         taus = (_of(each, figures.acceptance_length) for each in found)
         lines.append((str(step), *taus, *gains))
@@ -192,7 +192,7 @@ def verdict(runs: Runs, temperature: float) -> Verdict:
 def _ranked(
     answers: dict[str, Answers], of: figures.Figure, form: str, unit: str,
     compare: Callable[..., Any], none: float,
-) -> tuple[str, str]:  # fmt: skip
+) -> tuple[str, str]:
     """Describe the best run's gain over each other; returns its name when every gain is beyond
     noise."""
     values = {name: each.value(of) or 0.0 for name, each in answers.items()}
@@ -241,7 +241,7 @@ def _row(
         "runs": [str(run.folder) for run in column.runs], "num_seeds": len(column.runs),
         "checkpoint": checkpoint, "step": column.step(checkpoint), "method": method,
         "num_prompts": len(answers.prompts),
-    }  # fmt: skip
+    }
     row |= {name: of_gain(answers.figure(of)) for name, of in NAMED.items()}
     plain = answers.value(figures.plain_tokens_per_second)
     row["autoregressive_tokens_per_second"] = plain
@@ -284,7 +284,7 @@ def _steps(runs: Runs) -> list[tuple[int, str]]:
 
 def _title(runs: Runs, benchmark: str, temperature: float) -> str:
     answers = (_at_last(runs, c, m, benchmark, temperature) for c in runs.columns
-               for m in runs.methods)  # fmt: skip
+               for m in runs.methods)
     counts = sorted({len(each.prompts) for each in answers if each})
     prompts = f" ({'/'.join(map(str, counts))} prompts)" if counts else ""
     return f"{benchmark}, T = {temperature:g}{prompts}"

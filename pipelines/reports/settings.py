@@ -20,7 +20,7 @@ from stree_pipelines.evaluation.sampling import OFF, sampling_of, told_sampling
 NAMES = (
     "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed", *OFF,
     "chat_template", "verifier", "backtracking", "BENCHMARK.prompts",
-)  # fmt: skip
+)
 SHOW_HELP = (
     "where rows of several decoding settings are there, which to take: NAME=VALUE, as the error "
     f"lists them; NAME: {', '.join(NAMES)}"
@@ -93,12 +93,12 @@ def chosen(rows: Sequence[ResultRow], wanted: Sequence[str], where: object) -> l
                 f"--show {text}: no row of {where} has it"
                 + (f" (beside the rest of --show), only {known}" if known
                    else f"; wanted NAME=VALUE with NAME one of {', '.join(NAMES)}")
-            )  # fmt: skip
+            )
         own = name.removesuffix(".prompts") if name.endswith(".prompts") else None
         kept = [
             row for row in kept
             if setting_of(row).get(name) == value or own not in (None, row.benchmark)
-        ]  # fmt: skip
+        ]
     return kept
 
 

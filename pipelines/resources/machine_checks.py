@@ -86,7 +86,7 @@ def check_mamba_ssm() -> str:
     raise Absent(
         "not installed", "training uses our own scan; `pip install -e '.[cuda]'` (with nvcc there, "
         "or a wheel for this torch) is faster"
-    )  # fmt: skip
+    )
 
 
 def check_backend(backend: str) -> str:
@@ -167,7 +167,7 @@ def check_memory(target: HybridConfig) -> str:
         raise Absent(
             found, "use a larger device, a smaller target or fewer drafter layers, share the "
             "weights among GPUs, or compute the target's outputs first (cache_teacher.py)"
-        )  # fmt: skip
+        )
     return found
 
 

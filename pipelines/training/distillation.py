@@ -215,7 +215,7 @@ class Distillation(Training):
         terms = chunked_distillation_loss(
             hidden, head, teacher, mask, ce_labels=shift_left(tokens), ce_weight=self.ce_weight,
             weights=weights, normalizer=normalizer, **options,
-        )  # fmt: skip
+        )
         if ahead:
             terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer, options)
         if accepted is None:
@@ -266,7 +266,7 @@ class Distillation(Training):
     def _with_drafts(
         self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor | None,
         normalizer: Tensor | None, options: dict[str, Any],
-    ) -> LossTerms:  # fmt: skip
+    ) -> LossTerms:
         """Add the loss of each token as a drafted one, at a depth drawn anew for each token."""
         assert self.features is not None
         depths, there = self.features.depths(batch["segment_ids"], self._chance("depths"))
@@ -278,7 +278,7 @@ class Distillation(Training):
             hidden, self.exported.head_weight, teacher, mask,
             ce_labels=shift_left(batch["tokens"]), ce_weight=self.ce_weight,
             normalizer=normalizer, **options,
-        )  # fmt: skip
+        )
         weight = self.features.ahead_weight
         mixed = {
             name: (getattr(terms, name) + weight * getattr(drafts, name)) / (1 + weight)
@@ -299,7 +299,7 @@ class Distillation(Training):
     def _weights(
         self, batch: Batch, mask: Tensor, hidden: Tensor, head: Tensor, teacher: Teacher,
         target_hidden: Tensor | None, options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Return weight and acceptance of each token (B, T).
 
         Takes a pass over the vocabulary for the drafter, and one for the reference.
@@ -313,7 +313,7 @@ class Distillation(Training):
             model.head_inputs(reference_hidden), model.head_weight,
             self._teacher(batch, mask, hidden, target_hidden).over(model.head_ids), mask,
             **options,
-        )  # fmt: skip
+        )
         return token_weights(self.loss_config, mask, drafter, reference), drafter.accepted
 
 

@@ -56,7 +56,7 @@ class FeatureConfig:
             "longest_run": (self.longest_run >= 1, "at least 1"),
             "ahead": (self.ahead >= 0, "at least 0"),
             "ahead_decay": (0 < self.ahead_decay <= 1, "above 0 and at most 1"),
-        }, "model.features.")  # fmt: skip
+        }, "model.features.")
         if self.own and not self.ahead:
             raise UsageError(
                 "model.features.own is learnt in passes ahead: set model.features.ahead to the "

@@ -68,7 +68,7 @@ class OptimizerConfig:
             "warmup_steps": (self.warmup_steps >= 0, "at least 0"),
             "decay_share": (share is None or 0 < share <= 1, "above 0 and at most 1"),
             "momentum": (momentum is None or 0 <= momentum < 1, "at least 0 and below 1"),
-        }, "model.optimizer.")  # fmt: skip
+        }, "model.optimizer.")
 
     @property
     def branches(self) -> bool:
@@ -148,14 +148,14 @@ def make_optimizer(
     adamw = AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr, betas=config.betas, eps=config.eps, fused=fused,
-    )  # fmt: skip
+    )
     if config.kind == "adamw":
         return adamw
     muon = Muon(
         matrices, lr=config.lr, weight_decay=config.weight_decay,
         momentum=0.95 if config.momentum is None else config.momentum,
         adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
+    )
     return Together(muon, adamw)
 
 

@@ -115,7 +115,7 @@ class BatchDecoder(RequestServer, Renamed):
 
     RENAMED: ClassVar[dict[str, str]] = {
         "measure_costs": "measure_step_times", "modes": "adaptive_trees", "growth": "tree_policy",
-    }  # fmt: skip
+    }
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class BatchDecoder(RequestServer, Renamed):
         step = Step.new(
             target, drafter, self.verifier, choices, num_rows=num_rows, max_length=max_length,
             max_nodes=self.max_nodes, backtracking=backtracking,
-        )  # fmt: skip
+        )
         self.cache, drafter = step.cache, step.drafter
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
@@ -341,7 +341,7 @@ class BatchDecoder(RequestServer, Renamed):
         return GenerationOutput(
             list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer,
             seed=asked.seed if asked.temperature else None,
-        )  # fmt: skip
+        )
 
     def _taken(self, row: int) -> RunningSequence:
         """Return the row's sequence. Raises `UsageError` for a row that is free."""
@@ -564,7 +564,7 @@ class BatchDecoder(RequestServer, Renamed):
         inputs.position = max(
             each.position + each.ahead + (each.longest if each.finish_reason else 0)
             for row, each in self._sequences.items() if row in trees or each.finish_reason
-        )  # fmt: skip
+        )
         return inputs
 
     def _collect(self) -> list[StepOutput]:

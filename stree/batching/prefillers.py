@@ -111,7 +111,7 @@ class ChunkedPrefill:
     def read_both(
         self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
         tokens: Tensor, timed: Timed, *, start: int, ahead: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Read tokens with the target, and after each chunk let the drafter read it, too.
 
         Args:
@@ -175,7 +175,7 @@ class ChunkedPrefill:
                     model, cache, row, size, bound, layers, reads_inputs, self.capture,
                     beside=next(iter(self.graphs.values()), None),
                     scratch=self._scratch_of(model, cache, size),
-                )  # fmt: skip
+                )
                 if drafter is not None and drafter_bound is not None:
                     scratch = self._scratch_of(drafter.model, drafter.cache, size)
                     graph.add_drafter(drafter, drafter_bound, scratch, self.capture)
@@ -209,7 +209,7 @@ class PrefillGraph:
         self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
         layers: tuple[int, ...], reads_inputs: bool, capture: CaptureType,
         beside: PrefillGraph | None, scratch: PrefillScratch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.size, device = model, size, cache.device
         with torch.inference_mode(False):  # they are written inside of it and outside
             self.tokens = tokens = torch.zeros(1, size, dtype=torch.long, device=device)

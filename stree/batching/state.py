@@ -79,7 +79,7 @@ class BatchState:
             zeros(dtype=torch.bool), temperature, settings[4], top_p, min_p, penalty, settings[5],
             zeros(dtype=torch.long), zeros(1, dtype=torch.long),
             zeros(1 + longest, dtype=torch.long), settings=settings,
-        )  # fmt: skip
+        )
 
     def set(
         self,
@@ -124,7 +124,7 @@ class BatchState:
     def begin(
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
         active: bool | Tensor = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let a row decode from `root`; its caches hold `position` tokens.
 
         Args:
@@ -140,7 +140,7 @@ class BatchState:
     def place(
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
         active: bool | Tensor = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Do as `begin`, but do not note the root for penalties, so that it can be done twice."""
         self.position[row], self.root[row] = position, root
         fill(self.block[:, 0], row, value=1)
@@ -163,7 +163,7 @@ class BatchState:
             view(self.root), view(self.block), sampled, filtered, ranked, penalised,
             None if self.seen is None else view(self.seen),
             None if self.settings is None else self.settings.narrow(1, first, count),
-        )  # fmt: skip
+        )
 
     def at(self, row: Tensor, asked: Asked) -> BatchState:
         """Return a copy of one row, given as a tensor (1,) int64 on the device."""
@@ -176,7 +176,7 @@ class BatchState:
             copy(self.min_p), copy(self.repetition_penalty), copy(self.seed), copy(self.position),
             copy(self.root), copy(self.block), *asked,
             seen=None if self.seen is None else copy(self.seen),
-        )  # fmt: skip
+        )
 
     @property
     def sampling(self) -> Sampling | None:

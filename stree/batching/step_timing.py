@@ -112,7 +112,7 @@ def measure_step_times(
     costs = StepTimes(
         device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
         temperature=generation.temperature,
-    )  # fmt: skip
+    )
     for count in counts:
         seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
         read_s = []

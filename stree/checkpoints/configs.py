@@ -32,7 +32,7 @@ LAYOUTS = tuple(
     for layout in (
         mamba_in_llama.LAYOUT, llama.LAYOUT, mamba2.TRANSFORMERS, mamba2.STATE_SPACES, *FAMILIES
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ class _StoredTensors:
             self._add(
                 path, name, tensor.shape, f"{number_format}{tensor.dtype.itemsize * 8}",
                 tensors.__getitem__,
-            )  # fmt: skip
+            )
 
     def _add(self, path: Path, name: str, shape: Any, number_format: str, reader: Any) -> None:
         if name in self.shapes:

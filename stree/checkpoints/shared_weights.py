@@ -83,7 +83,7 @@ def _require_all_used(
     left = [
         name for name, tensor in state.items()
         if id(tensor) not in used and not (dropped and dropped.fullmatch(name))
-    ]  # fmt: skip
+    ]
     if missing or left:
         some = ", ".join((missing or left)[:3])
         raise CheckpointRefused(

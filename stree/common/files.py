@@ -39,7 +39,7 @@ _UNLOCKED_AGE_S = 60.0  # a writer locks its folder right after it has made it
 _REFUSED_WRITE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
     errno.EFBIG, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
-}  # fmt: skip
+}
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # only writers meet them
 _in_use: set[Path] = set()
 

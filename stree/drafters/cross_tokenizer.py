@@ -170,7 +170,7 @@ class CrossTokenizerDrafter:
 def _decoded(tokenizer: Any, tokens: list[int]) -> str:
     return tokenizer.decode(
         tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )  # fmt: skip
+    )
 
 
 def _last_word(text: str) -> int:

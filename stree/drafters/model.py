@@ -121,7 +121,7 @@ class ModelDrafter:
     def read_padded(
         self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, scratch: PrefillScratch,
         bound: int, streams: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read a padded chunk without waiting for the device, as `HybridModel.prefill_padded`.
 
         Args:
@@ -209,7 +209,7 @@ class ModelDrafter:
                 level.noise_at(keep_logits), None if independent else rows.sampling, level.places,
                 tokens,
                 finite[:, drawn : drawn + count], level.nodes, tree_batch.values,
-            )  # fmt: skip
+            )
             if rows.leaves_out:
                 drafts = tree_batch.drafts_at(tokens, number, rows.penalised)
                 logits = rows.kept(model.head_logits(_normed(hidden)), drafts, model.head_ids)
@@ -232,7 +232,7 @@ class ModelDrafter:
     def _draw_each(
         self, logits: Tensor, level: Level, rows: BatchState, sampling: Sampling, tokens: Tensor,
         unshared: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Draw each child of a level's nodes from all of logits (B, n, K), in rows that sample."""
         count = level.places.shape[2]
         places = level.places.masked_fill((rows.temperature == 0)[:, None, None], -1)
@@ -242,7 +242,7 @@ class ModelDrafter:
         ops.choose_children(
             each, noise, sampling, places.flatten(1)[..., None], tokens, finite,
             ids=self.model.head_ids,
-        )  # fmt: skip
+        )
 
     def _chains_of(self, batch: int, length: int) -> Topology:
         """Return the topology of `batch` chains of `length` tokens, to read certain tokens."""

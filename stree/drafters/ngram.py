@@ -58,7 +58,7 @@ class NGram:
         text = Text(
             self.context, torch.as_tensor(self.corpus, dtype=torch.long), num_rows, max_length,
             target.config.vocab_size, target.device,
-        )  # fmt: skip
+        )
         if self.model is None:
             return NGramDrafter(text)
         return GraftingDrafter(self.model, text, num_rows, max_length, max_nodes, self.siblings)
@@ -124,7 +124,7 @@ class Text:
     def __init__(
         self, context: int, corpus: Tensor, num_rows: int, max_length: int, vocabulary: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.context, self.vocabulary = context, vocabulary
         self.corpus = Corpus(corpus.to(device), context) if len(corpus) else None
         # Nothing stands before a text; the last slot takes what idle rows write
@@ -182,7 +182,7 @@ class Text:
     def fill(
         self, rows: BatchState, tree_batch: TreeBatch, tokens: Tensor, places: Tensor | None = None,
         barred: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write drafts into tokens (B, N), which hold the roots.
 
         Args:
@@ -301,7 +301,7 @@ class GraftingDrafter(ModelDrafter):
     def __init__(
         self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,
         siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, num_rows, max_length, max_nodes, siblings)
         self.text, self.grows = text, False
         if siblings is not SiblingSampling.DETERMINISTIC:

@@ -135,7 +135,7 @@ class HybridCache:
         make: dict[str, Callable[[], LayerCache]] = {
             "attention": attention, "mamba": mamba, "short_conv": short_conv,
             "gated_delta": gated_delta,
-        }  # fmt: skip
+        }
         alike: dict[str, Any] = {}
         for kind in chain.from_iterable(map(config.mixers, range(config.num_layers))):
             layer = make[kind]()

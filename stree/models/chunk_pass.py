@@ -66,7 +66,7 @@ class ChunkPass(TreePass):
     def of(
         cls, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache,
         scratch: PrefillScratch, bound: int, inputs: Tensor | None, **model: Any,
-    ) -> ChunkPass:  # fmt: skip
+    ) -> ChunkPass:
         """Return the pass over the first `count` of tokens (1, T); the rest may be anything.
 
         inputs (1, T, D) are added to the embeddings; None adds nothing.
@@ -85,7 +85,7 @@ class ChunkPass(TreePass):
             scratch.chain, before, 0, bound, [layer.taken(row, nodes) for layer, nodes in layers],
             tokens=tokens.masked_fill(padding, 0), nodes=None, inputs=inputs,
             cache=cache, row=row, count=count, pair=scratch.pair, after=after, **model,
-        )  # fmt: skip
+        )
 
     def over_nodes(
         self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None

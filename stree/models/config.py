@@ -222,7 +222,7 @@ class HybridConfig:
             self._require_possible_features()
         for name, known in (
             ("mlp_kind", MLP_KINDS), ("router", ROUTERS), ("gated_norm", GATED_NORMS)
-        ):  # fmt: skip
+        ):
             if getattr(self, name) not in known:
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}"
@@ -341,7 +341,7 @@ class HybridConfig:
             self.num_ssm_heads, self.ssm_head_dim, self.d_state,
             self.num_x_groups, self.num_b_groups, self.num_c_groups,
             self.d_conv, self.repeat_before_conv, self.dt_limit, self.gated_norm == "gate",
-        )  # fmt: skip
+        )
 
     @property
     def gated_delta_shape(self) -> GatedDeltaShape:
@@ -349,7 +349,7 @@ class HybridConfig:
         return GatedDeltaShape(
             self.num_delta_heads, self.num_delta_key_heads, self.delta_key_dim,
             self.delta_value_dim, self.d_conv, self.negative_eigenvalues,
-        )  # fmt: skip
+        )
 
     @property
     def conv_dim(self) -> int:
@@ -412,7 +412,7 @@ class HybridConfig:
         return self.replace(
             num_layers=len(chosen), layer_types=tuple(types), attn_layers=(),
             num_shared_blocks=len(shared),
-        )  # fmt: skip
+        )
 
     def shared_blocks_of(self, layers: Sequence[int]) -> list[int]:
         """Return the numbers of the shared transformer blocks that some layers use, in order."""
@@ -429,7 +429,7 @@ class HybridConfig:
         return self.replace(
             feature_layers=layers, target_width=target.d_model,
             target_num_layers=target.num_layers, own_features=own,
-        )  # fmt: skip
+        )
 
     def replace(self, **changes: Any) -> HybridConfig:
         """Return a copy with other values of some fields."""

@@ -114,7 +114,7 @@ class JointPass(TreePass):
         return cls(
             topology, after, 0, bound + longest, cache.layers, tokens=fed, nodes=None,
             chain=last.topology, before=before, path_nodes=longest, **model,
-        )  # fmt: skip
+        )
 
     def over_nodes(
         self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None

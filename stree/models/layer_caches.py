@@ -132,7 +132,7 @@ class ConvCache:
         return replace(
             self, rows=self.rows.narrow(1, first, count),
             own_conv_state=None if conv_state is None else conv_state.narrow(0, first, count),
-        )  # fmt: skip
+        )
 
     def for_chunk(self, num_nodes: int) -> Self:
         """Return scratch buffers for one sequence that reads a chunk of `num_nodes` tokens.
@@ -223,7 +223,7 @@ class RecurrentCache(ConvCache):
         return replace(
             super().narrow(first, count), state=self.state.narrow(0, first, count),
             derived=self.derived and self.derived.narrow(first, count),
-        )  # fmt: skip
+        )
 
     def for_chunk(self, num_nodes: int) -> Self:
         scratch = super().for_chunk(num_nodes)

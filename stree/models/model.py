@@ -152,7 +152,7 @@ class HybridModel(PackedModel):
         context = TrainingPass(
             self._rotary(positions), segment_ids, mask,
             shared=self.model.shared_blocks, embedded=x, bounds=bounds,
-        )  # fmt: skip
+        )
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
             if features is not None:
@@ -216,7 +216,7 @@ class HybridModel(PackedModel):
         return HybridCache(
             self.config, max_length, max_nodes,
             batch=batch, device=self.device, dtype=self.dtype, backtracking=backtracking,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     @on_own_gpu
@@ -271,7 +271,7 @@ class HybridModel(PackedModel):
         context = PrefillPass(
             self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=x,
             caches=cache.layers, start=start, features=features,
-        )  # fmt: skip
+        )
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, context)
         x = context.add(x, y)
@@ -315,7 +315,7 @@ class HybridModel(PackedModel):
             tokens, count, row, cache, scratch, bound, inputs,
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             features=features,
-        )  # fmt: skip
+        )
         return last_of(self.tree_hidden(call), count)
 
     @torch.no_grad()
@@ -402,13 +402,13 @@ class HybridModel(PackedModel):
         model: dict[str, Any] = dict(
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             inputs=inputs, features=features,
-        )  # fmt: skip
+        )
         if cache.last_tree is not None:
             return JointPass.of(tokens, topology, cache, bound or used, **model)
         return TreePass(
             topology, cache.cache_state, first, bound or used, cache.layers,
             tokens=tokens, nodes=nodes, **model,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     @on_own_gpu

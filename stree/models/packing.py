@@ -76,4 +76,4 @@ class PackedModel(HeadedModel):
             each.data_ptr()
             for projection in self._read for each in projection._parameters.values()
             if each is not None
-        ]  # fmt: skip
+        ]

@@ -337,7 +337,7 @@ def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:
             _shows_all_of(each, tree) and (other < number or not _shows_all_of(tree, each))
             for other, each in enumerate(trees) if other != number
         )
-    ]  # fmt: skip
+    ]
 
 
 def _shows_all_of(tree: TokenTree, other: TokenTree) -> bool:

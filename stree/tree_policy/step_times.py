@@ -51,7 +51,7 @@ class StepTimes:
         times = (
             f"{tree.name} {1e3 * seconds:.1f} ms"
             for (rows, tree), seconds in self.seconds.items() if rows == most
-        )  # fmt: skip
+        )
         return (
             f"a step of {counted(most, 'row')}: {', '.join(times)}; measured in {self.took_s:.1f} s"
         )
@@ -88,7 +88,7 @@ class StepTimes:
         return cls(
             seconds, record.catch_up_s,
             device=record.device, dtype=record.dtype, temperature=record.temperature,
-        )  # fmt: skip
+        )
 
     def record(self) -> StepTimesRecord:
         """Return a record to save."""
@@ -102,7 +102,7 @@ class StepTimes:
                 TreeStepTimes(tree=Tree(name=tree.name, parents=tree.parents), seconds=each)
                 for tree, each in times.items()
             ),
-        )  # fmt: skip
+        )
 
     def misfit(
         self, target: Any, trees: Sequence[TokenTree], temperature: float, num_rows: int = 1

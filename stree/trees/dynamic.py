@@ -52,7 +52,7 @@ class DynamicTreeBatch(TreeBatch):
             levels.append(Level(
                 self._drawn[:, start : start + count], filled(depth, count, dtype=torch.int32),
                 places.view(1, count, width).repeat(batch, 1, 1), filled(0, count),
-            ))  # fmt: skip
+            ))
         self.levels = tuple(levels)
 
     @property
@@ -106,7 +106,7 @@ class DynamicTreeBatch(TreeBatch):
         ops.pick_level(
             self._paths, self._drawn_by, self._first(level), self._first(level + 1),
             self.levels[level].nodes, self._inner_parents[:, start : start + self.tree.width],
-        )  # fmt: skip
+        )
 
     def above(self, level: int) -> Tensor:
         if level < 2:  # below the root, or the root
@@ -119,7 +119,7 @@ class DynamicTreeBatch(TreeBatch):
         ops.pick_tree(
             self._slots, self._drawn_by, self._drawn, self._pool_depths, tokens,
             self.tokens, self.parents, self.depths,
-        )  # fmt: skip
+        )
         return self.tokens
 
     def _drawn_after(self, nodes: Tensor) -> Tensor:

@@ -269,7 +269,7 @@ def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> FixedTree
         trees, torch.tensor(parents, device=device),
         torch.tensor(depths, dtype=torch.int32, device=device),
         torch.tensor(children, device=device), drawn_by.to(device), tuple(levels),
-    )  # fmt: skip
+    )
 
 
 class TreeBuffers(FixedTreeBatch):
@@ -279,7 +279,7 @@ class TreeBuffers(FixedTreeBatch):
         super().__init__(
             of.trees, of.parents.clone(), of.depths.clone(), of.children.clone(),
             of.drawn_by.clone(), tuple(map(_cloned, of.levels)),
-        )  # fmt: skip
+        )
         self._topologies: dict[tuple[Callable[..., Topology], int], Topology] = {}
 
     def topology(self, width: int) -> Topology:

@@ -46,7 +46,7 @@ class Coupled:
         ops.accept_choices(
             best, highest, proposal.tokens, tree_batch.parents, proposal.finite, rows.active,
             cache.path, cache.path_length, rows.block, rows.position, rows.root, report,
-        )  # fmt: skip
+        )
 
     def choose(
         self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState

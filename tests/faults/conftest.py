@@ -47,7 +47,7 @@ def arguments_of(workspace: Path, run_dir: Path) -> list[str]:
     return distill_arguments(
         workspace, run_dir, "--checkpoint.every_n_steps", str(INTERVAL),
         "--checkpoint.keep_last", "2", "--export.steps", "[5,7]", steps=STEPS,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def training(forks, tmp_path_factory) -> Training:
     command = forks.run(
         forked.DISTILL, arguments_of(workspace, whole), folder / "whole.out",
         before=("planted:count_lines_of_saves", {"path": str(lines)}),
-    )  # fmt: skip
+    )
     assert command.poll() == 0, command
     return Training(forks, workspace, whole, tuple(map(int, lines.read_text().split())))
 
@@ -102,7 +102,7 @@ def make_evaluation(training, tmp_path_factory, *more: str) -> Evaluation:
         "--checkpoint", *(str(training.whole / f"drafter/step-{s:08d}") for s in (5, 15)),
         "--benchmarks", str(folder / "sums.jsonl"), "--temperatures", "0", "1",
         "--max-new-tokens", "6", "--device", "cpu", "--ignore-eos", *more,
-    )  # fmt: skip
+    )
     command = Evaluation(training.forks, options).run(folder / "whole")
     assert command.poll() == 0, command
     return Evaluation(training.forks, options, table_without_timings(folder / "whole"))

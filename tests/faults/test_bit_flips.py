@@ -34,7 +34,7 @@ def exported(tmp_path_factory) -> Path:
     save_model(
         load_model(target), folder / "drafter", load_tokenizer(target), shard_bytes=20_000,
         extra_files={"provenance.json": '{"step": 3}\n'}, manifest_extra={"step": 3},
-    )  # fmt: skip
+    )
     return folder / "drafter"
 
 
@@ -91,7 +91,7 @@ def test_a_resume_passes_over_a_flipped_checkpoint(saved, tmp_path):
     for step in (3, 4):
         state = SafeCheckpointIO().load_checkpoint(saved)
         SafeCheckpointIO().save_checkpoint({**state, "global_step": step},
-                                           folder / f"step-{step:08d}")  # fmt: skip
+                                           folder / f"step-{step:08d}")
     flip_bit(folder / "step-00000004" / "state.safetensors", 70_000)
     lines: list[str] = []
     assert latest_valid(tmp_path, lines.append) == folder / "step-00000003"
@@ -105,7 +105,7 @@ def test_a_flip_in_what_the_manifest_says_of_files_is_refused(exported, tmp_path
     # Whitespace may turn into other whitespace, and what is not about files is not checked here.
     about_files = path.read_text().split('"step"')[0]
     bits = [8 * place + bit for place, char in enumerate(about_files) if char.isalnum()
-            for bit in range(8)]  # fmt: skip
+            for bit in range(8)]
     for bit in random.Random(2).sample(bits, FLIPS):
         flip_bit(path, bit)
         with pytest.raises(CheckpointRefused):

@@ -57,7 +57,7 @@ def test_readers_beside_a_training_that_rotates(training, tmp_path, steps, figur
     arguments = distill_arguments(
         training.workspace, run_dir, "--checkpoint.keep_last", "1",
         "--export.every_n_steps", "1", "--trainer.limit_val_batches", "0", steps=steps,
-    )  # fmt: skip
+    )
     trainer = training.forks.start(forked.DISTILL, arguments, tmp_path / "out")
     seen = set()
     while trainer.poll() is None:

@@ -81,7 +81,7 @@ def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
         arguments = distill_arguments(
             training.workspace, run_dir, "--checkpoint.every_n_steps", "100",
             "--trainer.limit_val_batches", "0", steps=100,
-        )  # fmt: skip
+        )
         step = "stree_pipelines.training.module:Training.training_step"
         full = {"folder": str(disk.folder), "call": step, "nth": 5}
         command = training.forks.run(

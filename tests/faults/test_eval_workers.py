@@ -41,7 +41,7 @@ def arguments(training, tmp_path_factory) -> list[str]:
         "--checkpoint", str(training.whole / "drafter/step-00000005"),
         "--benchmarks", str(path), "--temperatures", "0", "--max-new-tokens", "6",
         "--device", "cpu", "--ignore-eos",
-    ]  # fmt: skip
+    ]
 
 
 def start(forks, arguments: list[str], out: Path, count: int) -> list[forked.Command]:
@@ -55,7 +55,7 @@ def start(forks, arguments: list[str], out: Path, count: int) -> list[forked.Com
             environment=place if count > 1 else None,
         )
         for rank, place in enumerate(places)
-    ]  # fmt: skip
+    ]
 
 
 def journalled(out: Path, rank: int) -> int:
@@ -85,7 +85,7 @@ def test_whoever_dies_each_prompt_is_there_once(
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3",
         f"--master-port={free_port()}", str(forked.EVAL_SPEC), *arguments, "--out", str(out),
-    ]  # fmt: skip
+    ]
     with open(said, "w") as log:
         agent = subprocess.Popen(command, stdout=log, stderr=log)
     forked.wait_until(

@@ -118,7 +118,7 @@ HAND_MADE: list[tuple[str | bytes, str | None]] = [
     # empty text, huge
     (said({"from": "human", "value": "\u2003"}, ANSWER), "empty text"),
     (said({"from": "human", "value": "a" * 200_001}, ANSWER), "huge"),
-]  # fmt: skip
+]
 
 
 def conversation_rows(rng: random.Random) -> Iterator[dict]:

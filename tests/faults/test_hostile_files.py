@@ -47,7 +47,7 @@ def watched(forks, script: Path, arguments: list[str], folder: Path, **options):
     return forks.run(
         script, arguments, folder / "output.txt", before=("audited:install", limits),
         environment={"RUST_BACKTRACE": "0"},
-    )  # fmt: skip
+    )
 
 
 def load(forks, entry: str, path: Path, folder: Path, **options):

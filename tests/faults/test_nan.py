@@ -53,7 +53,7 @@ def test_rows_that_are_not_finite_are_told_by_prompt_and_step(evaluation, tmp_pa
     assert re.search(
         rf"step-00000005 failed: sums prompt \d, turn \d, \w+: the {model}'s logits are not finite "
         r"at decoding step \d+", said,
-    ), command  # fmt: skip
+    ), command
     assert re.match(r"error: 1 of 2 checkpoints failed.*step-00000005$", said.splitlines()[-1])
     store = ResultStore(out)
     assert 15 in {row.step for row in store.results()}

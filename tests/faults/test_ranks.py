@@ -47,7 +47,7 @@ class Pair:
             "--checkpoint.keep_last", "1",
             "--trainer.accelerator", self.accelerator,
             "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
-        )  # fmt: skip
+        )
         return start_together(self.forks, 2, arguments, run_dir, before)
 
     def run(self, run_dir: Path, **options) -> list[int]:
@@ -165,7 +165,7 @@ def test_a_rank_that_dies_takes_the_other_along_by_name(pair, tmp_path, victim, 
     other = ranks[1 - victim]
     assert other.wait(60) == 75, other
     assert re.search(rf"error: rank {victim} \(process {ranks[victim].pid} on \S+\) is gone; .*run"
-                     r" the same command", other.text()), other  # fmt: skip
+                     r" the same command", other.text()), other
     figures("most seconds until a rank left behind another that died", time.monotonic() - died)
 
 

@@ -13,7 +13,7 @@ FOLDERS = ("kernels", "stree", "pipelines")
 # Modules whose readers run what the file says.
 FORBIDDEN_MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy",
-}  # fmt: skip
+}
 # Of these, readers are only called by the names that the lint knows.
 WHOLE_MODULES = {"torch": "torch", "yaml": "yaml", "numpy": "np"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
@@ -86,7 +86,7 @@ def test_no_unsafe_loads():
         "from yaml import unsafe_load", "np.load(p, None, True)", "import numpy as n",
         "yaml.unsafe_load(text)", "AutoModel.from_pretrained(p, trust_remote_code=True)",
     ],
-)  # fmt: skip
+)
 def test_each_unsafe_load_is_found(source):
     assert list(unsafe_loads(source))
 
@@ -99,6 +99,6 @@ def test_each_unsafe_load_is_found(source):
         "import numpy as np", "from torch import Tensor", "import torch.nn.functional as F",
         "f(p, trust_remote_code=False)", "import pickletools", "json.load(file)",
     ],
-)  # fmt: skip
+)
 def test_safe_loads_pass(source):
     assert not list(unsafe_loads(source))

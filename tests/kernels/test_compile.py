@@ -19,7 +19,7 @@ KERNELS = {
     "pairs_kernel",
     "topology_kernel", "pick_kernel", "up_kernel", "down_kernel", "route_kernel",
     "short_conv_kernel", "short_kernel", "head_kernel", "streamed_scan_kernel", "tiled_kernel",
-}  # fmt: skip
+}
 OF_HOPPER = {"share_kernel", "short_kernel", "head_kernel", "tiled_kernel"}  # in 16 bits
 
 
@@ -30,7 +30,7 @@ def compiled(folder, *options):
     done = subprocess.run(
         [sys.executable, SCRIPT, "--nodes", "16", *options],
         env=environment, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return [line.split() for line in done.stdout.splitlines()]

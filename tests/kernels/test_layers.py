@@ -72,7 +72,7 @@ def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
         intermediate_size=24,
         num_heads=2, num_kv_heads=1, head_dim=8, attention_bias=True, num_ssm_heads=2,
         ssm_head_dim=8, d_state=8, num_x_groups=1, num_b_groups=1, num_c_groups=2,
-    )  # fmt: skip
+    )
     model, tree = HybridModel(config).to(DEVICE).eval(), TokenTree.chain(1)
     nodes = torch.arange(2, device=DEVICE)[None]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -119,7 +119,7 @@ def test_drafts_of_a_small_model(fused, sampled):
         vocab_size=24, d_model=64, num_layers=2, intermediate_size=96, tie_embeddings=True,
         num_ssm_heads=4, ssm_head_dim=16, d_state=16, num_x_groups=2, num_b_groups=2,
         num_c_groups=4, gated_norm_groups=4,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model, tree = HybridModel(config).to(DEVICE).eval(), TokenTree.paper()
     for name, weight in model.named_parameters():

@@ -78,7 +78,7 @@ def test_on_a_cpu_an_op_is_its_twin():
 
 @pytest.mark.parametrize(("num_nodes", "first", "kernel"), [
     (1, 0, "gated_delta_chain"), (2, 0, "gated_delta_tree"), (1, 1, "gated_delta_tree"),
-])  # fmt: skip
+])
 def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, kernel):
     """Take the chain's kernel for one token, but not where a tree grows by one node."""
     asked = []
@@ -117,7 +117,7 @@ def test_every_op_has_a_twin_and_a_kernel_of_its_name():
     for name, op in wrapped.items():
         assert op.__wrapped__ is getattr(naive, name)
     own = {name for name, each in vars(ops).items() if inspect.isfunction(each)
-           and each.__module__ == ops.__name__ and not name.startswith("_")}  # fmt: skip
+           and each.__module__ == ops.__name__ and not name.startswith("_")}
     assert own - {"current", "new_derived", "bucket"} <= set(naive.__all__)
 
 

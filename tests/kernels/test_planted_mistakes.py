@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter reads 
 SETTINGS = [
     GenerationConfig(7, temperature=0.5, seed=3), GenerationConfig(6),
     GenerationConfig(7, temperature=3.0, seed=9),
-]  # fmt: skip
+]
 
 
 def decoded(drafts: bool) -> tuple[list, list, list]:
@@ -30,7 +30,7 @@ def decoded(drafts: bool) -> tuple[list, list, list]:
     decoder = BatchDecoder(
         TableTarget(target), TableDrafter(drafter) if drafts else None,
         TokenTree((-1, 0, 0, 1)) if drafts else None, num_rows=2, max_length=16,
-    )  # fmt: skip
+    )
     outputs = decoder.generate([Request([1, 2 + row], each) for row, each in enumerate(SETTINGS)])
     accepted = [each.stats.accepted_per_call for each in outputs]
     return [each.tokens for each in outputs], accepted, decoder.rows.root.tolist()
@@ -81,7 +81,7 @@ MISTAKES = {
     "tokens in one place": (accept, "block + 1 + step, choice", "block + 1, choice"),
     "the neighbour's choices": (accept, "best + row * num_nodes + node", "best + node"),
     "the neighbour's drafts": (accept, "tokens + row * token_stride", "tokens + 0 * token_stride"),
-}  # fmt: skip
+}
 QUICK = {"the noise of the position before", "a draft of another parent"}
 
 

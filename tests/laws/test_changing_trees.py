@@ -117,7 +117,7 @@ COINS = ("multi_step", "traversal")
               for policy, size in ((Fickle, (3, 3)), (BanditTrees, (5, 2)))),
         ],
     ),
-)  # fmt: skip
+)
 def test_answers_have_the_targets_distribution(policy, names, verifier, num_tokens, vocabulary):
     drafting = Drafting if names is FIXED else Telling
     assert furthest(policy, names, verifier, drafting, num_tokens, vocabulary) <= 1e-10

@@ -16,7 +16,7 @@ from stree.models.layer_caches import MambaCache
 from stree.trees.token_tree import balanced
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]),
-         TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]  # fmt: skip
+         TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -28,7 +28,7 @@ def assert_same(got: HybridCache, wanted: HybridCache, tolerance: float) -> None
             pairs = [(ours.state, theirs.state), (ours.conv_state, theirs.conv_state)]
         else:
             pairs = [(ours.keys[:, :, :used], theirs.keys[:, :, :used]),
-                     (ours.values[:, :, :used], theirs.values[:, :, :used])]  # fmt: skip
+                     (ours.values[:, :, :used], theirs.values[:, :, :used])]
         for one, other in pairs:
             scale = other.abs().max().clamp(min=1)
             torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=tolerance)

@@ -27,4 +27,4 @@ def test_public_classes_and_functions_have_examples():
         "stree.generation", "stree.loading", "stree.models.config", "stree.models.model",
         "stree.tree_policy.adaptive", "stree.tree_policy.bandit", "stree.tree_policy.step_times",
         "stree.trees.token_tree",
-    } <= set(WITH_EXAMPLES)  # fmt: skip
+    } <= set(WITH_EXAMPLES)

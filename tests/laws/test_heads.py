@@ -111,7 +111,7 @@ def test_a_drafter_that_reads_features_drafts_as_its_masked_twin_does(tree, capt
             with_head(whole, ids=torch.tensor(IDS)), masked,
             with_head(right_now_and_then(target), ids=torch.tensor(IDS)),
         )
-    )  # fmt: skip
+    )
     roots = [request_without_tree(each) for each in requests]
     plain = BatchDecoder(target, num_rows=3, max_length=80).generate(roots)
     assert [each.tokens for each in mine] == [each.tokens for each in plain]
@@ -314,7 +314,7 @@ def test_a_config_of_a_head_goes_to_disk_and_back():
         (TokenTree((-1, 0, 0, 1)), "multi_step", 8),
     ],
     ids=["paper", "grown", "multi-step, low rank"],
-)  # fmt: skip
+)
 def test_in_8_bits_it_drafts_as_a_head_of_those_numbers_does(tree, verifier, rank):
     """Token for token and call for call, as the drafter whose head holds what 8 bits do; with
     `coupled` that is plain decoding's text."""

@@ -35,7 +35,7 @@ from stree_pipelines.lab.papers.node_order import heavy_path
 TREES = [
     TokenTree.chain(1), TokenTree.chain(4), TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 2)),
     TokenTree.paper(), balanced([4]), TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7)),
-]  # fmt: skip
+]
 
 
 def random_setting(rng: random.Random) -> GenerationConfig:
@@ -93,7 +93,7 @@ def test_repeated_drafts_change_nothing(monkeypatch):
 KINDS = {  # the attention layers of a target's three and a drafter's two
     "Mamba for Transformer": ((0, 1, 2), ()), "Transformer for Transformer": ((0, 1, 2), (0, 1)),
     "Transformer for Mamba": ((), (0, 1)), "Transformer for hybrid": ((1,), (0, 1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ KINDS = {  # the attention layers of a target's three and a drafter's two
         [("Mamba for Transformer", "replay"), ("Transformer for hybrid", "joint")],
         [(kinds, backtracking) for kinds in KINDS for backtracking in ("replay", "joint")],
     ),
-)  # fmt: skip
+)
 def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
     """Few tokens to choose from, so that models that have nothing in common agree now and then."""
     target_layers, drafter_layers = KINDS[kinds]
@@ -147,7 +147,7 @@ LARGE = [
     TokenTree(heavy_path(balanced([6, 7, 6]).parents), "heavy"),
     *map(TokenTree.load, ("expand-4-4-4-4", "beam-9-6-300", "dyspec-9-6-300", "chain-299")),
     random_tree(1000), random_tree(2048),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_drafts_of_other_noise_are_accepted_less(monkeypatch):
 
 @pytest.mark.parametrize("setting", [
     GenerationConfig(4, 0.9), GenerationConfig(4, 1.4, top_k=2), GenerationConfig(4, 1.0, top_p=0.7)
-], ids=str)  # fmt: skip
+], ids=str)
 def test_sampled_answers_follow_the_targets_distribution(setting):
     """2000 seeds through a tree: four tokens of several calls, as one draw.
 
@@ -304,7 +304,7 @@ def test_sampled_answers_follow_the_targets_distribution(setting):
         Request([0, 1], GenerationConfig(4, setting.temperature, setting.top_k, setting.top_p,
                                          seed=seed))
         for seed in range(count)
-    ]  # fmt: skip
+    ]
     seen = Counter(tuple(out.tokens) for out in decoder.generate(served))
     rows = decoder.rows.narrow(0, 1, [setting])
     rows.set(0, setting)

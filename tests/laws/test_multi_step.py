@@ -75,7 +75,7 @@ def enumerated_answers(tree, drafter_layers, monkeypatch):
     """
     config = dict(vocab_size=3, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1,
                   num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
-                  gated_norm_groups=2, intermediate_size=16)  # fmt: skip
+                  gated_norm_groups=2, intermediate_size=16)
     target = tiny_model(1, attn_layers=(1,), **config)
     drafter = tiny_model(2, attn_layers=drafter_layers, **config)
     generation = GenerationConfig(max_new_tokens=3, temperature=1.3, seed=3)
@@ -117,7 +117,7 @@ def by_graphs(request, monkeypatch):
         [(tree, layers) for tree in (TokenTree.chain(2), TokenTree((-1, 0, 0, 1)))
          for layers in ((), (1,))],
     ),
-)  # fmt: skip
+)
 def test_output_distribution_with_real_models(tree, drafter_layers, graphs, request, monkeypatch):
     if graphs:
         by_graphs(request, monkeypatch)
@@ -150,7 +150,7 @@ MISTAKES = {
         "torch.where(accepted[:, None], distribution(logits[at, node], temperature), target)",
         "target",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -22,7 +22,7 @@ MODELS = {
         layer_types=("gated_delta", "attention"), num_layers=2, d_conv=4,
         num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=16, delta_value_dim=16,
     ),
-}  # fmt: skip
+}
 ON_GPU = DEVICE == "cuda"
 LONGEST = 100
 
@@ -90,7 +90,7 @@ def in_company(kernels, model, num_rows, num_nodes, mine):
     found = []
     for company in (1, 2):
         contents = [(100 * company + row, 3 + (7 * row * company) % 80, False)
-                    for row in range(num_rows)]  # fmt: skip
+                    for row in range(num_rows)]
         trees = [random_tree(num_nodes, 10 * company + row) for row in range(num_rows)]
         if company == 2:
             contents[mine - 1] = (0, 90, True)

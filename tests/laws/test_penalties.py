@@ -26,7 +26,7 @@ from stree.verifiers.traversal import Traversal
 TREES = [
     TokenTree.chain(3), TokenTree.paper(), TokenTree.load("beam-3-3-9"),
     TokenTree.load("dyspec-3-3-9"), TokenTree.load("expand-3-2-1"),
-]  # fmt: skip
+]
 SETTINGS = [
     GenerationConfig(temperature=1.0, repetition_penalty=1.8),
     GenerationConfig(temperature=0.7, repetition_penalty=0.5),
@@ -40,7 +40,7 @@ def setting_of(rng: random.Random) -> GenerationConfig:
         16, rng.choice([0.0, 0.7, 1.3]), rng.choice([0, 9]), rng.choice([1.0, 0.8]),
         seed=rng.randrange(2**40), min_p=rng.choice([0.0, 0.1]),
         repetition_penalty=rng.choice([1.0, 1.4, 3.0, 0.7]),
-    )  # fmt: skip
+    )
 
 
 def by_hand(target, prompt: list[int], setting: GenerationConfig) -> list[int]:

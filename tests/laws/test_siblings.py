@@ -39,7 +39,7 @@ def tiny(vocabulary: int, seed: int = 2):
     return tiny_model(
         seed, vocab_size=vocabulary, num_layers=1, attn_layers=(), d_model=16, num_ssm_heads=2,
         num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2, intermediate_size=16,
-    )  # fmt: skip
+    )
 
 
 def made(siblings: SiblingSampling, vocabulary: int, grafted: bool, num_rows: int = 2):
@@ -53,7 +53,7 @@ def made(siblings: SiblingSampling, vocabulary: int, grafted: bool, num_rows: in
 CASES = [
     (MultiStep, FORKED), (Traversal, FORKED), (Naive, FORKED), (Block, TokenTree.chain(2)),
     (MultiStep, LATE), (Traversal, LATE),
-]  # fmt: skip
+]
 
 
 @KINDS
@@ -64,7 +64,7 @@ CASES = [
         [(*case, 2) for case in CASES[:3]],
         [(*case, seed) for case in CASES for seed in (2, 5)],
     ),
-)  # fmt: skip
+)
 def test_output_distribution_is_the_targets(verifier, tree, seed, grafted, siblings):
     """All draws and coins of a step, beside a greedy row in the same batch."""
     torch.manual_seed(seed)
@@ -101,7 +101,7 @@ def improbable(siblings, tree, verifier, grafted=False, count: int = 1000) -> fl
 TREES = {
     "naive": balanced([3, 1]), "multi_step": balanced([3, 1]), "traversal": balanced([2, 1]),
     "coupled": balanced([3, 1]), "block": TokenTree.chain(2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ TREES = {
         [(kind, verifier, grafted) for kind in (INDEPENDENT, POINT)
          for verifier in TREES for grafted in (False, True)],
     ),
-)  # fmt: skip
+)
 def test_answers_of_several_steps_follow_the_targets_distribution(siblings, verifier, grafted):
     """With the noise of real drafts. The bound's false-alarm rate is one in a million."""
     assert improbable(siblings, TREES[verifier], verifier, grafted) > 1e-6
@@ -211,7 +211,7 @@ def test_no_noise_is_drawn_with_twice_but_the_targets_own(monkeypatch):
 HEADS = {
     "whole": lambda model: model, "fewer tokens": lambda model: with_head(model, torch.arange(40)),
     "low rank": lambda model: with_head(model, rank=20), "8 bits": lambda model: in_8_bits(model),
-}  # fmt: skip
+}
 
 
 def in_8_bits(model):
@@ -228,7 +228,7 @@ def in_8_bits(model):
         [(verifier, head, penalty) for verifier in ("coupled", "naive", "multi_step", "traversal")
          for head in HEADS for penalty in (1.0, 1.3)],
     ),
-)  # fmt: skip
+)
 def test_graphs_give_what_eager_steps_give(
     verifier, head, penalty, siblings, captured_on_cpu, monkeypatch
 ):

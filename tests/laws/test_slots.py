@@ -67,7 +67,7 @@ CASES = [
     *(pytest.param(name, verifier, marks=pytest.mark.long)
       for name in ("dyspec-2-2-4", "dyspec-2-2-5", "dyspec-1-3-4")
       for verifier in (MultiStep, Traversal, Naive)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "verifier"), CASES)
@@ -99,7 +99,7 @@ RELATED = [("dyspec-2-1-3", MultiStep), ("dyspec-1-2-3", Traversal)]
               for verifier in (MultiStep, Traversal) for relation in RELATIONS[1:]),
         ],
     ),
-)  # fmt: skip
+)
 def test_so_it_is_of_distributions_that_are_related(name, verifier, relation, seed):
     tree = TokenTree.load(name)
     target, drafter, _, setting = related_case(seed, relation, [balanced([3])])
@@ -276,7 +276,7 @@ def test_names_lead_to_trees_and_back():
     for name, reason in (
         ("expand-3-0", "at least one child"), ("expand-20-20-20", "has 8421 nodes"),
         ("dyspec-3-4-4", "wanted 5"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=reason):
             TokenTree.load(name)
 

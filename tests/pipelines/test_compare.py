@@ -59,7 +59,7 @@ def content(world, out, **changes) -> dict:
             {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
         ],
         **changes,
-    }  # fmt: skip
+    }
 
 
 def written(folder, what) -> Path:
@@ -118,7 +118,7 @@ def test_a_drafter_s_profile_has_its_arms_and_the_verifiers_that_they_had(world,
         "chain": ("chain-2", "block", "FOLDER"), "tree": ("paper", "traversal", "FOLDER"),
         "both": ("paper", "coupled", "FOLDER+ngram:3"),
         "grown": ("beam-2-2-4", "coupled", "FOLDER"),
-    }  # fmt: skip
+    }
 
 
 def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
@@ -135,7 +135,7 @@ def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
     # The drafter is the target: a call gives as many tokens as the chain has nodes.
     assert [(row.method, row.acceptance_length) for row in rows if row.tree] == [
         ("tuned", 2.0), ("tuned", 4.0)
-    ]  # fmt: skip
+    ]
 
 
 def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
         BatchDecoder, "measure_step_times", lambda self, **options: (
             timed.append(options["generation"].temperature) or measure(self, **options)
         ),
-    )  # fmt: skip
+    )
     drafter = str(export(world, 100))
     arms = [
         {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
@@ -236,11 +236,11 @@ def test_what_the_command_says_goes_before_the_file(world, tmp_path):
         "out": str(tmp_path / "try"), "target": str(world / "target"), "max_new_tokens": 3,
         "limit": 1, "temperatures": [0.5], "seed": 7, "chat_template": "chatml",
         "dtype": "float64", "batch_size": 2,
-    }  # fmt: skip
+    }
     options = [
         word for name, value in more.items()
         for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
-    ]  # fmt: skip
+    ]
     (tmp_path / "few.jsonl").write_bytes((world / "talk.jsonl").read_bytes())
     benchmarks = ["--benchmarks", str(tmp_path / "few.jsonl")]
     compare.main([path, *options, *benchmarks, "--ignore_eos"])
@@ -364,7 +364,7 @@ def test_the_overview_has_a_panel_a_place_and_a_row_an_arm(done):
         [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines
          if line.get_marker() == "o"]
         for axes in (left, right)
-    ]  # fmt: skip
+    ]
     assert points == [[(0.9, 0), (0.7, 1)], [(1.4, 1)]]
 
 
@@ -390,7 +390,7 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
         "a chain", "The chain a chain wins: a chain is 1.40× [1.30, 1.50] plain decoding. tree is "
         "1.50× [1.40, 1.60] plain decoding, but they can't be told apart, and a chain verifies "
         "fewer tokens.",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_overrides_win_over_the_file():
     options = parse(
         CONFIGS / "distill/quickstart.yaml", "--trainer.max_steps", "200",
         "--model.optimizer.lr=0.5", "--data.train", "[a.jsonl,b.jsonl]",
-    )  # fmt: skip
+    )
     assert options["trainer"]["max_steps"] == 200
     assert options["model"]["optimizer"]["lr"] == 0.5
     assert options["data"]["train"] == ["a.jsonl", "b.jsonl"]

@@ -90,7 +90,7 @@ def test_a_target_of_attention_alone_is_sized_up(tmp_path, monkeypatch):
     unused = ("num_ssm_heads", "ssm_head_dim", "d_state")
     config = HybridConfig(
         **{**ARCHITECTURE, "attn_layers": (0, 1, 2, 3), **dict.fromkeys(unused, 0)}
-    )  # fmt: skip
+    )
     monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
     assert "two-layer drafter" in machine_checks.check_memory(config)
     assert "a run takes about" in machine_checks.check_disk(tmp_path, config)

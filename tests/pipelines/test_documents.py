@@ -46,7 +46,7 @@ DOCUMENTS = sorted(
 PAGES = [  # written by hand, and about the code as it is
     README, *(REPOSITORY / name for name in ("CONTRIBUTING.md", "tests/README.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
-]  # fmt: skip
+]
 SMALL = ["--limit", "1", "--max_new_tokens", "6", "--temperatures", "0"]
 # The guides' cheap commands, and what makes some of them cheap: these run, in this order.
 RUN = {
@@ -60,7 +60,7 @@ RUN = {
 }
 ELSEWHERE = (  # their own tests run them
     "pipelines/corpus.py", "pipelines/doctor.py", "pipelines/ask_conversations.py",
-)  # fmt: skip
+)
 
 
 def is_about_the_quickstart(command: Command) -> bool:
@@ -89,7 +89,7 @@ def folder(tmp_path_factory):
         save_model(
             drafter, run / f"drafter/step-{step:08d}", load_tokenizer(target),
             extra_files={"provenance.json": json.dumps({"step": step})},
-        )  # fmt: skip
+        )
     (run / "drafter/latest").symlink_to("step-00000320")
     (run / "command.json").write_text(json.dumps({"target": TARGET}))
     return folder
@@ -131,7 +131,7 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
     for guide, opening in (
         (README, "from Python:\n"), (PYTHON, "From two checkpoints:\n"),
         (PYTHON, "while others\ngo on:\n"),
-    ):  # fmt: skip
+    ):
         text = guide.read_text(encoding="utf-8").partition(opening)[2]
         code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
         code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", code)
@@ -223,7 +223,7 @@ def test_a_family_as_the_page_adds_one_is_transformers_own(tmp_path, monkeypatch
             num_attention_heads=6, num_key_value_heads=3, embedding_multiplier=1.7,
             attention_multiplier=0.3, residual_multiplier=0.6, logits_scaling=2.5,
             tie_word_embeddings=tied,
-        ))  # fmt: skip
+        ))
         granite.save_pretrained(tmp_path / str(tied))
         model = load_model(tmp_path / str(tied), torch.device("cpu"), torch.float32)
         tokens = torch.randint(3, 61, (2, 9))
@@ -242,7 +242,7 @@ def test_every_command_of_the_guides_is_known():
     others = {command.words[:2] for command in commands if command.script is None}
     assert others == {
         ("make", "quickstart"), ("make", "test"), ("hf", "download")
-    }  # fmt: skip
+    }
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
     for name, entry in COMMANDS.items():

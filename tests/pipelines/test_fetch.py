@@ -249,7 +249,7 @@ def test_a_public_row_becomes_the_prompt_that_was_measured(name):
         },
         "humaneval": lambda p: {"task_id": p.id, "prompt": p.turns[0], "entry_point": "f"},
         "gsm8k": lambda p: {"question": p.turns[0], "answer": "#### 1"},
-    }  # fmt: skip
+    }
     content = lines(map(rows[name], copies.prompts))
     made = sources.parse_prompts(SOURCES[name].prompts(content).encode(), name)
     assert replace(copies, prompts=tuple(made)).prompts_hash == SOURCES[name].prompts_hash

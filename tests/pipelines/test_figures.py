@@ -75,7 +75,7 @@ def samples_of(folder, method, T, step=None, benchmark=None, **unknown):
         row for row in store.results()
         if row.method == method and row.temperature == float(T)
         and step in (None, str(row.step)) and benchmark in (None, row.benchmark)
-    ]  # fmt: skip
+    ]
     assert rows, f"{folder} has no row of {method} at T = {T}, step {step}"
     samples = [sample for row in rows for sample in store.samples(row)]
     assert len(samples) == sum(row.num_prompts for row in rows)

@@ -169,7 +169,7 @@ def test_killed_for_good_it_goes_on(workspace, tmp_path):
     running = subprocess.Popen(
         [sys.executable, generate_data.__file__, *arguments(workspace, killed, *small)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + 200
     while not list(killed.glob("shard-*")) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -243,7 +243,7 @@ def test_processes_share_the_shards_and_need_not_meet(
          "tosses coins .* differ by --num_rows"),
         (["--drafter", "ngram:3", "--tree", "beam-2-2-4"], "n-grams fill trees of one shape"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(options, message, workspace, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(generate_data, "load_model", None)

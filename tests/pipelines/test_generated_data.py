@@ -63,7 +63,7 @@ def test_what_was_drafted_worst_can_be_taken_alone(workspace, whole):
     table = data_of(workspace, str(whole), hardest=0.4).tables["train"]
     worst = sorted(sorted(range(len(rows)), key=taus.__getitem__)[: math.ceil(0.4 * len(rows))])
     kept = [token for n in worst for part in ("prompt_tokens", "answer_tokens")
-            for token in rows[n][part]]  # fmt: skip
+            for token in rows[n][part]]
     assert table.tokens.tolist() == kept
     for share in (0.0, 1.5):
         with pytest.raises(UsageError, match=r"hardest is .*, wanted a share"):
@@ -76,7 +76,7 @@ def test_a_distillation_and_a_teacher_cache_take_it_beside_chats(workspace, whol
     cache_teacher.main([
         "--model.target", str(workspace / "target"), *more, "--data.sequence_length", "64",
         "--device", "cpu", "--top_k", "8", "--out", str(tmp_path / "cache"),
-    ])  # fmt: skip
+    ])
     cached = ("--model.teacher_cache", str(tmp_path / "cache"), "--data.valid", "null")
     seed = ("--seed_everything", "3")  # the mix does not depend on it
     run = tmp_path / "run"
@@ -90,7 +90,7 @@ def test_a_mix_has_its_shares_of_the_tokens_that_count(workspace, tmp_path):
     first, second = (data_of(workspace, source).tables["train"] for source in sources)
     mixed = data_of(workspace, sources, mix=[3.0, 1.0]).tables["train"]
     assert mixed.sha256 == data_of(workspace, sources, mix=[0.75, 0.25], seed=5).tables[
-        "train"].sha256  # fmt: skip
+        "train"].sha256
     own = mixed.tokens[: len(first.tokens)]
     np.testing.assert_array_equal(own, first.tokens)  # the scarce one is used whole
     rest = mixed.mask[len(first.tokens) :].sum()

@@ -60,7 +60,7 @@ def test_from_a_chat_file_to_table6(workspace):
     given = {
         "TARGET": str(workspace / "target"), "CHATS": str(workspace), "RUN": str(run),
         "STEPS": 3, "SEQUENCE_LENGTH": 64, "NUM_PROMPTS": 2, "MAX_NEW_TOKENS": 6,
-    }  # fmt: skip
+    }
     shown = outputs(runner.execute(committed, given))
     wanted = outputs(committed)
     assert [[kind for kind, _ in cell] for cell in shown] == [

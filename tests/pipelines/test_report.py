@@ -37,18 +37,18 @@ def run(tmp_path_factory):
 def test_table6_has_the_papers_layout_and_the_records_numbers(run):
     data = load_run(run)
     rows = {(r.step, r.method): r for r in data.rows
-            if (r.benchmark, r.temperature) == ("mt_bench", 0)}  # fmt: skip
+            if (r.benchmark, r.temperature) == ("mt_bench", 0)}
     (
         head, plain, chain_speed, chain_median, chain_tau, tree_speed, tree_median, tree_tau, gains,
-    ) = table6(data, "mt_bench", 0.0).rows  # fmt: skip
+    ) = table6(data, "mt_bench", 0.0).rows
     assert [chain_median[0], tree_median[0]] == [
         "Median speed-up (Vanilla SD)", "Median speed-up (STree)",
-    ]  # fmt: skip
+    ]
     assert head == ("", "step 100", "step 1000", "step 10000")
     assert [row[0] for row in (plain, chain_speed, chain_tau, tree_speed, tree_tau)] == [
         "Speed (Autoregressive)", "Speed (Vanilla SD)", "τ (Vanilla SD)", "Speed (STree)",
         "τ (STree)",
-    ]  # fmt: skip
+    ]
     assert gains[0] == "τ gain (STree − Vanilla SD)"
     for column, step in enumerate(STEPS, start=1):
         for method, speed, tau in (
@@ -116,7 +116,7 @@ def test_records_put_neither_markup_nor_control_characters_into_pages(tmp_path, 
     rows.write_text(told, encoding="utf-8")
     main([str(tmp_path)])
     pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.*")
-             if path.suffix in (".md", ".html")}  # fmt: skip
+             if path.suffix in (".md", ".html")}
     assert "Test \ufffd[2J&lt;script&gt;device" in pages["report.html"]
     assert "&lt;img src=x>" in pages["table6.md"] and "&lt;img src=x>" in pages["lossless.md"]
     for page in [*pages.values(), capsys.readouterr().out]:
@@ -131,7 +131,7 @@ def test_page_shows_every_section(run):
         "Use the tree", "Speed and acceptance length", "Acceptance length", "Distillation loss",
         "Drafts accepted per call", "Acceptance by depth", "Where a call&#39;s time goes",
         "Losslessness", "Sample outputs", "Environment", "Test device",
-    ):  # fmt: skip
+    ):
         assert title in html, title
     assert html.count("<svg") == 9
     assert "72 of 72 answers" in html
@@ -199,7 +199,7 @@ def test_intervals_of_older_rows_are_computed_anew_where_samples_are_there(tmp_p
             "confidence_intervals": {"tokens_per_second": (row.tokens_per_second,) * 2},
         })
         for row in store.results()
-    ]  # fmt: skip
+    ]
     write_rows(store.directory / "results.jsonl", rows)
     assert today[0] < today[1]
     assert load_run(tmp_path).cell(*key).interval("tokens_per_second") == today
@@ -286,7 +286,7 @@ def test_the_advice_has_the_figure_of_what_it_recommends(tmp_path, monkeypatch):
     advice = advise(load_run(tmp_path), 0.0)
     assert (advice.headline, advice.method, advice.fastest) == (
         "Use the chain", "vanilla_sd", "stree",
-    )  # fmt: skip
+    )
     assert advice.reason.startswith("Vanilla SD is 2.00× plain decoding [2.00, 2.00], τ 2.00. ")
     assert "and 1.01× Vanilla SD [0.99, 1.03]: they can't be told apart, and" in advice.reason
 

@@ -85,7 +85,7 @@ def uneven(run):
                 "num_new_tokens": sample.num_new_tokens - 7 * (index % 3) * len(row.method) % 20
             })
             for index, sample in enumerate(store.samples(row))
-        ]  # fmt: skip
+        ]
         summary = metrics.summarise(samples, [sample.baseline for sample in samples])
         store.publish(row.model_copy(update=summary), samples)
     return run

@@ -243,7 +243,7 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
     assert all(Path(each).is_relative_to(installed.parent) for each in told.splitlines()[-3:])
     assert {row.method for row in ResultStore(empty / "eval").results()} == {
         "autoregressive", "vanilla_sd", "stree"
-    }  # fmt: skip
+    }
     assert (empty / "eval/report.html").is_file()
     assert (empty / "data/train.jsonl").is_file()
 

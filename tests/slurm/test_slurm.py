@@ -76,7 +76,7 @@ def submit(cluster, tmp_path) -> Callable[[Path, int], str]:
             workspace, run_dir, "--trainer.limit_val_batches", "0",
             # Saves nothing of its own accord: what is there to go on from, the signal has saved.
             "--checkpoint.every_n_steps", "1000", steps=steps,
-        )  # fmt: skip
+        )
         assert fit == "fit"
         return cluster.sbatch("--nodes=2", *sbatch_options, "slurm/distill.sh", *arguments)
 
@@ -163,7 +163,7 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, submi
         "--nodes=2", "--array=1", f"--dependency=afterok:{job}", "slurm/eval_spec.sh",
         "--run", f"{tmp_path}/run-%a", "--benchmarks", str(tmp_path / "prompts.jsonl"),
         "--limit", "4", "--temperatures", "0", "--max-new-tokens", "8", "--device", "cpu",
-    )  # fmt: skip
+    )
 
     wait_for_step(10, cluster, job, preempted)
     first = send_usr1(cluster, job, preempted)
@@ -204,14 +204,14 @@ def test_a_training_submits_its_evaluations_and_the_gate_fails_a_worse_checkpoin
     options = {
         "benchmarks": [str(tmp_path / "prompts.jsonl")], "temperatures": [0.0],
         "methods": ["autoregressive", "stree"], "max_new_tokens": 8, "device": "cpu",
-    }  # fmt: skip
+    }
     (tmp_path / "eval.yaml").write_text(yaml.safe_dump(options))
     output = f"--output={cluster.folder}/job-%j.out"
     fit, *arguments = distill_arguments(
         workspace, run_dir, "--export.steps", "[1]", "--evaluation.mode", "slurm",
         "--evaluation.config", str(tmp_path / "eval.yaml"),
         "--evaluation.sbatch_options", json.dumps([output]), steps=2,
-    )  # fmt: skip
+    )
     assert fit == "fit"
     training = cluster.sbatch("slurm/distill.sh", *arguments)
     cluster.wait_for_success(training)
@@ -223,13 +223,13 @@ def test_a_training_submits_its_evaluations_and_the_gate_fails_a_worse_checkpoin
         "--baseline", str(workspace / "target"), "--target", str(workspace / "target"),
         "--config", str(tmp_path / "eval.yaml"), "--fail_below", "acceptance_length=-3%",
         "--out", str(tmp_path / "gate"),
-    )  # fmt: skip
+    )
     for job in evaluations:
         cluster.wait_for_success(job)
     rows = ResultStore(run_dir / "eval").results()
     assert {(row.step, row.method) for row in rows} == {
         (None, "autoregressive"), (1, "stree"), (2, "stree"),
-    }  # fmt: skip
+    }
     state = cluster.wait_for_end(gate)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "70:0"), cluster.output_of(gate)
     assert (tmp_path / "gate/summary.md").read_text().startswith("## Checkpoint benchmark: regr")

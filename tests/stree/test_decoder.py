@@ -51,7 +51,7 @@ class Prophet:
     def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
         shape = (len(rows.active), tree_batch.num_nodes)
         tokens = torch.tensor([[self.random.randrange(self.vocabulary)] * shape[1]
-                               for _ in range(shape[0])])  # fmt: skip
+                               for _ in range(shape[0])])
         tokens[:, :1] = rows.block.gather(1, rows.block[:, :1])
         for row, tree in enumerate(tree_batch.trees):
             if not rows.active[row]:
@@ -72,7 +72,7 @@ def test_greedy_is_lossless_on_many_prompts(count):
     torch.set_num_threads(1)
     config = dict(num_layers=2, attn_layers=(1,), d_model=16, num_heads=2, num_kv_heads=1,
                   num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
-                  gated_norm_groups=2, intermediate_size=24)  # fmt: skip
+                  gated_norm_groups=2, intermediate_size=24)
     target = tiny_model(1, **config)
     generation = GenerationConfig(max_new_tokens=64)
     plain = BatchDecoder(target, num_rows=100, max_length=96)
@@ -103,7 +103,7 @@ def prompts(count: int, vocabulary: int = 61) -> list[list[int]]:
         [(tree, drafter) for tree in ("chain-4", "paper", "interleaved")
          for drafter in ("recurrent", "hybrid", "itself")],
     ),
-)  # fmt: skip
+)
 def test_greedy_with_model_drafters(tree, drafter):
     target = tiny_model(1)
     model = {
@@ -130,7 +130,7 @@ def test_greedy_with_model_drafters(tree, drafter):
         [(tree, layers, temperature) for tree in TREES for layers in ((), (1,), (0, 1))
          for temperature in (0.0, 1.0)],
     ),
-)  # fmt: skip
+)
 def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
     """Each node's children come from the drafter's logits after the sequence and its path, with
     noise of their own where they are judged by these logits."""
@@ -287,7 +287,7 @@ def test_streamer_gets_prompt_and_blocks():
     generate(
         target, [0, 1], GenerationConfig(max_new_tokens=6),
         drafter=TableDrafter(target.table), tree=TokenTree.chain(2), streamer=streamer,
-    )  # fmt: skip
+    )
     assert streamer.values == [[0, 1], [2], [3, 4, 5], [6, 7]] and streamer.ended
 
 

@@ -133,7 +133,7 @@ def test_a_message_cannot_spell_control_tokens_and_has_the_ids_of_training(shipp
     names = tokenizer.convert_ids_to_tokens(ids)
     assert [name for name in names if name.startswith("<|")] == [
         "<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
-    ]  # fmt: skip
+    ]
     turns = [(each["role"], each["content"]) for each in messages]
     (trained,) = ChatEncoder(tokenizer).encode([[*turns, ("assistant", "So does that.")]])
     assert ids == trained.tokens[: len(ids)].tolist() and trained.assistant[len(ids)]
@@ -202,7 +202,7 @@ def test_a_template_gets_tools_documents_and_its_own_variables(templated):
          r"content has a dict .*image.*, wanted parts"),
         ([{"role": "user"}], {}, "wanted messages"),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_does_not_read_is_refused(shipped, messages, options, message):
     with pytest.raises(UsageError, match=message):
         shipped.chat(messages, max_new_tokens=2, **options)
@@ -337,7 +337,7 @@ def test_a_target_that_is_none_is_one_line(target):
         (hf(do_sample=True, min_p=0.05, top_k=0), dict(repetition_penalty=1.1),
          GenerationConfig(temperature=1.0, min_p=0.05, repetition_penalty=1.1)),
     ],
-)  # fmt: skip
+)
 def test_settings_by_keyword_and_by_either_config(given, options, wanted):
     assert settings_of(given, options).after(torch.tensor(PROMPT)) == wanted
 
@@ -371,7 +371,7 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
         (hf(num_beams=4), {}, "cannot honour num_beams = 4"),
         (hf(temperature=0.6), {}, "temperature = 0.6 and no do_sample"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_named(given, options, message):
     with pytest.raises(UsageError, match=message):
         settings_of(given, options).after(torch.tensor(PROMPT))
@@ -413,7 +413,7 @@ def test_statistics_are_a_table():
     stats = DecodingStats(
         10, 4, 12, [0, 2, 2, 2], [0, 2, 2, 2], [2, 2, 2, 2], 2, 0.25, 0.5,
         {"draft": 100.0, "verify": 400.0},
-    )  # fmt: skip
+    )
     assert repr(stats) == "DecodingStats(10 new tokens in 4 calls, τ 2.50, 20.00 tokens/s)"
     rows = [line.rsplit("  ", 1) for line in str(stats).splitlines()]
     assert {name.strip(): value.strip() for name, value in rows} == {
@@ -422,6 +422,6 @@ def test_statistics_are_a_table():
         "draft": "0.100 s", "verify": "0.400 s",
         "calls that kept 0 drafts": "1", "calls that kept 1 draft": "0",
         "calls that kept 2 drafts": "3",
-    }  # fmt: skip
+    }
     assert len({len(line) for line in str(stats).splitlines()}) == 1
     assert "τ unknown" in repr(DecodingStats())

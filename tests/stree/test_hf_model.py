@@ -104,7 +104,7 @@ OWN_TENSORS = {
     "qwen3_next": ("norm", "q_proj", "k_proj", "gate_proj", "in_proj_"),
     "qwen3_5": ("norm", "q_proj", "k_proj", "self_attn.gate_proj"),
     "olmo_hybrid": ("in_proj_qkv",),
-}  # fmt: skip
+}
 
 
 def storages(*models):
@@ -120,7 +120,7 @@ def test_tensors_are_shared(family, seed):
     own = [
         name for name, tensor in ours.state_dict().items()
         if tensor.untyped_storage().data_ptr() not in before
-    ]  # fmt: skip
+    ]
     assert not [name for name in own if not any(each in name for each in OWN_TENSORS[family])]
     assert len(storages(theirs, ours)) == len(before) + len(own)
 
@@ -227,7 +227,7 @@ def test_ends_and_paddings_are_those_of_generate(granite):
     got = assert_same(
         granite, decoder, ids, attention_mask=mask, max_new_tokens=20, do_sample=False,
         eos_token_id=eos, pad_token_id=3,
-    )  # fmt: skip
+    )
     assert (got == 3).any() and got.shape[1] <= free.shape[1]
     config = GenerationConfig(max_length=14, eos_token_id=eos[0], pad_token_id=None)
     assert_same(granite, decoder, ids, config, attention_mask=mask)
@@ -244,7 +244,7 @@ def test_stopping_criteria_end_each_sequence(granite, eos):
     got = assert_same(
         granite, decoder, ids, attention_mask=mask, max_new_tokens=20, do_sample=False,
         eos_token_id=eos, stopping_criteria=StoppingCriteriaList([stops]),
-    )  # fmt: skip
+    )
     assert got.shape[1] < free.shape[1]
 
 
@@ -348,7 +348,7 @@ def test_stop_strings(granite):
         (dict(attention_mask=torch.tensor([[1, 1, 1, 0]])), "pads at the right"),
         (dict(stop_strings=["a"]), "need the tokenizer"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused_by_name(granite, options, named):
     decoder = stree.from_transformers(granite)
     with pytest.raises(UsageError, match=named) as refusal:

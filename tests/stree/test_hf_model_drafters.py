@@ -75,7 +75,7 @@ def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
         BatchDecoder, "measure_step_times", lambda self, **options: (
             timed.append(options["generation"].temperature) or measure(self, **options)
         ),
-    )  # fmt: skip
+    )
     place = dict(device=device_name(granite.device), dtype=dtype_name(granite.dtype))
     adaptive_trees = stree.AdaptiveTrees(["chain-2", "paper"])
     adaptive_trees.costs = stree.StepTimes(
@@ -144,7 +144,7 @@ def test_the_other_settings_of_load(granite):
     taken = inspect.signature(stree.load).parameters.keys()
     of_the_model_or_call = {
         "target", "device", "dtype", "max_length", "temperature", "num_rows", "unknown",
-    }  # fmt: skip
+    }
     for door in (stree.from_transformers, generate):
         offered = inspect.signature(door).parameters.keys()
         assert taken - of_the_model_or_call <= offered

@@ -48,7 +48,7 @@ def recommendation(tree: Tree | None, temperature: float = 0.0, **changes) -> Re
         "temperature": temperature, "benchmarks": ("sums",), "num_prompts": 8,
         "method": "stree" if tree else "autoregressive", "tree": tree, "acceptance_length": 2.0,
         "speedup": 1.5 if tree else 0.8, "speedup_interval": None, "reason": "Measured so.",
-    }  # fmt: skip
+    }
     return Recommendation(**{**values, **changes})
 
 
@@ -62,7 +62,7 @@ def give_profile(
     profile = SpeculationProfile(
         step=1, target="runs/some/target", measurements=(), recommendations=recommendations,
         suggested_trees=(), **{**shas, **changes},
-    )  # fmt: skip
+    )
     add_files(drafter, {PROFILE_NAME: profile.model_dump_json()})
 
 
@@ -152,7 +152,7 @@ def test_siblings_that_were_asked_for_are_kept_and_trees_that_they_cannot_fill_a
     for tree, name, taken in (
         (WIDE, "independent", WIDE.parents), (grown, "independent", TokenTree.paper().parents),
         (grown, "top", TokenTree.load("beam-2-2-4").parents),
-    ):  # fmt: skip
+    ):
         give_profile(workspace, drafter, recommendation(tree))
         with pytest.warns(UserWarning, match=f"measured with FOLDER, not {name}:FOLDER") as said:
             decoder = stree.load(workspace / "target", f"{name}:{drafter}", max_length=64)
@@ -244,7 +244,7 @@ def measured(monkeypatch) -> list[Decoder]:
         Decoder, "measure_step_times", lambda self, **options: (
             timed.append(self) or measure(self, **options)
         ),
-    )  # fmt: skip
+    )
     return timed
 
 

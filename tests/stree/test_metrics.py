@@ -129,7 +129,7 @@ def test_parts_of_a_step_add_up_to_it():
     counts = Counts(
         8, 4, [1] * 4, decode_s=0.4,
         time_ms={"draft": 40, "verify": 240, "accept": 20, "commit": 0, "host": 1},
-    )  # fmt: skip
+    )
     parts = metrics.time_ms([counts])
     assert parts == pytest.approx({"draft": 10, "verify": 60, "accept": 5, "host": 25})
     assert sum(parts.values()) == pytest.approx(100)
@@ -226,7 +226,7 @@ def test_summary_has_the_published_names():
         "depth_accept_rates", "end_nodes", "nodes_per_call", "rows_per_call", "tree_shares",
         "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_prompt_median",
         "speedup_per_tau", "time_ms", "baseline_time_ms", "confidence_intervals",
-    }  # fmt: skip
+    }
     assert summary["speedup"] == 1
     assert metrics.summarise([LONG])["speedup"] is None
     assert metrics.summarise([LONG])["speedup_prompt_median"] is None

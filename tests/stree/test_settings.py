@@ -153,7 +153,7 @@ def test_what_cannot_work_is_refused_at_start():
         )
     with pytest.raises(UsageError, match="no multiple"):
         HybridConfig(vocab_size=9, d_model=8, num_layers=1, num_ssm_heads=3, ssm_head_dim=4,
-                     d_state=4, num_x_groups=2, num_b_groups=3, num_c_groups=3)  # fmt: skip
+                     d_state=4, num_x_groups=2, num_b_groups=3, num_c_groups=3)
 
 
 def test_numbers_of_numpy_and_generators_of_texts_are_taken():

@@ -60,7 +60,7 @@ def test_an_environment_that_make_has_set_up_tells_types_anywhere(tmp_path):
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "program.py"],
         cwd=tmp_path, env={"MYPYPATH": told, "PATH": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+    )
     got = re.findall(r'note: Revealed type is "(.*)"', checked.stdout)
     assert got == [TYPES[each] for each in re.findall("# (.*)", PROGRAM)], checked.stdout
 

@@ -32,12 +32,12 @@ FORBIDDEN = {
     "ctypes.dlsym",
     "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto",
     "urllib.Request", "ftplib.connect", "smtplib.connect", "webbrowser.open",
-}  # fmt: skip
+}
 # Their first argument is a path.
 WRITES = {
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate",
     "os.link", "os.symlink", "os.utime", "shutil.rmtree", "shutil.move", "shutil.copyfile",
-}  # fmt: skip
+}
 
 
 def install(folder: str, memory_bytes: int, cpu_s: int, allowed_code: Sequence[str] = ()) -> None:

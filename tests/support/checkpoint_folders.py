@@ -13,7 +13,7 @@ ATTN_LAYERS = [1]
 LLAMA3_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192, "rope_type": "llama3",
-}  # fmt: skip
+}
 
 
 def write_json(path, **values):
@@ -34,7 +34,7 @@ def mamba_in_llama(folder, repeat_before_conv=False, tied=False, old_rope=True):
         attention_bias=False, mlp_bias=False, max_position_embeddings=131072, rms_norm_eps=1e-5,
         tie_word_embeddings=tied, bos_token_id=3, eos_token_id=[7, 8], torch_dtype="bfloat16",
         **rope_keys,
-    )  # fmt: skip
+    )
     ssm_cfg = {"expand": 1, "ngroups": HEADS, "d_state": D_STATE}
     if repeat_before_conv:
         ssm_cfg["repeat_kv_before_conv"] = True
@@ -42,7 +42,7 @@ def mamba_in_llama(folder, repeat_before_conv=False, tied=False, old_rope=True):
         folder / "mamba_config.json",
         d_model=D_MODEL, ssm_cfg=ssm_cfg, rms_norm_eps=1e-5, vocab_size=None, d_inner=D_MODEL,
         d_xb=D_XB, intermediate_size=WIDTH, hidden_act="silu", n_layer=3, attn_layers=ATTN_LAYERS,
-    )  # fmt: skip
+    )
     conv_dim = 3 * D_MODEL if repeat_before_conv else D_MODEL + 2 * D_XB
     shapes = {"model.embed_tokens.weight": (VOCAB, D_MODEL), "model.norm.weight": (D_MODEL,)}
     if not tied:
@@ -121,4 +121,4 @@ ROUND_TRIPS = {
         50, 24, 2, (0, 1), 20, bos_token_id=1, rope_theta=5e5, max_position_embeddings=77,
         **ATTENTION,
     ),
-}  # fmt: skip
+}

@@ -166,7 +166,7 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
             *(zeros(1, dtype=whole) for _ in range(3)),
         ),
         0,
-    )  # fmt: skip
+    )
     ops.gate_normed(y, projected[..., : shape.d_inner], zeros(shape.value_dim), 1e-6)
     qkv, scale = zeros(1, num_nodes, (24 + 2 * 4) * 256), zeros(256, dtype=wide)
     ops.gated(qkv, qkv)
@@ -182,7 +182,7 @@ def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor
         tuple((level.nodes, level.places) for level in tree_batch.levels),
         logits[:, : tree_batch.num_drawn_from] if tree_batch.levels else None, tree_batch.drawn_by,
         None, None,
-    )  # fmt: skip
+    )
     sampling = Sampling(torch.ones(1, dtype=torch.float64), one, one)
     for rule in ("naive", "multi_step", "traversal"):
         ops.accept_drafts(rule, logits, drafts, sampling, active, *committed)
@@ -229,7 +229,7 @@ def main() -> None:
         vocab_size=1024, d_model=256, num_layers=2, attn_layers=(1,), intermediate_size=512,
         num_heads=32, num_kv_heads=8, head_dim=128, num_ssm_heads=32, ssm_head_dim=128,
         d_state=128, num_x_groups=8, num_b_groups=8, num_c_groups=32, gated_norm_groups=32,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         model = HybridModel(config).to(getattr(torch, options.dtype))
         for num_nodes in options.nodes:
@@ -249,7 +249,7 @@ def main() -> None:
                 ops.accept_choices(
                     best, highest, tokens, torch.tensor([tree.parents]), finite, active,
                     cache.path, cache.path_length, block, one, tokens[:, :1], report,
-                )  # fmt: skip
+                )
             verification(tree, logits, cache.path, one, block, tokens[:, :1], report)
             if num_nodes == 1:
                 continue

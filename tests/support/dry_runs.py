@@ -24,7 +24,7 @@ def evaluation_of(workspace: Path, run: Path, *more: str) -> list[str]:
     return [
         "--run", str(run), "--benchmarks", str(workspace / "prompts.jsonl"), "--device", "cpu",
         "--max-new-tokens", "8", "--ignore-eos", "--temperatures", "0", *more,
-    ]  # fmt: skip
+    ]
 
 
 def everything_under(*folders: Path) -> dict[Path, int]:

@@ -27,12 +27,12 @@ from stree_kernels import ops
 TREES = [
     TokenTree.chain(1), TokenTree.chain(2), TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 1)),
     TokenTree((-1, 0, 0, 2)), TokenTree((-1, 0, 0, 0)),
-]  # fmt: skip
+]
 SETTINGS = [
     GenerationConfig(temperature=1.0), GenerationConfig(temperature=0.6),
     GenerationConfig(temperature=1.7, top_k=2), GenerationConfig(temperature=1.0, top_p=0.8),
     GenerationConfig(temperature=0.8, top_k=3, top_p=0.9),
-]  # fmt: skip
+]
 GREEDY = GenerationConfig()
 CONTEXT = (1, 2)  # of both rows; the last one is the root
 
@@ -112,7 +112,7 @@ def related_case(seed: int, relation: str, trees=TREES):
         drafter = target
     elif relation == "disjoint":
         target, drafter = (each.masked_fill(no, -torch.inf) for each, no in
-                           ((target, even), (drafter, ~even)))  # fmt: skip
+                           ((target, even), (drafter, ~even)))
     return target, drafter, tree, setting
 
 

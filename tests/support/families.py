@@ -41,7 +41,7 @@ VOCAB = 61
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def _multiplier(draw: random.Random) -> float:
@@ -59,7 +59,7 @@ def _common(draw: random.Random, vocab: int) -> dict[str, Any]:
         "vocab_size": vocab, "num_attention_heads": num_heads, "num_key_value_heads": kv_heads,
         "hidden_size": num_heads * draw.choice([4, 8]), "intermediate_size": draw.choice([24, 40]),
         "max_position_embeddings": 256,
-    }  # fmt: skip
+    }
 
 
 def _rope(draw: random.Random) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _mamba(draw: random.Random, d_model: int, d_inner: int | None = None) -> dic
         "mamba_d_conv": draw.choice([2, 3, 4]), "mamba_chunk_size": draw.choice([4, 16]),
         "mamba_conv_bias": _coin(draw), "mamba_proj_bias": _coin(draw),
         "time_step_limit": draw.choice([(0.0, float("inf")), (0.3, 0.9)]),
-    }  # fmt: skip
+    }
 
 
 def _bamba(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -85,7 +85,7 @@ def _bamba(draw: random.Random, vocab: int) -> PreTrainedModel:
         **common, **_rope(draw), **_mamba(draw, common["hidden_size"]), num_hidden_layers=3,
         attn_layer_indices=draw.choice([[1], [0, 2]]), attention_bias=_coin(draw),
         mlp_bias=_coin(draw), tie_word_embeddings=_coin(draw), rms_norm_eps=1e-4,
-    ))  # fmt: skip
+    ))
 
 
 def _granite(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -100,7 +100,7 @@ def _granite(draw: random.Random, vocab: int) -> PreTrainedModel:
         embedding_multiplier=_multiplier(draw), residual_multiplier=_multiplier(draw),
         attention_multiplier=_multiplier(draw), logits_scaling=_multiplier(draw),
         tie_word_embeddings=_coin(draw),
-    ))  # fmt: skip
+    ))
 
 
 def _nemotron(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -118,7 +118,7 @@ def _nemotron(draw: random.Random, vocab: int) -> PreTrainedModel:
         moe_intermediate_size=draw.choice([12, 20]), moe_shared_expert_intermediate_size=28,
         moe_latent_size=latent, n_group=groups, topk_group=draw.choice([1, groups]),
         routed_scaling_factor=_multiplier(draw), norm_topk_prob=_coin(draw),
-    ))  # fmt: skip
+    ))
 
 
 def _falcon(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -134,7 +134,7 @@ def _falcon(draw: random.Random, vocab: int) -> PreTrainedModel:
         attention_in_multiplier=_multiplier(draw), attention_out_multiplier=_multiplier(draw),
         ssm_multipliers=[_multiplier(draw) for _ in range(5)],
         ssm_in_multiplier=_multiplier(draw), ssm_out_multiplier=_multiplier(draw),
-    ))  # fmt: skip
+    ))
 
 
 def _lfm2(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -144,7 +144,7 @@ def _lfm2(draw: random.Random, vocab: int) -> PreTrainedModel:
         conv_bias=_coin(draw), conv_L_cache=draw.choice([2, 3, 4]), norm_eps=1e-4,
         block_multiple_of=draw.choice([8, 16]), block_auto_adjust_ff_dim=_coin(draw),
         block_ffn_dim_multiplier=draw.choice([1.0, 1.3]), tie_word_embeddings=_coin(draw),
-    ))  # fmt: skip
+    ))
 
 
 def _lfm2_moe(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -156,7 +156,7 @@ def _lfm2_moe(draw: random.Random, vocab: int) -> PreTrainedModel:
         num_experts_per_tok=draw.choice([1, 2, 3]), moe_intermediate_size=draw.choice([12, 20]),
         use_expert_bias=_coin(draw), norm_topk_prob=_coin(draw),
         routed_scaling_factor=_multiplier(draw), tie_word_embeddings=_coin(draw),
-    ))  # fmt: skip
+    ))
 
 
 def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -165,7 +165,7 @@ def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
     heads = draw.choice([n for n in (2, 3, 4, 6) if 2 * common["hidden_size"] % n == 0])
     layers = draw.choice([
         ["linear_attention", "hybrid", "hybrid", "hybrid"], ["hybrid", "linear_attention"],
-    ])  # fmt: skip
+    ])
     return Zamba2ForCausalLM(Zamba2Config(
         **common, **_rope(draw), num_hidden_layers=len(layers), layers_block_type=layers,
         n_mamba_heads=heads, mamba_ngroups=draw.choice([n for n in (1, 2, 3) if heads % n == 0]),
@@ -173,7 +173,7 @@ def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
         num_mem_blocks=draw.choice([1, 2]), use_shared_attention_adapter=_coin(draw),
         adapter_rank=draw.choice([2, 5]), use_mem_rope=_coin(draw), add_bias_linear=_coin(draw),
         time_step_min=draw.choice([0.001, 0.4]),
-    ))  # fmt: skip
+    ))
 
 
 def _gated_delta(draw: random.Random, vocab: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _gated_delta(draw: random.Random, vocab: int) -> dict[str, Any]:
     mixers = draw.choice([
         ["linear_attention", "full_attention", "linear_attention"],
         ["linear_attention", "linear_attention", "full_attention"],
-    ])  # fmt: skip
+    ])
     return {
         **common, "head_dim": head_dim, "num_hidden_layers": len(mixers), "layer_types": mixers,
         "rope_parameters": {**rope, "partial_rotary_factor": rotary_share},
@@ -194,7 +194,7 @@ def _gated_delta(draw: random.Random, vocab: int) -> dict[str, Any]:
         "linear_key_head_dim": draw.choice([4, 6, 8]),
         "linear_value_head_dim": draw.choice([4, 6, 8]),
         "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
-    }  # fmt: skip
+    }
 
 
 def _qwen_experts(draw: random.Random) -> dict[str, Any]:
@@ -202,14 +202,14 @@ def _qwen_experts(draw: random.Random) -> dict[str, Any]:
         "num_experts": draw.choice([4, 5]), "num_experts_per_tok": draw.choice([1, 2, 3]),
         "moe_intermediate_size": draw.choice([12, 20]),
         "shared_expert_intermediate_size": draw.choice([12, 28]),
-    }  # fmt: skip
+    }
 
 
 def _qwen3_next(draw: random.Random, vocab: int) -> PreTrainedModel:
     return Qwen3NextForCausalLM(Qwen3NextConfig(
         **_gated_delta(draw, vocab), **_qwen_experts(draw), norm_topk_prob=_coin(draw),
         decoder_sparse_step=draw.choice([1, 1, 2]), mlp_only_layers=draw.choice([[], [0]]),
-    ))  # fmt: skip
+    ))
 
 
 def _qwen3_5(draw: random.Random, vocab: int) -> PreTrainedModel:
@@ -230,19 +230,19 @@ def _olmo_hybrid(draw: random.Random, vocab: int) -> PreTrainedModel:
     common["layer_types"] = draw.choice([
         ["linear_attention", "full_attention", "linear_attention"],
         ["full_attention", "linear_attention", "linear_attention"],
-    ])  # fmt: skip
+    ])
     common["num_hidden_layers"] = len(common["layer_types"])
     return OlmoHybridForCausalLM(OlmoHybridConfig(
         **common, linear_allow_neg_eigval=draw.random() < 0.7, bos_token_id=1, eos_token_id=2,
         pad_token_id=0,
-    ))  # fmt: skip
+    ))
 
 
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
     "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "olmo_hybrid": _olmo_hybrid,
-}  # fmt: skip
+}
 
 
 # With more, Zamba2's attention is so sharp that the rounding of fp32 decides, in its own class too

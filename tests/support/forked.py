@@ -85,7 +85,7 @@ class Forks:
         self._helper = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment, start_new_session=True, cwd=REPOSITORY,
-        )  # fmt: skip
+        )
         threads = self._read()["threads"]
         assert len(threads) == 1, f"the helper wants to be alone when it forks: {threads}"
 
@@ -115,7 +115,7 @@ class Forks:
             "script": str(script), "arguments": arguments, "output": str(output),
             "before": before, "environment": dict(environment or {}),
             "limit_file_bytes": limit_file_bytes, "terminal": terminal,
-        }  # fmt: skip
+        }
         output.touch()
         return Command(self, self._ask(request)["pid"], output)
 

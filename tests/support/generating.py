@@ -22,7 +22,7 @@ def arguments(workspace: Path, out: Path, *more: str) -> list[str]:
         "--samples", "3", "--temperatures", *map(str, TEMPERATURES), "--max_new_tokens", "12",
         "--max_length", "128", "--num_rows", "4", "--shard_samples", "5", "--seed", "7",
         "--dtype", "float64", "--device", "cpu", "--compare", "0", "--out", str(out), *more,
-    ]  # fmt: skip
+    ]
 
 
 def generate(workspace: Path, out: Path, *more: str) -> Path:

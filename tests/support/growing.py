@@ -29,7 +29,7 @@ class Growing(TableDrafter):
                     for node in nodes
                 ])
                 for row, nodes in enumerate(level.nodes.tolist())
-            ])  # fmt: skip
+            ])
             logits.append(
                 rows.kept(after, tree_batch.drafts_at(tree_batch.pool, number, rows.penalised))
             )
@@ -48,7 +48,7 @@ class Growing(TableDrafter):
         ops.choose_children(
             logits, level.depths, rows.sampling, level.places, tree_batch.pool, finite, level.nodes,
             tree_batch.values,
-        )  # fmt: skip
+        )
 
 
 class GrowingInTurn(Growing):

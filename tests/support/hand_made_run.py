@@ -48,7 +48,7 @@ def make_sample(method, step, benchmark, index, temperature, num_calls, divergen
     turn = Turn(
         user=f"Question {index}?", num_prompt_tokens=5, tokens=(1,), text="<b>answer</b> ünï",
         finish_reason="length",
-    )  # fmt: skip
+    )
     return SampleRow(
         checkpoint_sha256=step and str(step), step=step, method=method,
         tree=TREES[method].name if method in TREES else None, benchmark=benchmark,
@@ -60,7 +60,7 @@ def make_sample(method, step, benchmark, index, temperature, num_calls, divergen
         time_ms=dict.fromkeys(parts, 900.0 / len(parts) * num_calls * call_s),
         baseline=baseline, divergence=divergence,
         lossless=None if temperature or baseline is None else divergence is None,
-    )  # fmt: skip
+    )
 
 
 def make_row(method, step, benchmark, answers, temperature, **changes):
@@ -78,7 +78,7 @@ def make_row(method, step, benchmark, answers, temperature, **changes):
         ),
         "samples": packed_samples(f"{step}_{method}_{benchmark}_{temperature:g}"),
         **metrics.summarise(answers, baselines),
-    }  # fmt: skip
+    }
     return ResultRow(**{**values, **changes})
 
 
@@ -95,7 +95,7 @@ def make_run(folder, benchmarks=("mt_bench", "gsm8k"), temperatures=(0.0, 1.0), 
                     make_sample(method, step, benchmark, i, temperature, calls,
                                 divergence if (step, method, i) == (100, "stree", 0) else None)
                     for i in range(NUM_PROMPTS)
-                ]  # fmt: skip
+                ]
                 store.publish(make_row(method, step, benchmark, samples, temperature), samples)
     lines = ["step,loss,simulated_acceptance,val_loss,lr"]
     lines += [f"{step},{5 / step:.4f},0.{step % 7},,0.1" for step in range(10, 200, 10)]
@@ -106,7 +106,7 @@ def make_run(folder, benchmarks=("mt_bench", "gsm8k"), temperatures=(0.0, 1.0), 
 LABELS = (
     "checkpoint_sha256", "step", "method", "benchmark", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "batch_size", "seed", "decoding_hash",
-)  # fmt: skip
+)
 
 
 def labelled(samples, row):
@@ -121,6 +121,6 @@ def relabelled(store, row, **changes):
     changed = row.model_copy(update=changes)
     changed = changed.model_copy(update={
         "samples": packed_samples(config_hash({"key": changed.key, "was": row.samples}))
-    })  # fmt: skip
+    })
     write_rows(store.directory / changed.samples, labelled(store.samples(row), changed))
     return changed

@@ -43,7 +43,7 @@ def evaluate(path: Path) -> None:
         "--target", str(path.parent / "target"), "--checkpoint", str(path),
         "--benchmarks", str(path.parent / "prompts.jsonl"), "--out", str(path.parent / "out"),
         "--methods", "stree", "--temperatures", "0", "--max-new-tokens", "2", "--device", "cpu",
-    ])  # fmt: skip
+    ])
 
 
 def train(path: Path) -> None:

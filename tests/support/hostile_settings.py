@@ -35,12 +35,12 @@ config_case("with a number of 400 digits", r"wanted a number", rope_theta=10**40
 config_case("with an endless epsilon", r"rms_norm_eps", rms_norm_eps=float("inf"))
 mixer_case("of 10^9 layers", r"num_hidden_layers 1000000000, wanted at most 1000", n_layer=10**9)
 mixer_case("of 2^31 numbers each", r"no possible model|does not hold", d_model=2**31 - 1,
-           vocab_size=2**31 - 1, intermediate_size=2**31 - 1)  # fmt: skip
+           vocab_size=2**31 - 1, intermediate_size=2**31 - 1)
 mixer_case("with negative sizes", r"wanted a whole number", d_model=-1)
 mixer_case("without a state", r"wanted a multiple of the head dim 0", d_inner=0, ssm_cfg={
-    "expand": 1, "ngroups": 4, "d_state": 0})  # fmt: skip
+    "expand": 1, "ngroups": 4, "d_state": 0})
 mixer_case("of chunks of 10^8", r"chunk_size is 100000000, it must be at most", ssm_cfg={
-    "expand": 1, "ngroups": 4, "d_state": 8, "chunk_size": 10**8})  # fmt: skip
+    "expand": 1, "ngroups": 4, "d_state": 8, "chunk_size": 10**8})
 config_case("of another kind", r"only 'llama' is supported", model_type="gpt2")
 config_case("of a list of kinds", r"model_type = \['llama'\]", model_type=["llama"])
 
@@ -200,12 +200,12 @@ template_case("nested 100,000 deep", r"RecursionError", "{{ " + "(" * 100_000 + 
 template_case(
     "reaching for classes", r"SecurityError.*__class__",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-)  # fmt: skip
+)
 template_case(
     "reaching for globals", r"SecurityError.*__globals__",
     "{{ raise_exception.__globals__['jinja2'].os.system('true') }}",
-)  # fmt: skip
+)
 template_case(
     "reaching through format", r"SecurityError.*__class__",
     "{{ '{0.__class__.__mro__}'.format('') }}",
-)  # fmt: skip
+)

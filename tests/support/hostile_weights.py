@@ -120,7 +120,7 @@ def _(folder: Path) -> Path:
 def _(folder: Path) -> Path:
     weights = load_file(folder / "target" / "model.safetensors")
     return with_weights(folder, torch_file({n: w[:1].expand(10**9) for n, w in weights.items()
-                                            if w.ndim == 1}))  # fmt: skip
+                                            if w.ndim == 1}))
 
 
 # safetensors

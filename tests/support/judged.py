@@ -46,7 +46,7 @@ class Case:
         module.accept_drafts(
             self.rule, self.logits, self.drafts, sampling, self.active,
             path, length[:, 0], block, root, report, **options,
-        )  # fmt: skip
+        )
         seen = []
         for row, (code, count, *rest) in enumerate(report.tolist()):
             assert length[row] == count
@@ -63,7 +63,7 @@ class Case:
 def case(
     rule: str, trees: list[TokenTree], logits: Tensor, drawn: Tensor | None, temperature: Tensor,
     tokens: Tensor, points: Tensor | None = None, independent: bool = False,
-) -> Case:  # fmt: skip
+) -> Case:
     """Make a case whose rows all decode, from seeds 0, 1, … at position 7."""
     tree_batch, batch = make_tree_batch(trees, torch.device(DEVICE)), len(trees)
     levels = tuple((level.nodes, level.places) for level in tree_batch.levels)
@@ -85,7 +85,7 @@ def case(
 
 def enumerated(
     rule: str, tree: TokenTree, target: Tensor, drawn: Tensor | None, points=None, independent=False
-):  # fmt: skip
+):
     """Yield every step of a tree at temperature 1, with random numbers that lead to it.
 
     Each item is tokens (N,), a random number for each place of use, and what the twin commits.
@@ -121,7 +121,7 @@ def enumerated(
         made = case(
             rule, [tree], target[None], None if drawn is None else drawn[None], one, tokens[None],
             points, independent,
-        )  # fmt: skip
+        )
         (wanted,) = made.committed(naive, choose=choose)
         for end in (0, 1):
             yield tokens, {place: each[end] for place, each in ends.items()}, wanted
@@ -164,7 +164,7 @@ def disagreements(
             None if drawn is None else drawn.expand(batch, -1, -1),
             torch.ones(batch, dtype=torch.float64), torch.stack([each[0] for each in some]),
             None if points is None else points.expand(batch, -1).contiguous(), independent,
-        )  # fmt: skip
+        )
         numbers = [each[1] for each in some]
         with told(numbers):
             got = made.committed(verification)
@@ -240,6 +240,6 @@ def sampled_tree(trees, logits, drawn, temperature) -> Tensor:
         naive.choose_children(
             drawn[:, done : done + count], level.noise_at(True), sampling, level.places, tokens,
             finite,
-        )  # fmt: skip
+        )
         done += count
     return tokens

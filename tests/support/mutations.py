@@ -13,13 +13,13 @@ ODD_VALUES: tuple[Any, ...] = (
     "\0", "\ud800", "naïve 🦊", "\u202e", "<|end|>", "../../etc/passwd", "!!python/name:os.system",
     "²", [], {}, [[]], [None], {"": None}, [[[[[]]]]], {"a": {"a": {"a": []}}}, [0] * 300,
     ["x"] * 5,
-)  # fmt: skip
+)
 PIECES = (
     b"\xff", b"\x00", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\\u0000", b"\\ud800", b'"', b"\\", b"{",
     b"}", b"[", b"]", b",", b":", b"null", b"NaN", b"1e999", b"9" * 5000, b"[" * 3000, b"- ",
     b"&a ", b"*a", b"!!int ", b"!!python/object:os.system ", b"? ", b"%", b"\t", b"#", b"|", b">",
     b"'",
-)  # fmt: skip
+)
 
 
 def damaged_bytes(rng: random.Random, data: bytes, newlines: bool = False) -> bytes:

@@ -59,14 +59,14 @@ def run_on_terminal(
         process = forks.start(
             Path(script), arguments, Path(os.devnull), environment=environment,
             terminal=os.ttyname(slave),
-        )  # fmt: skip
+        )
     else:
         kept = {name: value for name, value in os.environ.items() if name not in environment}
         process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or keys would be no signals
             env={**kept, "TERM": environment["TERM"]},
-        )  # fmt: skip
+        )
     os.close(slave)
     written, left, seen = b"", list(keys), 0
     with os.fdopen(master, "r+b", buffering=0) as terminal:

@@ -17,11 +17,11 @@ ROW_TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau",
     "speedup_prompt_median", "num_stalled", "time_ms", "baseline_time_ms", "measuring_costs_s",
     "costs", "confidence_intervals", "environment", "rows_per_call",
-}  # fmt: skip
+}
 # What shares a prompt's batch depends on what was left to do, and its share of calls with it.
 SAMPLE_TIMINGS = {
     "prefill_s", "decode_s", "time_ms", "baseline", "call_share", "num_attempts", "is_stalled",
-}  # fmt: skip
+}
 
 
 def steps_in(folder: Path) -> list[int]:

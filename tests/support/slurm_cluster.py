@@ -69,7 +69,7 @@ class SlurmCluster:
         done = subprocess.run(
             command, cwd=REPOSITORY, env=self.environment, capture_output=True, text=True,
             check=False, timeout=30,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 

@@ -25,7 +25,7 @@ def sample(prompt_id: str = "a", **changes: Any) -> SampleRow:
         "turns": (Turn(
             user="?", num_prompt_tokens=3, tokens=(1, 2, 3), text="ünï", finish_reason="eos",
         ),),
-    }  # fmt: skip
+    }
     return SampleRow(**{**values, **changes})
 
 
@@ -47,5 +47,5 @@ def result(**changes: Any) -> ResultRow:
             num_processes=1, num_threads=1,
         ),
         "samples": "samples/b.jsonl",
-    }  # fmt: skip
+    }
     return ResultRow(**{**values, **changes})

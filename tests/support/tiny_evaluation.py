@@ -26,7 +26,7 @@ TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_prompt_median",
     "speedup_per_tau", "num_stalled", "time_ms", "baseline_time_ms", "measuring_costs_s", "costs",
     "confidence_intervals", "environment",
-}  # fmt: skip
+}
 PROMPTS = [
     {"id": "a", "category": "one", "turns": ["What is a tree?"]},
     {"id": "b", "category": "two", "turns": ["Say one.", "Say two."]},
@@ -40,7 +40,7 @@ def tiny_model(seed: int, vocab_size: int = 320) -> HybridModel:
     return HybridModel(HybridConfig(
         vocab_size=vocab_size, d_model=32, num_layers=2, num_ssm_heads=2, ssm_head_dim=16,
         d_state=8, num_x_groups=2, num_b_groups=1, num_c_groups=1, eos_token_ids=(1,),
-    ))  # fmt: skip
+    ))
 
 
 def make_world(root: Path) -> Path:
@@ -58,7 +58,7 @@ def make_world(root: Path) -> Path:
         save_model(
             model, root / f"drafter/step-{step:08d}", tokenizer,
             extra_files={"provenance.json": json.dumps({"step": step})},
-        )  # fmt: skip
+        )
     (root / "talk.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
     (root / "command.json").write_text(json.dumps({"target": str(root / "target")}))
     return root
@@ -69,7 +69,7 @@ def settings_for(world: Path, out: Path, **changes) -> EvaluationSettings:
     defaults = {
         "target": str(world / "target"), "out": str(out), "benchmarks": benchmarks,
         "temperatures": (0.0,), "max_new_tokens": 12, "device": "cpu", "ignore_eos": True,
-    }  # fmt: skip
+    }
     return EvaluationSettings(**{**defaults, **changes})
 
 
@@ -77,7 +77,7 @@ def quiet(settings: EvaluationSettings, **parts) -> Evaluation:
     return Evaluation(
         settings, workers=parts.pop("workers", Workers()),
         progress=EvaluationProgress(enabled=False), **parts,
-    )  # fmt: skip
+    )
 
 
 def export(world: Path, step: int) -> Path:

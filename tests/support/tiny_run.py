@@ -21,7 +21,7 @@ ARCHITECTURE: dict[str, Any] = {
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
     "num_ssm_heads": 4, "ssm_head_dim": 8, "d_state": 8,
     "num_x_groups": 2, "num_b_groups": 2, "num_c_groups": 4, "gated_norm_groups": 4,
-}  # fmt: skip
+}
 
 
 def write_conversations(path: Path, count: int = 40) -> None:
@@ -70,7 +70,7 @@ def distill_arguments(workspace: Path, run_dir: Path, *more: str, steps: int = 8
         "--trainer.log_every_n_steps", "1", "--trainer.enable_progress_bar", "false",
         "--checkpoint.every_n_steps", "1", "--checkpoint.keep_last", "100",
         *more,
-    ]  # fmt: skip
+    ]
 
 
 def metric_rows(run_dir: Path) -> list[dict[str, str]]:

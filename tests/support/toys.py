@@ -34,7 +34,7 @@ def tiny_config(**changes: object) -> HybridConfig:
         num_heads=4, num_kv_heads=2, head_dim=8,
         num_ssm_heads=4, ssm_head_dim=8, d_state=8,
         num_x_groups=2, num_b_groups=2, num_c_groups=4, gated_norm_groups=4, chunk_size=8,
-    )  # fmt: skip
+    )
     return HybridConfig(**(values | changes))
 
 
@@ -112,7 +112,7 @@ def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Re
             rng.choice(trees),
         )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
 
 
 class TableTarget:
@@ -126,7 +126,7 @@ class TableTarget:
         self.config = HybridConfig(
             vocab_size=table.shape[-1], d_model=1, num_layers=1, attn_layers=(0,),
             num_heads=1, num_kv_heads=1, head_dim=2, eos_token_ids=eos_token_ids,
-        )  # fmt: skip
+        )
 
     def new_cache(self, max_length: int, max_nodes: int, batch: int = 1) -> TableCache:
         return TableCache([TableRow() for _ in range(batch)], max_nodes)
@@ -235,7 +235,7 @@ class TableDrafter:
             self.choose(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],
-            )  # fmt: skip
+            )
             drawn_from.append(logits)
         logits = torch.cat(drawn_from, 1) if drawn_from and keep_logits else None
         independent = self.drawn is SiblingSampling.INDEPENDENT

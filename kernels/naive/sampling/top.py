@@ -43,7 +43,7 @@ def choice_scores(
     noise = token_noise(
         sampling.seed, sampling.position[:, None] + 1 + levels.view(-1, levels.shape[-1]),
         logits.shape[-1], ids,
-    )  # fmt: skip
+    )
     if levels is not depths:
         noise = noise.gather(1, at.expand(len(logits), -1)[..., None].expand_as(logits))
     return scores + torch.where(sampled, noise, 0.0)

@@ -76,7 +76,7 @@ class Baseline:
         found = [row for row in steps if row.key[1:] == job.result_key[1:]]
         if not found:
             kin = any(row.method == job.method and row.benchmark == job.benchmark.name
-                      for row in steps)  # fmt: skip
+                      for row in steps)
             why = "only with another target, tree, prompts or decoding options" if kin else "at all"
             if not kin and self.step is not None:
                 why += f" at step {self.step}"

@@ -110,7 +110,7 @@ class Threshold:
         return cls(
             text, found["benchmark"], metric, int(depth) if depth else None, change,
             bool(found["percent"]),
-        )  # fmt: skip
+        )
 
     @property
     def name(self) -> str:
@@ -242,7 +242,7 @@ def is_better(findings: Sequence[Finding]) -> bool:
 def _judge_one(
     threshold: Threshold, method: str, temperature: float,
     mine: Sequence[SampleRow], theirs: Sequence[SampleRow], seed: int, level: float,
-) -> Finding:  # fmt: skip
+) -> Finding:
     new, old = (Answers.of([each], _counted(threshold)) for each in (mine, theirs))
     if new.prompts != old.prompts:
         raise BadData(
@@ -270,14 +270,14 @@ def _judge_one(
     change, interval = new.over(
         old, figure, _relative if threshold.is_relative else np.subtract,
         seed=seed, level=level, num_resamples=NUM_RESAMPLES,
-    )  # fmt: skip
+    )
     verdict, reason = _verdict(threshold, change, interval, len(new.prompts), least_prompts(level))
     if not any(map(_has_drafted, (*mine, *theirs))):
         verdict, reason = INCONCLUSIVE, "plain decoding was chosen for every step of both"
     return Finding(
         threshold, method, temperature, len(new.prompts), old.value(figure), new.value(figure),
         change, interval, verdict, reason, len(circles),
-    )  # fmt: skip
+    )
 
 
 def _relative(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -292,7 +292,7 @@ def _has_drafted(sample: SampleRow) -> bool:
 def _verdict(
     threshold: Threshold, point: float | None, interval: metrics.Interval | None,
     num_prompts: int, least: int,
-) -> tuple[str, str]:  # fmt: skip
+) -> tuple[str, str]:
     if num_prompts < least:
         return INCONCLUSIVE, f"too few prompts: {num_prompts}, {least} the least"
     if point is None or interval is None:

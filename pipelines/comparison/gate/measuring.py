@@ -94,7 +94,7 @@ def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
         for benchmark in evaluation.benchmarks
         for temperature in settings.temperatures
         for method in settings.methods
-    ]  # fmt: skip
+    ]
 
 
 def _require_same_machine(rows: Sequence[ResultRow], evaluation: Evaluation) -> None:
@@ -120,7 +120,7 @@ def _machine(device: str, num_processes: int, num_threads: int) -> str:
 def _pair_samples(
     mine: Sequence[ResultRow], my_store: ResultStore,
     theirs: Sequence[ResultRow], their_store: ResultStore,
-) -> gate.Pairs:  # fmt: skip
+) -> gate.Pairs:
     """Return the prompts of each row of the checkpoint, with the baseline's.
 
     Raises BadData when the samples of a row are gone.

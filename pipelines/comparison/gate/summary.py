@@ -165,7 +165,7 @@ def _thresholds(findings: Sequence[Finding]) -> Table:
     heads = (
         "figure", "on", "method", "T", "prompts", "baseline", "checkpoint", "change",
         "95 % interval", "fails below", "verdict",
-    )  # fmt: skip
+    )
     rows = [
         (
             finding.threshold.name, finding.scope, finding.method, f"{finding.temperature:g}",
@@ -174,7 +174,7 @@ def _thresholds(findings: Sequence[Finding]) -> Table:
             _shown(finding, finding.threshold.change), finding.verdict,
         )
         for finding in findings
-    ]  # fmt: skip
+    ]
     return Table("Thresholds", (heads, *rows))
 
 
@@ -183,7 +183,7 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
     heads = (
         "benchmark", "method", "T", "of", "prompts", "ended", "cut", "τ", "speedup", "tokens/s",
         "lossless",
-    )  # fmt: skip
+    )
     others = {row.key[1:]: row for row in theirs}
     rows = [
         (
@@ -196,7 +196,7 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
         for own in mine
         if own.method != AUTOREGRESSIVE
         for whose, row in (("baseline", others[own.key[1:]]), ("checkpoint", own))
-    ]  # fmt: skip
+    ]
     return Table("Rows", (heads, *rows))
 
 

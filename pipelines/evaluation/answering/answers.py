@@ -73,7 +73,7 @@ class Answerer:
         self.decoders = Decoders(
             settings, self.tokenizer, self.max_length, self.num_prefixes,
             target_model, make_decoder, say,
-        )  # fmt: skip
+        )
 
     def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
         """Make the first calls of a decoder or a sampling rule (kernels, graphs, buffers)
@@ -173,7 +173,7 @@ class Answerer:
                     request = Request(
                         prompt_ids, self._next_generation(job, conversation),
                         keep_prompt=conversation.goes_on,
-                    )  # fmt: skip
+                    )
                     under_way[batch.admit(request)] = conversation, len(prompt_ids)
                 for report in batch.step():
                     if not report.finish_reason:

@@ -239,7 +239,7 @@ class Decoders:
         length = len(prompt_ids)
         alike = 2 * READ_AT_ONCE + (length - 1) % READ_AT_ONCE + 1
         read = {n for *key, (what, n) in self._warm
-                if tuple(key) == job.decoder_key and what == "prompt tokens"}  # fmt: skip
+                if tuple(key) == job.decoder_key and what == "prompt tokens"}
         retokenised = job.drafter is not None and job.drafter.name.retokenised
         if length <= alike or length in read or length > max(read, default=0) or retokenised:
             return prompt_ids

@@ -67,7 +67,7 @@ def steps_of_rows(
                 bytes_per_us_read=reading, bytes_per_us_in_place=in_place,
                 over_bound=times["target"]["median"] / bound,
                 **{f"us_{name}": each for name, each in times.items()},
-            )  # fmt: skip
+            )
             del decoder, functions
 
 
@@ -112,7 +112,7 @@ def joint_of_rows(
             path_nodes=path_nodes, context=context,
             joint_over_replay=times["joint"]["median"] / times["replay"]["median"], **sizes,
             **{f"us_{name}": each for name, each in times.items()},
-        )  # fmt: skip
+        )
         del decoder, decoders, targets
 
 
@@ -169,7 +169,7 @@ def serve_at(
                 speedup_modes=speeds["modes"] / speeds["plain"],
                 **{f"host_share_{name}": each for name, each in shares.items()},
                 **{f"tokens_per_second_{name}": each for name, each in speeds.items()},
-            )  # fmt: skip
+            )
 
 
 def _decoder(
@@ -184,7 +184,7 @@ def _decoder(
     return BatchDecoder(
         target, None if tree == PLAIN else drafter, tree,
         num_rows=num_rows, max_length=max_length, verifier=verifier, backtracking=backtracking,
-    )  # fmt: skip
+    )
 
 
 def _decoded_ready(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:

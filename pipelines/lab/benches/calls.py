@@ -79,7 +79,7 @@ def draft(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> 
         num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
         head_rank=config.head_rank, level_bytes=level_bytes(drafter),
         **{f"us_{name}": each for name, each in times.items()},
-    )]  # fmt: skip
+    )]
 
 
 def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
@@ -113,7 +113,7 @@ def draft_lengths(
                 num_nodes=tree.num_nodes, num_levels=tree.max_depth,
                 level_nodes=max(level.nodes.shape[1] for level in levels),
                 cache_bytes=cache_bytes(cache), level_bytes=level_bytes(drafter),
-            )  # fmt: skip
+            )
         times = side_by_side(functions, drafter.device, repeats)
         for each, row in rows.items():
             us_level = times[each]["median"] / row["num_levels"]
@@ -200,7 +200,7 @@ def kept_beams(num_beams: int, num_steps: int) -> TokenTree:
     beam search can leave.
     """
     parents = [-1, *(max(0, 1 + (step - 1) * num_beams) for step in range(num_steps)
-                     for _ in range(num_beams))]  # fmt: skip
+                     for _ in range(num_beams))]
     return TokenTree(tuple(parents), f"beams-{num_beams}-{num_steps}")
 
 
@@ -231,7 +231,7 @@ def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
             leaves=leaves, context=context, weight_bytes=weight_bytes(target),
             **{f"cache_bytes_{name}": cache_bytes(each) for name, each in caches.items()},
             **{f"us_{name}": each for name, each in times.items()},
-        )  # fmt: skip
+        )
         del functions, caches
 
 
@@ -248,7 +248,7 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
         what="memory", num_nodes=num_nodes, kept_bytes=kept[1], kept_bytes_joint=kept_bytes(joint),
         kept_bytes_of_one_node=kept[0], state_bytes=states,
         over_a_state_a_node=kept[1] / (num_nodes * states),
-    )]  # fmt: skip
+    )]
 
 
 def kept_bytes(cache: HybridCache) -> int:

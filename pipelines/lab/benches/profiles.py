@@ -61,7 +61,7 @@ def profile_call(call: Callable[[], object], repeats: int) -> dict[str, Any]:
             (event.time_range.start, event.time_range.end, event.name)
             for event in recorded.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
-        ))  # fmt: skip
+        ))
     kinds = dict.fromkeys(kind for run in runs for kind in run)
     none = dict(us=0.0, count=0)
     kernels = {

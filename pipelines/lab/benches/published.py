@@ -23,7 +23,7 @@ _GRANITE_4_H = dict(
     num_key_value_heads=8, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1,
     tie_word_embeddings=True, position_embedding_type="nope", rms_norm_eps=1e-5,
     max_position_embeddings=131072,
-)  # fmt: skip
+)
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     # ibm-granite/granite-4.0-h-tiny and -small, also the table of their model cards
@@ -98,7 +98,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         linear_num_key_heads=30, linear_num_value_heads=30, linear_key_head_dim=96,
         linear_value_head_dim=192, linear_conv_kernel_dim=4, max_position_embeddings=65536,
     ),
-}  # fmt: skip
+}
 
 
 def published(name: str) -> CheckpointConfig:

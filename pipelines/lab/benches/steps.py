@@ -111,7 +111,7 @@ def decode_at(
             us_plain=a_step["plain"], us_tree=a_step["tree"], us_graphs=gpu_us,
             host_share=1 - gpu_us / a_step["tree"]["median"],
             speedup=speedup, speedup_per_tau=speedup / reached,
-        ))  # fmt: skip
+        ))
     return rows
 
 
@@ -135,13 +135,13 @@ def graphs(
             decoder = BatchDecoder(
                 target, drafter if tree else None, tree, num_rows=count, max_length=longest,
                 verifier=verifier,
-            )  # fmt: skip
+            )
             functions = graphs_of(decoder, context, temperature)
             times = interleave(functions, target.device, repeats)
             row = dict(
                 what="graphs", context=context, num_rows=count, method=method, verifier=verifier,
                 temperature=temperature, num_nodes=decoder.tree.num_nodes,
-            )  # fmt: skip
+            )
             rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
     return rows
 

@@ -44,7 +44,7 @@ PRECISION = "bf16-mixed"
 def step_row(
     config: HybridConfig, teacher: TeacherKind, batch_size: int, sequence_length: int, repeats: int,
     device: torch.device, target_dtype: TargetDtype = "bfloat16", **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure a distillation step from a random target under bf16 autocast, and return its row.
 
     The target is in bf16 or has products in 8 bits; rows are conversations of 512 random tokens.
@@ -109,7 +109,7 @@ def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]
         tokens_per_second=num_tokens / seconds, operations=operations,
         tflops=total / seconds / 1e12, peak_bytes=peak_bytes,
         target_parameters=num_parameters(target), drafter_parameters=num_parameters(drafter),
-    )  # fmt: skip
+    )
     peak = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return row if peak is None else {**row, "of_peak": total / seconds / peak}
 
@@ -184,7 +184,7 @@ def _cached(
         target_sha256="", tokenizer_fingerprint="", vocab_size=target.config.vocab_size,
         sequence_length=sequence_length, temperature=1.0, top_k=TOP_K, dtype="float16",
         shard_positions=len(table.tokens),
-    )  # fmt: skip
+    )
     silent = EvaluationProgress(enabled=False)
     CacheWriter(folder, spec, {"train": table}).write(
         target, 0, batch_size, Workers(), {}, PRECISION, silent

@@ -32,7 +32,7 @@ CHAIN_NODES, TREE_NODES = 5, 13  # of the paper's chain and tree, roots included
 STREE_1_SHAPES = {
     "mamba2-2.7b": "Mamba2-2.7B", "mamba2-7b": "7B", "mamba2-13b": "13B", "mamba2-23b": "23B",
     "8b": "MambaInLlama-8B's shape",
-}  # fmt: skip
+}
 ORDER_TREES = 10  # of which blocks are counted, for each size
 STREE_5_SHARES = {"8b": "50%", "8b-25": "25%", "8b-0": "0%"}
 SNAKES_4_SHAPES = ("mamba2-1.3b", "mamba2-2.7b", "mamba2-7b", "mamba2-13b")
@@ -51,7 +51,7 @@ def stree_1(folder: Path) -> Made:
         columns.append((
             f"{name}, {OURS}", f"{_ms(tree, 'us_step'):.2f}",
             *(f"{_ms(call, 'us_tree'):.2f} ({call['over_step']:.2f}x)" for call in (tree, chain)),
-        ))  # fmt: skip
+        ))
     require_rows(columns, "target call", folder)
     lines = [
         (*paper, *(column[at] for column in columns)) for at, paper in enumerate(theirs.STREE_1)
@@ -116,7 +116,7 @@ def stree_5(folder: Path) -> Made:
     heads = [
         f"Mamba2-Llama3 ({share}), {what}"
         for share in STREE_5_SHARES.values() for what in ("speed", "τ", "speed-up/τ")
-    ]  # fmt: skip
+    ]
     lines: list[Cells] = [("Methods", *heads)]
     for (method, label), paper in zip(LABELS.items(), theirs.STREE_5, strict=True):
         assert paper[0] == label
@@ -142,7 +142,7 @@ def stree_figure_3(folder: Path) -> Made:
     lines: list[Cells] = [(
         "Tree depth", "Methods", "#. of States", OURS, "Tokens Computed", OURS, "Runtime in ms",
         OURS,
-    )]  # fmt: skip
+    )]
     used = []
     for depth, way, *numbers in theirs.STREE_FIGURE_3:
         tree = balanced([2] * (int(depth) - 1))
@@ -156,7 +156,7 @@ def stree_figure_3(folder: Path) -> Made:
             depth, way, numbers[0], str(leaves), numbers[1], str(tokens),
             theirs.STREE_FIGURE_3_MS.get((depth, way), MISSING),
             figure(_ms(row, key) if row and key else None),
-        ))  # fmt: skip
+        ))
     require_rows(used, "unrolled", folder)
     return made("STree, Figure 3: full binary trees, packed and unrolled", lines, used, 2)
 
@@ -171,14 +171,14 @@ def snakes_1(folder: Path) -> Made:
     lines: list[Cells] = [(
         "seqlen", "SSU, paper", "CS, paper", "multi-step, paper", f"SSU, {OURS}",
         f"multi-step, {OURS}", f"tree scan with conv and replay, {OURS}",
-    )]  # fmt: skip
+    )]
     paper = {int(cells[0]): cells[1:] for cells in theirs.SNAKES_1}
     for count in sorted(paper.keys() | ours.keys()):
         row = ours.get(count)
         lines.append((
             str(count), *paper.get(count, (MISSING,) * 3),
             *(figure(_ms(row, key) if row else None, form=".4f") for key in keys),
-        ))  # fmt: skip
+        ))
     title = "Snakes and Ladders, Table 1, batch size 1: state update in ms"
     return made(title, lines, ours.values())
 
@@ -203,13 +203,13 @@ def snakes_3(folder: Path) -> Made:
         cells = [
             figure(_ms(rows[count], key) if count in rows else None)
             for count in counts for key in ways.values()
-        ]  # fmt: skip
+        ]
         lines.append((f"{length} ({shape}), {OURS}", *cells))
     for shape in sorted({shape for shape, _ in found}):
         plain = [
             _ms(row, "us_plain") for (each, _), rows in found.items() if each == shape
             for row in rows.values() if "us_plain" in row
-        ]  # fmt: skip
+        ]
         if plain:
             lines.append((f"0 ({shape}), {OURS}", *[figure(statistics.median(plain))] * 8))
     title = "Snakes and Ladders, Table 3: ms of a step's target call"
@@ -259,7 +259,7 @@ def snakes_figure_4(folder: Path) -> Made:
             str(row["num_rows"]), f"{row['tau']:g}",
             *(f"{row[f'tokens_per_second_{way}']:.0f}" for way in ways),
             *(figure(row[f"speedup_{way}"], unit="×") for way in ways[1:]),
-        ))  # fmt: skip
+        ))
     return made("Snakes and Ladders, Figure 4: throughput against batch size", lines, rows)
 
 
@@ -293,7 +293,7 @@ def drafters_figure_1(folder: Path) -> Made:
         name = f"{called}, {nodes} a level, {OURS}"
         for what, key, unit, form in (
             ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
-        ):  # fmt: skip
+        ):
             cells = (found[each][key] / unit if each in found else None for each in contexts)
             lines.append((name, what, *(figure(cell, form=form) for cell in cells)))
     title = "Mamba Drafters, Figure 1: drafting time and memory by context"
@@ -318,7 +318,7 @@ def dyspec_5(folder: Path) -> Made:
         times = (_median(row, "us_sparse") for row in found)
         lines.append((
             size, *cells, *(f"{each:.1f}" for each in blocks), *times, _median(found[0], "us_dense")
-        ))  # fmt: skip
+        ))
     title = "DySpec, Table 5: blocks of 32 × 32 that are not empty, and attention of a layer"
     return made(title, lines, rows.values())
 

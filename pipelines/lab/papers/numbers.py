@@ -29,7 +29,7 @@ STREE_2: tuple[Cells, ...] = (
      "7.91 (0.64×)", "12.32"),
     ("Memory", "16", "8.02 (0.75×)", "10.69", "8.12 (0.57×)", "14.02", "8.17", "OOM", "8.28",
      "OOM"),
-)  # fmt: skip
+)
 
 # By temperature: speed and τ on MT-Bench, HumanEval and GSM-8K
 STREE_3: dict[float, tuple[Cells, ...]] = {
@@ -56,7 +56,7 @@ STREE_7: dict[float, tuple[Cells, ...]] = {
         ("Vanilla SD", "80.76 (1.05×)", "1.56", "85.63 (1.10×)", "1.64", "87.04 (1.11×)", "1.63"),
         ("STree", "85.18 (1.11×)", "2.04", "92.74 (1.19×)", "2.22", "92.86 (1.19×)", "2.16"),
     ),
-}  # fmt: skip
+}
 
 # MT-Bench, as its column A is Table 3's STree at T = 1
 STREE_4: tuple[Cells, ...] = (
@@ -75,7 +75,7 @@ STREE_5: tuple[Cells, ...] = (
      "53.72 (1.22×)", "1.57", "0.77"),
     ("STree", "49.04 (1.23×)", "1.84", "0.66", "48.08 (1.15×)", "1.77", "0.64", "55.32 (1.26×)",
      "2.00", "0.63"),
-)  # fmt: skip
+)
 
 STREE_6: tuple[Cells, ...] = (
     ("", "12000 step", "48000 step", "264000 step"),
@@ -102,7 +102,7 @@ STREE_FIGURE_3: tuple[Cells, ...] = (
     ("6", "Unrolled", "32", "192"),
 )
 STREE_FIGURE_3_MS = {("4", "Packed"): "27.6", ("6", "Packed"): "34.0",
-                     ("4", "Unrolled"): "27.3", ("6", "Unrolled"): "59.8"}  # fmt: skip
+                     ("4", "Unrolled"): "27.3", ("6", "Unrolled"): "59.8"}
 
 # Batch size 1, ms: selective-scan update in a loop, chunk scan, the fused multi-step update
 SNAKES_1: tuple[Cells, ...] = (
@@ -129,7 +129,7 @@ SNAKES_4: tuple[Cells, ...] = (
     ("Memory", "6", "3.95 (1.05×)", "4.61 (1.22×)", "6.78 (1.02×)", "7.51 (1.13×)",
      "14.65 (1.03×)", "15.40 (1.08×)", "26.52 (1.02×)", "27.26 (1.04×)"),
     ("Memory", "0", "3.76", "3.76", "6.60", "6.60", "14.21", "14.21", "26.06", "26.06"),
-)  # fmt: skip
+)
 
 SNAKES_5: tuple[Cells, ...] = (
     ("Inference strategy", "MT-Bench", "GSM-8K", "HumanEval"),

@@ -29,7 +29,7 @@ from stree_pipelines.lab.papers.node_order import (
 
 ORDERS: dict[str, Callable[[Parents], Parents]] = {
     "as grown": tuple, "depth first": depth_first, "heavy path": heavy_path
-}  # fmt: skip
+}
 BLOCK = 32  # the paper's
 LAYERS = 4  # sets of buffers, one after the other
 
@@ -57,7 +57,7 @@ def orders(
             row: dict[str, Any] = dict(
                 what="orders", num_nodes=num_nodes, order=name, context=context,
                 blocks=num_blocks(parents, BLOCK), all_blocks=(-(-num_nodes // BLOCK)) ** 2,
-            )  # fmt: skip
+            )
             if _fused(device):
                 queries, keys = _kernel_block(config)
                 chain = tuple(range(-1, num_nodes - 1))  # which sees all that comes before
@@ -114,14 +114,14 @@ def _calls(
             angles, topology, cache_state, 0, slots,
         )
         for _ in range(LAYERS)
-    ]  # fmt: skip
+    ]
     if not _fused(device):
         return {"naive": lambda: [naive.attend_tree(*each) for each in sets]}
     from stree_kernels.attention.tree_attention import attend_tree
 
     ways: dict[str, Callable[..., object]] = {
         "dense": partial(attend_tree, skips=False), "sparse": partial(attend_tree, skips=True)
-    }  # fmt: skip
+    }
 
     def attend(way: str) -> None:
         for each in sets:

@@ -72,7 +72,7 @@ class PairTimes:
         return {
             row["num_nodes"]: row["us_tree"]["median"]
             for row in self.rows if row["what"] == "target call"
-        }  # fmt: skip
+        }
 
     @cached_property
     def _drafts(self) -> dict[TokenTree, tuple[float, float]]:
@@ -82,7 +82,7 @@ class PairTimes:
                 row["us_draft"]["median"], row["us_draft_sampled"]["median"]
             )
             for row in self.rows if row["what"] == "draft" and "drafter" not in row
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def tables(places: Sequence[Place], times: PairTimes, choice: str) -> list[Table
     if not fixed or not any(map(_is_chain, places[0].ends)):
         raise UsageError("wanted the rows of a chain and of another tree, to compare them")
     heads = ("best chain", *(tree.name for tree in fixed), "chosen by cost", "over the best chain",
-             "over the best shape")  # fmt: skip
+             "over the best shape")
     rows, by_temperature = [], dict[float, list[list[float]]]()
     for place, (speed, shares) in zip(places, chosen_speed(choice, places, times), strict=True):
         chains = {tree: speed_of(tree, place, times) for tree in place.ends if _is_chain(tree)}
@@ -232,7 +232,7 @@ def tables(places: Sequence[Place], times: PairTimes, choice: str) -> list[Table
         rows.append((
             f"{place.benchmark}, T = {place.temperature:g}", *_cells(values),
             best.name, f"{most} ({shares[most]:.0%})",
-        ))  # fmt: skip
+        ))
     means = [
         (f"T = {temperature:g}", *_cells(map(geometric_mean, zip(*each, strict=True))))
         for temperature, each in by_temperature.items()
@@ -242,7 +242,7 @@ def tables(places: Sequence[Place], times: PairTimes, choice: str) -> list[Table
         Table("Geometric means", (head, *means)),
         Table(f"Each place; choices: {choice}",
               ((*head, "which chain", "chosen most"), *rows), note=NOTE),
-    ]  # fmt: skip
+    ]
 
 
 def _cells(values: Iterable[float]) -> list[str]:

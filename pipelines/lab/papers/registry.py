@@ -254,7 +254,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "node below any before it", decode("orders", "8b"), STEP,
               paper_benches.dyspec_5),
     ),
-}  # fmt: skip
+}
 
 ENTRIES = {entry.name: entry for entries in PAPERS.values() for entry in entries}
 INDEX = """# The papers' tables

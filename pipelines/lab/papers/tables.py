@@ -57,7 +57,7 @@ def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int 
     return Made(
         Table(title, tuple(lines), num_left), tuple(environments),
         _answered(results) if results else "", tuple(results),
-    )  # fmt: skip
+    )
 
 
 def with_notes(made: Made, folder: Path) -> Made:
@@ -131,7 +131,7 @@ def drafters_3(folder: Path) -> Made:
         for row in data.rows
         if row.temperature == 0 and row.step in (None, data.steps.get(data.last))
         and row.benchmark in {rung.benchmark for rung in found.values()}
-    }  # fmt: skip
+    }
     require_rows(used, "prompts of several lengths at T = 0", folder)
     for method, label in LABELS.items():
         cells = []
@@ -151,7 +151,7 @@ def stree_6(folder: Path) -> Made:
     rows = [
         row for row in _results(folder)
         if row.step is not None and row.benchmark == "mt_bench" and row.temperature == 1.0
-    ]  # fmt: skip
+    ]
     found = {(row.step, row.method): row for row in rows}
     require_rows(found, "mt_bench at T = 1", folder)
     steps = sorted({step for step, _ in found if step is not None})
@@ -183,7 +183,7 @@ def stree_8(folder: Path) -> Made:
     lines = [
         head, ("Speed, paper", *speed[1:]), (f"Speed, {OURS}", *(each[0] for each in mine)),
         ("τ, paper", *tau[1:]), (f"τ, {OURS}", *(each[1] for each in mine)),
-    ]  # fmt: skip
+    ]
     return made("STree, Table 8: static and grown trees, greedy", lines, used)
 
 
@@ -193,14 +193,14 @@ def stree_figure_4(folder: Path) -> Made:
         "Vanilla SD": ("chain-4", "multi_step", drawn),
         "STree, MSS": ("paper", "multi_step", drawn),
         "STree, naive": ("paper", "naive", drawn), "STree, naive, top k": ("paper", "naive", top),
-    }  # fmt: skip
+    }
     found = {
         (name, row.temperature): row
         for name, (*way, siblings) in ways.items()
         for row in _arms(folder)
         if row.benchmark == "mt_bench" and _is_model(row, siblings)
         and [_tree_name(row), row.verifier] == way
-    }  # fmt: skip
+    }
     require_rows(found, "mt_bench", folder)
     ways = {name: way for name, way in ways.items() if name in {each for each, _ in found}}
     lines: list[Cells] = [("T", *(f"{name}, {w}" for name in ways for w in ("speed", "τ")))]
@@ -221,7 +221,7 @@ def stree_4(folder: Path) -> Made:
     lines = [
         *heads, ("Speed, paper", *speed[1:]), (f"Speed, {OURS}", *(each[0] for each in mine)),
         ("τ, paper", *tau[1:]), (f"τ, {OURS}", *(each[1] for each in mine)),
-    ]  # fmt: skip
+    ]
     return made("STree, Table 4: static trees at T = 1", lines, used)
 
 
@@ -315,12 +315,12 @@ def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
         arms = sorted({
             (row.tree.name, row.verifier or "") for row in rows
             if row.tree and row.tree.name.startswith(grown)
-        })  # fmt: skip
+        })
         used: list[ResultRow] = []
         lines: list[Cells] = [
             ("Dataset", "Temp", "DySpec, paper", "Sequoia, paper", "SpecInfer, paper",
              *(f"{tree}, {verifier}, {OURS}" for tree, verifier in arms))
-        ]  # fmt: skip
+        ]
         for data, temperature, *cells in paper:
             mine = []
             for tree, verifier in arms:
@@ -328,7 +328,7 @@ def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
                     row for row in rows
                     if row.tree and row.tree.name == tree and row.benchmark == keys[data]
                     and row.verifier == verifier and row.temperature == float(temperature)
-                )  # fmt: skip
+                )
                 used += [row] if row else []
                 mine.append(
                     f"{figure(row.speedup)}× ({figure(row.acceptance_length)})" if row else MISSING
@@ -364,7 +364,7 @@ def _at(
         row for row in _arms(folder)
         if (row.benchmark, row.temperature) == (benchmark, temperature)
         and _is_model(row) and verifier in (None, row.verifier)
-    ]  # fmt: skip
+    ]
 
 
 def _tree_name(row: ResultRow) -> str | None:

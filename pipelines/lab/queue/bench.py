@@ -65,7 +65,7 @@ class QueueBench:
         self.evaluation = Evaluation(
             settings, workers=Workers(), progress=progress,
             make_decoder=partial(BatchDecoder, num_rows=settings.batch_size),
-        )  # fmt: skip
+        )
         self.progress, self.benchmark = self.evaluation.progress, self.evaluation.benchmarks[0]
         self.jobs = self.evaluation.plan(options.drafter)
         self.wanted = self._settings()
@@ -79,7 +79,7 @@ class QueueBench:
                         "decoding": job.result_key, "policy": asdict(policy), "rate": rate,
                         "num_requests": options.num_requests,
                         "device": device_name(self.evaluation.decoders.device),
-                    }  # fmt: skip
+                    }
                     setting_hash = config_hash(identity)
                     found.append(Setting(job, policy, rate, options.num_requests, setting_hash))
         return found
@@ -192,7 +192,7 @@ def settings_of(options: Any) -> EvaluationSettings:
     require_fitting(options, {
         "batch_size": (options.batch_size >= 2, "at least 2 rows"),
         "num_requests": (options.num_requests >= 1, "at least 1"),
-    }, "--")  # fmt: skip
+    }, "--")
     if not options.rates or not all(0 < rate < float("inf") for rate in options.rates):
         raise UsageError(f"--rates: wanted requests a second, above 0, got {options.rates}")
     if not options.policies or set(options.policies) - set(POLICIES):
@@ -211,7 +211,7 @@ def settings_of(options: Any) -> EvaluationSettings:
         benchmark_dir=options.benchmark_dir, chat_template=options.chat_template,
         dtype=options.dtype, device=options.device, seed=options.seed,
         batch_size=options.batch_size, ignore_eos=options.ignore_eos,
-    )  # fmt: skip
+    )
 
 
 def policy_of(options: Any, name: str) -> Policy:

@@ -73,7 +73,7 @@ class StudyRun:
         options = [
             part for name, value in given.items()
             for part in (f"--{name}", "null" if value is None else str(value))
-        ]  # fmt: skip
+        ]
         return ["fit", "--config", self.arm.distil, *options, "--run_dir", str(self.folder)]
 
 

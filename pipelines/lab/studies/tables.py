@@ -18,7 +18,7 @@ from stree_pipelines.reports.tables.tables import Table, below, bracket, figure
 HEADS = (
     "arm", "seeds", "τ", "of the seeds", "τ over the first arm's", "speed-up over plain",
     "median speed-up", "speed over the first arm's",
-)  # fmt: skip
+)
 EACH = (
     "On each benchmark: how fast an arm decodes with each tree, over plain decoding, and its τ; of "
     "a tuned chain, which of the six was the fastest on its first prompts (one for each seed)."
@@ -112,7 +112,7 @@ def _table(
             bracket((min(known), max(known))).strip() if len(known) > 1 else "",
             gain, figure(mine.value(figures.speedup), unit="×"),
             figure(figures.median_speedup(mine), unit="×"), speed,
-        ))  # fmt: skip
+        ))
     samples = {
         f"{name}, seed {seed}": answers
         for name, seeds in arms.items()

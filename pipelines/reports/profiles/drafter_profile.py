@@ -75,7 +75,7 @@ def profile_of(
     rows = [
         row for row in rows
         if row.checkpoint_sha256 in (None, sha256) and row.target_sha256 in targets
-    ]  # fmt: skip
+    ]
     places: list[RunData] = []
     for place in dict.fromkeys(map(place_of, rows)):
         places.append(RunData(folder, [row for row in rows if place_of(row) == place]))
@@ -126,7 +126,7 @@ def _with_paired_speed(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
             return row.model_copy(update={
                 "tokens_per_second": other.tokens_per_second / other.speedup,
                 "time_ms": other.baseline_time_ms or row.time_ms,
-            })  # fmt: skip
+            })
     return row
 
 

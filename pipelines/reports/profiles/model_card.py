@@ -163,7 +163,7 @@ def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
         key=lambda m: (
             m.device, m.dtype, m.batch_size, m.benchmark, m.temperature, order[m.method]
         ),
-    )  # fmt: skip
+    )
 
 
 def _conditions(measurements: Sequence[Measurement]) -> str:

@@ -237,7 +237,7 @@ def _sizes(least: int, most: int) -> list[int]:
     return [
         size for size in range(least, most + 1)
         if size == most or size % next(step for step, end in steps if size <= end) == 0
-    ]  # fmt: skip
+    ]
 
 
 def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:
@@ -280,7 +280,7 @@ def suggest(
         num_nodes = min(max(tree.num_nodes for tree in trees), MAX_NODES)
     tree = best_tree(model.rates, num_nodes, max_depth)
     prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
-               for sample in samples_of(row)]  # fmt: skip
+               for sample in samples_of(row)]
     complete = len(prompts) == sum(row.num_prompts for row in told)
     return SuggestedTree(
         temperature=temperature,

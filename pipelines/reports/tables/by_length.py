@@ -68,7 +68,7 @@ def ladders(data: RunData) -> list[list[Rung]]:
         row = rows[benchmark]
         place = (
             row.target_sha256, dtype_of(row), row.chat_template_sha256, benchmark, row.prompts_hash
-        )  # fmt: skip
+        )
         keys = (ReadingKey(s.checkpoint_sha256, *place, s.prompt_id) for s in samples)
         there = tuple(data.readings[key] for key in keys if key in data.readings)
         mean = sum(turn.num_prompt_tokens for turn in first) / len(first)

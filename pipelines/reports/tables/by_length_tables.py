@@ -108,7 +108,7 @@ def reading_table(rungs: Sequence[Rung]) -> Table | None:
     heads = (
         "tokens", "perplexity, target", "times the shortest's", "perplexity, drafter",
         "times the shortest's", "overlap", "difference", "overlap, begun anew", "same choice",
-    )  # fmt: skip
+    )
     lines = [
         (
             rung.length, *_perplexity(target[at]), *_perplexity(drafter[at]),
@@ -116,7 +116,7 @@ def reading_table(rungs: Sequence[Rung]) -> Table | None:
             _value(anew[at]), _value(same[at]),
         )
         for at, rung in enumerate(rungs)
-    ]  # fmt: skip
+    ]
     tokens = sum(each.num_tokens for each in rungs[0].readings)
     title = f"The data's own answers after the same prompts ({tokens:,} tokens)"
     return Table(title, (heads, *lines))

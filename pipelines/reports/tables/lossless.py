@@ -65,7 +65,7 @@ def _checks(rows: list[ResultRow], columns: list[str]) -> Table:
             *_place(row, columns),
             f"{row.lossless.num_identical} of {row.lossless.num_prompts}",
             f"{max(gaps):.4f}" if gaps else MISSING,
-        ))  # fmt: skip
+        ))
     return Table("Checks", tuple(lines))
 
 

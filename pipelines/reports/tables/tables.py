@@ -101,7 +101,7 @@ class Table:
             rf"\caption{{{_latex(self.title)}}}",
             rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
             r"\bottomrule", r"\end{tabular}", *note, r"\end{table}", "",
-        ))  # fmt: skip
+        ))
 
 
 def in_lines(text: str, width: int = TERMINAL_WIDTH) -> str:
@@ -113,7 +113,7 @@ _LATEX = str.maketrans({
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
     "τ": r"$\tau$", "×": r"$\times$", MINUS: "$-$", MISSING: "--",
-})  # fmt: skip
+})
 
 
 def _latex(text: str) -> str:

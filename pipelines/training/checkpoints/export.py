@@ -156,7 +156,7 @@ class Exports(pl.Callback):
     def _write(
         self, trainer: pl.Trainer, pl_module: Training, model: HybridModel, path: Path,
         metrics: Mapping[str, float], step: int, more: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if trainer.is_global_zero:
             if not self._exists(path):
                 provenance = {

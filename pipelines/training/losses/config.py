@@ -58,7 +58,7 @@ class LossConfig:
             "beta": (0 < self.option("beta") < 1, "between 0 and 1"),
             "eta": (self.option("eta") >= 0, "at least 0"),
             "keep": (0 < self.kept_share <= 1, "above 0 and at most 1"),
-        }, "model.loss.")  # fmt: skip
+        }, "model.loss.")
 
     def option(self, name: str) -> float:
         value = getattr(self, name)

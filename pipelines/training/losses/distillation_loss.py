@@ -131,7 +131,7 @@ def chunked_distillation_loss(
     return _loss_of(
         student_hidden, student_head, teacher, rows_M, divergence, ce_labels, ce_weight,
         temperature, weights, chunk_tokens, normalizer, compiled,
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ def _loss_of(
     loss, terms_3 = _ChunkedLoss.apply(
         student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings,
         torch.is_grad_enabled(),
-    )  # fmt: skip
+    )
     return LossTerms(loss, *terms_3.unbind())
 
 
@@ -280,7 +280,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings, with_grad
-    ):  # fmt: skip
+    ):
         needs_hidden = with_grad and ctx.needs_input_grad[0]
         needs_head = with_grad and ctx.needs_input_grad[1]
         num_rows, dtype = student_MD.shape[0], settings.dtype
@@ -297,7 +297,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     student_CD, None if teacher is None else teacher.of(rows),
                     None if labels_M is None else labels_M[rows],
                     None if weights_M is None else weights_M[rows], student_VD, settings, with_grad,
-                )  # fmt: skip
+                )
                 sums_3 += chunk_sums_3
                 if grad_MD is not None:
                     grad_MD[rows] = grad_CV @ student_VD

@@ -46,7 +46,7 @@ class Float8Linear(nn.Module):
 def product(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply x (T, D) by weight (E, D), both from `rounded`, to (T, E) in `dtype`.
 
     GPUs write bf16 first. A CPU multiplies the same numbers in fp32.
@@ -57,7 +57,7 @@ def product(
     y = torch._scaled_mm(
         x, weight.t(), x_scale, scale.t(), bias=bias if dtype == torch.bfloat16 else None,
         out_dtype=torch.bfloat16, use_fast_accum=True,
-    )  # fmt: skip
+    )
     return y if dtype == torch.bfloat16 else y.to(dtype) if bias is None else y + bias
 
 

@@ -171,7 +171,7 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
             fused = self._optimizer.defaults["fused"]
             self._optimizer.state[part] = {
                 "step": step.to(part.device if fused else "cpu", copy=True), **moments
-            }  # fmt: skip
+            }
         self._link_state()
 
     def _link_state(self) -> None:

@@ -157,20 +157,20 @@ class TrainingCLI(LightningCLI):
         parser.add_argument(
             "--help_all", "--help-all", action=HelpAll, default=argparse.SUPPRESS,
             help="Show the help with all options of Lightning's trainer, and exit.",
-        )  # fmt: skip
+        )
         parser.add_argument(
             "--run_dir", "--run-dir", type=str | None, default=None,
             help="Run folder; running the same command again goes on where it stopped. Needed "
             "unless with --show_mask.",
-        )  # fmt: skip
+        )
         parser.add_argument(
             "--show_mask", "--show-mask", action="store_true",
             help="Print a training conversation with its loss mask in colour, and exit.",
-        )  # fmt: skip
+        )
         parser.add_argument(
             "--dry_run", "--dry-run", action="store_true",
             help="Read config and data, say what the run would take, write nothing, and exit.",
-        )  # fmt: skip
+        )
 
     @property
     def options(self) -> Any:
@@ -299,7 +299,7 @@ class TrainingCLI(LightningCLI):
         for line in describe_training(
             plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
             self.export_folder, self.options["trainer"]["accelerator"],
-        ):  # fmt: skip
+        ):
             say(line)
 
     def _show_mask(self) -> None:
@@ -364,7 +364,7 @@ class TrainingCLI(LightningCLI):
             start_tracker(logger, self.config_dump, self._until_the_end)
         self.trainer.callbacks += [  # type: ignore[attr-defined]
             OnPolicyCheck(), RankWatchdog(), RestartLimit(self.run_dir, self.restarts)
-        ]  # fmt: skip
+        ]
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)
             evaluation.exports = exports

@@ -80,7 +80,7 @@ def describe_training(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
         left // interval + 1, plan.optimizer,
-    )  # fmt: skip
+    )
     yield model_line(name, plan.trained)
     if plan.target is not None:
         cached = ", its outputs come from the cache" if plan.cached else ""
@@ -95,7 +95,7 @@ def describe_training(
         f"{data.batch_size} rows × {trainer.accumulate_grad_batches} micro-batches); "
         f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
         f"{left * rows * length:,} tokens"
-    )  # fmt: skip
+    )
     if plan.target is not None and AUTOCAST[trainer.precision] is torch.bfloat16:
         yield arithmetic_line(plan, data.micro_batches(), rows, left, trainer.world_size)
     further = sum(end - begin for begin, end in exports.branches(max_steps) if begin >= resume_step)

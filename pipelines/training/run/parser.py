@@ -37,7 +37,7 @@ HELP = {
 SECTIONS = {
     "trainer", "model", "model.loss", "model.optimizer", "model.architecture", "data", "export",
     "checkpoint", "evaluation",
-}  # fmt: skip
+}
 # Lightning's docstrings repeat its own defaults, which do not hold here.
 _OTHER_DEFAULT = re.compile(r"\s*Defaults?:? (?:to )?``.*?``\.?")
 

@@ -38,7 +38,7 @@ FREE_TRAINER_OPTIONS = {
     "profiler", "default_root_dir", "enable_autolog_hparams", "model_registry",
     "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps",
     "detect_anomaly", "enable_checkpointing",
-}  # fmt: skip
+}
 # Also free: how the rows of a global batch are shared (the checkpoint has their number), and
 # options that trade memory for time.
 FREE_OPTIONS = {
@@ -50,7 +50,7 @@ GIVEN = {LOCK_NAME, "config.yaml", "command.json"}
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "divergence", "cross_entropy", "tokens_seen",
-)  # fmt: skip
+)
 
 
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,5 +101,5 @@ def _leave(tells: bool) -> None:
         os.write(
             2, cursor + b"\nerror: interrupted twice: left without saving; run the same command to "
             b"go on from the last checkpoint\n"
-        )  # fmt: skip
+        )
     os._exit(Interrupted.exit_code)

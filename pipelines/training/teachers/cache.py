@@ -60,7 +60,7 @@ class CacheSpec:
                 self.shard_positions >= least,
                 f"at least sequence_length = {least}: a shard holds whole samples",
             ),
-        })  # fmt: skip
+        })
 
     @property
     def id_bytes(self) -> int:
@@ -74,7 +74,7 @@ class CacheSpec:
         """Return shape and dtype of each array of a shard with `num_rows` rows."""
         ids = ((num_rows, self.top_k), "<u2") if self.id_bytes == 2 else (
             (num_rows, self.top_k, 3), "|u1"
-        )  # fmt: skip
+        )
         log_probs = np.dtype(self.dtype).str
         return {
             "ids": ids,

@@ -135,7 +135,7 @@ class CacheWriter:
     def _write_shard(
         self, split: str, shard: int, model: HybridModel, pad_id: int, batch_size: int,
         precision: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         arrays = self._compute(split, shard, model, pad_id, batch_size, precision)
         extra = {"cache": cache_hash(self.identity), "split": split, "shard": shard}
         needed = self.plans[split].num_bytes(shard, self.spec)
@@ -147,7 +147,7 @@ class CacheWriter:
     def _compute(
         self, split: str, shard: int, model: HybridModel, pad_id: int, batch_size: int,
         precision: str,
-    ) -> dict[str, NDArray]:  # fmt: skip
+    ) -> dict[str, NDArray]:
         """Compute the arrays of a shard, rows in the order of its samples and their tokens."""
         spec, plan = self.spec, self.plans[split]
         samples, cache_rows = plan.samples(shard), plan.rows(shard)

@@ -60,7 +60,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
             "ssm_in_multiplier", "ssm_out_multiplier",
             "embedding_multiplier", "lm_head_multiplier",
         )
-    )  # fmt: skip
+    )
     gate, down = config_parts.factors(values, "mlp_multipliers", 2)
     shape = config.mixer_shape
     sizes = [config.d_inner, *shape.xbc_dims, config.num_ssm_heads]  # z, x, B, C, dt

@@ -17,7 +17,7 @@ from stree.models.config import HybridConfig
 KINDS = {
     "linear_attention": "mamba", "mamba": "mamba",
     "full_attention": "attention", "attention": "attention",
-}  # fmt: skip
+}
 WORDS = {
     ".experts.up": ".block_sparse_moe.input_linear.weight",
     ".experts.down": ".block_sparse_moe.output_linear.weight",
@@ -132,4 +132,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 LAYOUT = Layout(
     "GraniteMoeHybrid", ("granitemoehybrid",), spec, rename,
     frozenset({"intermediate_size", "num_experts_per_tok"}),  # of experts, where there are some
-)  # fmt: skip
+)

@@ -86,4 +86,4 @@ LAYOUT = Layout(
     frozenset({
         "num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size",
     }),
-)  # fmt: skip
+)

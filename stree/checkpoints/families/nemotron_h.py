@@ -20,7 +20,7 @@ KINDS = {
     "linear_attention": "mamba", "mamba": "mamba",
     "full_attention": "attention", "attention": "attention",
     "mlp": "mlp", "moe": "experts+shared_mlp",
-}  # fmt: skip
+}
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts+shared_mlp"}
 WORDS = {
     ".input_layernorm.": ".norm.",

@@ -100,7 +100,7 @@ def _positions(values: CheckedJson) -> dict[str, Any]:
     tables = [
         values[name] for name in ("rope_parameters", "rope_scaling")
         if isinstance(values.get(name), Mapping) and values[name]
-    ]  # fmt: skip
+    ]
     beside = None if values.is_null("rope_theta") else values.get("rope_theta", 10000.0)
     bases = [table.get("rope_theta", beside) for table in tables] or [beside]
     if all(base is None for base in bases):
@@ -162,4 +162,4 @@ LAYOUT = Layout(
         linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     """),  # of initialisation
     re.compile(r"mtp.*"),
-)  # fmt: skip
+)

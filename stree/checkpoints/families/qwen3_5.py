@@ -72,4 +72,4 @@ LAYOUT = Layout(
         "vision_start_token_id", "vision_end_token_id",
     }),
     DROPPED,
-)  # fmt: skip
+)

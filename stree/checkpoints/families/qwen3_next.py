@@ -213,4 +213,4 @@ LAYOUT = Layout(
         "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     }),
     MULTI_TOKEN_PREDICTION,
-)  # fmt: skip
+)

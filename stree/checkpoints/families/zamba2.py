@@ -57,7 +57,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         )
     if "n_mamba_heads" not in values and values.integer("mamba_headdim", 0) not in (
         0, d_inner // ssm_heads
-    ):  # fmt: skip
+    ):
         raise CheckpointRefused(
             f"{values.path} has no n_mamba_heads, as in early revisions of Zamba2, which named its "
             "dimensions otherwise: use a newer revision of the checkpoint"
@@ -66,7 +66,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         ("attention_hidden_size", 2 * d_model), ("attention_head_dim", head_dim),
         ("mamba_headdim", d_inner // ssm_heads), ("hybrid_layer_ids", uses),
         ("use_shared_mlp_adapter", True), ("ffn_hidden_size", width),
-    ):  # fmt: skip
+    ):
         values.require(name, follows, default=follows)
     activation = values.get("hidden_act", "gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -157,4 +157,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 LAYOUT = Layout(
     "Zamba2", ("zamba2",), spec, rename,
     frozenset({"use_conv_bias", "kv_channels", "num_query_groups"}),
-)  # fmt: skip
+)

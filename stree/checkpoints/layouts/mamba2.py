@@ -104,9 +104,9 @@ STATE_SPACES_KEYS = config_keys.words("""
 TRANSFORMERS = Layout(
     "transformers Mamba2", ("mamba2",), transformers_spec, _backbone("embeddings"),
     frozenset({"time_step_min"}),
-)  # fmt: skip
+)
 STATE_SPACES = Layout(
     "state-spaces/mamba2", (), state_spaces_spec, _backbone("embedding"),
     # attn_cfg describes layers that attn_layer_idx would have to name
     frozenset({"attn_cfg", "fused_add_norm", "initializer_cfg"}),
-)  # fmt: skip
+)

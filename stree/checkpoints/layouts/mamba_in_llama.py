@@ -20,9 +20,9 @@ _BEYOND_MAMBA_IN_LLAMA = (
     "qk_norm_whole", "attention_gate",
     "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias", "feature_layers",
     "head_vocab_size", "head_rank",
-)  # fmt: skip
+)
 _USUAL = HybridConfig(vocab_size=1, d_model=1, num_layers=1, attn_layers=(0,), num_heads=1,
-                      num_kv_heads=1, head_dim=2)  # fmt: skip
+                      num_kv_heads=1, head_dim=2)
 
 
 def spec(values: CheckedJson) -> HybridConfig:

@@ -27,7 +27,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         "str": table.text,
         "tuple[int, ...]": table.token_ids, "tuple[str, ...]": table.texts,
         "tuple[float, float]": table.limits,
-    }  # fmt: skip
+    }
     given: dict[str, Any] = {}
     for field in fields(HybridConfig):
         if field.name == "rope_scaling":

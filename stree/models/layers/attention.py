@@ -117,7 +117,7 @@ class Attention(Part):
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
                 topology, cache_state, first, call.bound, self.scale, to,
-            )  # fmt: skip
+            )
 
         if not self.gated:
             return call.over_nodes(cache, attend, qkv, out)
@@ -146,7 +146,7 @@ class Attention(Part):
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=context.mask, is_causal=context.mask is None,
             scale=self.scale, enable_gqa=True,
-        )  # fmt: skip
+        )
         return y.transpose(1, 2).flatten(-2)
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:

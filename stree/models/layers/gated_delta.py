@@ -53,7 +53,7 @@ class GatedDeltaNet(Part):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         return [
             (self.in_proj_z, self.in_proj_qkv, self.in_proj_a, self.in_proj_b), (self.out_proj,)
-        ]  # fmt: skip
+        ]
 
     def pack_own(self) -> None:
         lay_channels_together(self.conv1d)
@@ -71,7 +71,7 @@ class GatedDeltaNet(Part):
         y, _ = gated_delta_scan(
             q, k, v, *self._decay_and_strength(x),
             chunk_size=self.chunk_size, segment_ids=context.segment_ids,
-        )  # fmt: skip
+        )
         return self._finish(y, x)
 
     def extend(self, x: Tensor, cache: GatedDeltaCache, context: PrefillPass) -> Tensor:
@@ -80,7 +80,7 @@ class GatedDeltaNet(Part):
         y, state = gated_delta_scan(
             q, k, v, *self._decay_and_strength(x),
             chunk_size=self.chunk_size, initial_state=cache.state,
-        )  # fmt: skip
+        )
         cache.state.copy_(state)
         cache.conv_state = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)

@@ -32,7 +32,7 @@ def make_part(kind: str, config: HybridConfig) -> nn.Module:
     classes = {
         "attention": Attention, "mamba": Mamba2, "short_conv": ShortConv,
         "gated_delta": GatedDeltaNet, "experts": Experts,
-    }  # fmt: skip
+    }
     return classes[kind](config)
 
 

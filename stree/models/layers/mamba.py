@@ -43,7 +43,7 @@ class Mamba2(Part):
         self.conv1d = nn.Conv1d(
             config.conv_dim, config.conv_dim, config.d_conv,
             groups=config.conv_dim, bias=config.conv_bias,
-        )  # fmt: skip
+        )
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.ones(heads))
@@ -105,7 +105,7 @@ class Mamba2(Part):
         y, _ = chunk_scan(
             values, dt, self.A, B, C, self.D,
             chunk_size=self.chunk_size, segment_ids=context.segment_ids,
-        )  # fmt: skip
+        )
         return self._finish(y, z)
 
     def ahead(self, x: Tensor, slot: int, context: MultiStepPass) -> Tensor:
@@ -116,7 +116,7 @@ class Mamba2(Part):
         y = convolved(
             weights.conv, weights.conv_bias, [*(each.inputs for each in passes), inputs],
             context.segment_ids,
-        )  # fmt: skip
+        )
         values, B, C = naive.split_channels(F.silu(y), self.shape)
         passes = [*passes, Scanned(inputs, values, dt, B)]
         context.scanned[slot] = passes
@@ -130,7 +130,7 @@ class Mamba2(Part):
         y, state = chunk_scan(
             values, dt, self.A, B, C, self.D,
             chunk_size=self.chunk_size, initial_state=cache.state,
-        )  # fmt: skip
+        )
         cache.state.copy_(state)
         cache.conv_state = seen[:, -self.shape.tail :]
         return self._finish(y, z)

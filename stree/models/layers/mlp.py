@@ -85,7 +85,7 @@ class Experts(Part):
             config.experts_per_token, config.router == "softmax", config.router_normalised,
             config.router_scale, config.router_groups, config.router_top_groups,
             config.router_floor,
-        )  # fmt: skip
+        )
         if config.router == "sigmoid":
             self.register_buffer("correction_bias", torch.zeros(experts))
         self.up = nn.Parameter(

@@ -86,7 +86,7 @@ def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None =
         own.weight.data_ptr() == piece.data_ptr() and own.weight.stride() == piece.stride()
         and own.weight.dtype == piece.dtype
         for own, piece in zip(projections, before.weight.split(sizes, dim=1), strict=True)
-    ):  # fmt: skip
+    ):
         return before
     weight = ops.laid(torch.cat([each.weight.detach() for each in projections], dim=1))
     for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):

@@ -32,7 +32,7 @@ TREES_ON_CUDA = [
     comb(65), star(256), comb(256), TokenTree.chain(255), random_tree(257), random_tree(1000),
     random_tree(2048), TokenTree(heavy_path(random_tree(2048).parents), "heavy"),
     TokenTree.chain(2047),
-]  # fmt: skip
+]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -115,7 +115,7 @@ def test_keys_that_are_left_out_change_nothing(tree):
             qkv, *rest = inputs
             outputs.append(tree_attention.attend_tree(
                 qkv[:, nodes], *rest, topology_of([tree]), cache_state, first, 0, skips=skips
-            ))  # fmt: skip
+            ))
     for dense, sparse in zip(outputs[:2], outputs[2:], strict=True):
         assert torch.equal(dense, sparse)
 
@@ -218,7 +218,7 @@ def test_siblings_are_invisible():
 @pytest.mark.parametrize(("programs", "staged", "many_queries", "splits"), [
     (33, False, False, 31), (8, False, True, 7), (4, True, False, 4), (2, True, False, 2),
     (0, True, False, 2), (4, True, True, 3), (2, True, True, 1), (1, True, True, 2),
-])  # fmt: skip
+])
 def test_in_how_many_splits_keys_are_read(programs, staged, many_queries, splits):
     """With 8 heads of keys a sequence on an H200: 1 and 4, then 8, 16 and 64, a few nodes and the
     tree of 13 (docs/results/h200-batch)."""

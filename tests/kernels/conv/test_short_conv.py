@@ -51,7 +51,7 @@ def make(num_nodes, dtype, batch, channels=70, width=3, bias=True):
         [each[..., :width_in] for each in projected], rows,
         normal(width, channels, seed=6, dtype=dtype).T,
         normal(channels, seed=7, dtype=dtype) if bias else None,
-    )  # fmt: skip
+    )
 
 
 def compare(trees, paths, dtype=torch.float32, width=3, **options):

@@ -45,7 +45,7 @@ SHAPES = {
 TREES = [TokenTree.chain(0), star(17), balanced([2, 2, 2, 2]), comb(33)]
 LARGE_TREES = [
     TokenTree.chain(99), comb(256), star(256), TokenTree.chain(255), random_tree(257),
-]  # fmt: skip
+]
 TREES_ON_CUDA = [*LARGE_TREES, random_tree(2048), TokenTree.chain(2047)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 4 * 2**-8}
 
@@ -67,7 +67,7 @@ class Case:
         return Case(
             [each.double() for each in self.projected], self.rows.double(), self.derived,
             self.updates.double(), self.state.double(), GatedDeltaWeights(*wide),
-        )  # fmt: skip
+        )
 
     def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         """Through the kernels, or in fp64 through the twin."""
@@ -181,7 +181,7 @@ def test_a_tree_per_sequence():
         [(name, count, each) for name in ("odd", "two-keys") for count in (1, 5, 17)
          for each in TOLERANCE],
     ),
-)  # fmt: skip
+)
 def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     paths = [list(range(num_nodes)), []]
     compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
@@ -266,7 +266,7 @@ def test_the_state_after_5000_tokens(through):
             naive.gated_delta_tree(
                 case.projected[call % 7], case.rows, case.updates, case.state, case.weights, shape,
                 topology, cache_state, 0,
-            )  # fmt: skip
+            )
         path = longest[: min(left, 1 + call % len(longest))]
         left, call = left - len(path), call + 1
     assert exact.state.norm() > 1

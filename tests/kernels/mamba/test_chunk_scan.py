@@ -76,7 +76,7 @@ def mamba_ssm_twin(monkeypatch):
         return naive.chunk_scan(
             x, dt, A, B, C, D,
             chunk_size=chunk_size, initial_state=initial_states, segment_ids=seq_idx,
-        )  # fmt: skip
+        )
 
     monkeypatch.setattr("stree_kernels.mamba.chunk_scan.mamba_ssm_kernel", lambda: kernel)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

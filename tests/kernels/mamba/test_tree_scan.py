@@ -49,7 +49,7 @@ LONG_TREES = [TokenTree.chain(16), comb(65), random_tree(257)]
 TREES_ON_CUDA = [
     comb(128), star(256), comb(256), TokenTree.chain(255), random_tree(1000), random_tree(2048),
     TokenTree.chain(2047),
-]  # fmt: skip
+]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 4 * 2**-8}
 
 
@@ -69,7 +69,7 @@ class Case:
         return Case(
             [each.double() for each in self.projected],
             self.rows.double(), self.derived, self.state.double(), MixerWeights(*wide),
-        )  # fmt: skip
+        )
 
     def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         """Through the kernels, or in fp64 through the twin."""
@@ -138,7 +138,7 @@ def test_large_trees(tree, dtype):
          ("gated, two-blocks", torch.float32)],
         [(name, dtype) for name in SHAPES for dtype in TOLERANCE],
     ),
-)  # fmt: skip
+)
 def test_shapes(name, dtype):
     compare(SHAPES[name], [TokenTree.paper()], [[0, 1, 4, 7, 11], []], dtype)
 
@@ -162,7 +162,7 @@ def test_a_tree_per_sequence():
          (("odd", 1), ("odd", 5), ("repeated", 17), ("gated, two-blocks", 5))
          for dtype in TOLERANCE],
     ),
-)  # fmt: skip
+)
 def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     paths = [list(range(num_nodes)), [], [0]]
     compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)

@@ -22,7 +22,7 @@ from stree_kernels.gated_delta.scan import flash_linear_attention_kernel, gated_
 TREES = [
     TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), star(9), balanced([2, 3, 2]),
     comb(20),
-]  # fmt: skip
+]
 SHAPES = {
     "grouped": GatedDeltaShape(4, 2, 6, 4, 4),
     "odd": GatedDeltaShape(3, 3, 5, 7, 3),
@@ -46,7 +46,7 @@ def make_weights(shape, bias=True):
         on_device(shape.num_channels, shape.width, seed=3),
         on_device(shape.num_channels, seed=4) if bias else None,
         on_device(heads, seed=5) - 2, on_device(heads, seed=6),
-    )  # fmt: skip
+    )
 
 
 def for_oracle(weights):
@@ -160,7 +160,7 @@ def rule_inputs(T, heads=4, key_heads=2, K=6, V=5, batch=2, dtype=torch.float64)
     values = (
         q, k, normal(batch, T, heads, V, seed=3), -normal(batch, T, heads, seed=4).abs(),
         normal(batch, T, heads, seed=5).sigmoid(),
-    )  # fmt: skip
+    )
     return {name: value.to(dtype) for name, value in zip(RULE, values, strict=True)}
 
 
@@ -253,7 +253,7 @@ def test_equals_transformers(name, T):
     wanted, wanted_last = getattr(modeling, name)(
         q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
+    )
     y, last = naive.gated_delta_scan(**given, initial_state=state)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-5)

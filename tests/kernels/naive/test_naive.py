@@ -11,7 +11,7 @@ from stree_kernels.index_plan import attention_mask
 TREES = [
     TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), balanced([9]), balanced([2, 3, 2]),
     TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7)),
-]  # fmt: skip
+]
 
 
 def normal(*shape, seed=0):
@@ -24,7 +24,7 @@ def scan_inputs(N, heads=4, groups=(2, 1, 4), P=4, S=6, batch=2):
         -normal(heads, seed=2).abs() * 3, normal(batch, N, groups[1], S, seed=3),
         normal(batch, N, groups[2], S, seed=4), normal(heads, seed=5),
         normal(batch, heads, P, S, seed=6),
-    )  # fmt: skip
+    )
 
 
 def walk(x, dt, A, B, C, D, state, path):
@@ -121,7 +121,7 @@ def test_tree_attention_and_the_move(tree, lengths):
             wanted = F.scaled_dot_product_attention(
                 q[row : row + 1, node : node + 1].transpose(1, 2),
                 keys[row : row + 1, :, seen], values[row : row + 1, :, seen], enable_gqa=True,
-            )[0, :, 0]  # fmt: skip
+            )[0, :, 0]
             torch.testing.assert_close(y[row, node], wanted, rtol=0, atol=1e-12)
     node = N - 1
     path = tree.path_to(node)

@@ -39,7 +39,7 @@ def case(num_rows, num_experts, top, kind, dtype, width=40, inner=24):
             for kind in experts.KINDS for dtype in TOLERANCE
         ],
     ),
-)  # fmt: skip
+)
 def test_experts(num_rows, num_experts, top, kind, dtype):
     rows, weights, chosen, up, down, _ = given = case(num_rows, num_experts, top, kind, dtype)
     exact = (each.double().nan_to_num() for each in (rows, weights.to(dtype), up, down))
@@ -77,7 +77,7 @@ def test_what_the_kernels_have_no_words_for_goes_to_the_twin():
         Router(2, softmax=False, groups=4, top_groups=2),  # left to the twin
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("num_experts", [8, 20])
 def test_choice(router, num_experts):
     logits, correction = normal(5, num_experts, seed=1), normal(num_experts, seed=2)

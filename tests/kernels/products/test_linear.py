@@ -91,7 +91,7 @@ def test_linear_swiglu(rows, inputs, width, dtype):
 
 @pytest.mark.parametrize(("dtype", "kind"), [
     (torch.float32, "geglu"), (torch.bfloat16, "geglu"), (torch.bfloat16, "swiglu"),
-])  # fmt: skip
+])
 @pytest.mark.parametrize(("inputs", "width", "rank"), [(64, 512, 8), (200, 100, 40)])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 5), (48,), (65,)], ids=str)
 def test_linear_adapted(rows, inputs, width, rank, dtype, kind):

@@ -23,7 +23,7 @@ def launched(monkeypatch):
     for module, name in (
         (short_products.products, "linear"), (short_products.products, "linear_swiglu"),
         (short_products.gather, "embed_norm"), (short_products.pointwise, "add_rms_norm"),
-    ):  # fmt: skip
+    ):
         own = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, own=own, name=name, **k: names.append(name) or own(*a, **k)
@@ -47,7 +47,7 @@ def streams(kind, batch, num_nodes, width, dtype):
         of = (added, *where) if "nodes" in kind else (None, *where)
         return Stream(table, scale, 1e-5, *of), Stream(table.double(), scale, 1e-5, *(
             of if of[0] is None else (of[0].double(), *where)
-        ))  # fmt: skip
+        ))
     x, added = normal(batch, num_nodes, width, dtype=dtype), None
     if kind == "sum":
         added = normal(1, batch, num_nodes, width, seed=2, dtype=dtype)

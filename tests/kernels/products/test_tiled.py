@@ -73,7 +73,7 @@ def test_the_others_are_left_alone(change, enough_tiles):
         for module, each, by in (
             (short_products, x, weight), (naive, x.double(), weight.double())
         )
-    )  # fmt: skip
+    )
     assert relative_error(got, wanted) < (1e-5 if dtype == torch.float32 else 6 * 2**-8)
 
 
@@ -81,6 +81,6 @@ def test_where_tiles_are_too_few_or_one_is_left_over():
     x = normal(100, 64, dtype=torch.bfloat16)
     multiprocessors, _ = products.device_of(x)
     for tiles, serves in ((multiprocessors // 2, False), (multiprocessors, True),
-                          (multiprocessors + 1, False), (2 * multiprocessors, True)):  # fmt: skip
+                          (multiprocessors + 1, False), (2 * multiprocessors, True)):
         weight = normal(2 * 128 * tiles, 64, dtype=torch.bfloat16)
         assert tiled_products.fits(x, weight) == serves

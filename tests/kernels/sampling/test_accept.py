@@ -12,7 +12,7 @@ from stree_kernels.sampling import accept
 TREES = [
     TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), star(40), comb(100),
     random_tree(1000), random_tree(2048),
-]  # fmt: skip
+]
 
 
 def walk(best, tokens, tree):
@@ -55,7 +55,7 @@ def test_walks(tree):
             function(
                 best, highest, wide[:, :N], parents, given, active,
                 path, path_length, block, position, root, report,
-            )  # fmt: skip
+            )
             for row in range(batch - 1):
                 nodes, bonus = walk(best[row].tolist(), tokens[row].tolist(), trees[row])
                 wanted = [*tokens[row, nodes[1:]].tolist(), bonus]
@@ -65,7 +65,7 @@ def test_walks(tree):
                 assert block[row].tolist() == [len(nodes), *wanted, *unwritten, -7]
                 assert report[row].tolist() == [
                     code, len(nodes), *wanted, *unwritten, *nodes, *unwritten,
-                ]  # fmt: skip
+                ]
                 assert int(path_length[row]) == len(nodes)
                 assert int(position[row]) == row + len(nodes) and int(root[row]) == bonus
             assert path_length[4] == 0 and report[4, 1] == 0 and position[4] == 4 and root[4] == -7

@@ -36,7 +36,7 @@ LARGE = [(1000, 2), (2048, 4)]  # takes the interpreter up to a minute
          *((*size, naive) for size in LARGE)],
         [(*size, growth) for size in LARGE],
     ),
-)  # fmt: skip
+)
 def test_a_topology_is_that_of_the_host_s_trees(num_nodes, width, module):
     trees = [random_tree(num_nodes, num_nodes)]
     if num_nodes <= 256:
@@ -60,7 +60,7 @@ def test_several_roots_and_padding_see_nothing_of_each_other(module):
     assert got.depths[0].tolist() == [0, 0, 1, 2, 0]
     assert [row.nonzero()[:, 0].tolist() for row in got.ancestors[0]] == [
         [0], [1], [0, 2], [0, 2, 3], [4],
-    ]  # fmt: skip
+    ]
     assert got.windows[0].tolist() == [[0, 1, 2], [0, 1, 3], [1, 2, 4], [2, 4, 5], [0, 1, 6]]
 
 
@@ -134,7 +134,7 @@ def test_the_best_nodes_of_a_pool_are_a_tree(width, depth, num_nodes, kind):
         module.pick_tree(
             values, *constants, torch.tensor(pool_depths, dtype=torch.int32, device=DEVICE),
             tokens, got, parents, depths,
-        )  # fmt: skip
+        )
         for row in range(2):
             ranked = sorted(range(size), key=lambda node: (-values[row, node], node))
             picks = ranked[:num_nodes]

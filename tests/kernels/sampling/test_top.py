@@ -71,7 +71,7 @@ def sampling_of(temperatures):
         [(vocabulary, dtype) for vocabulary in (5, 1024, 2901)
          for dtype in (torch.float32, torch.bfloat16)],
     ),
-)  # fmt: skip
+)
 def test_rows_that_sample(vocabulary, dtype):
     """Kernel and twin choose the same tokens, for each sequence by its own settings."""
     wide = normal(3, 6, vocabulary + 3, dtype=dtype)
@@ -109,7 +109,7 @@ def test_choose_children(vocabulary, dtype):
     """Rows with fewer children than the widest, in no order; other nodes keep their tokens."""
     logits = torch.stack([
         torch.randperm(vocabulary, generator=torch.Generator().manual_seed(row)) for row in range(4)
-    ]).to(DEVICE, torch.float32)  # fmt: skip
+    ]).to(DEVICE, torch.float32)
     logits = torch.linspace(-3, 3, vocabulary, device=DEVICE)[logits.long()].to(dtype)
     wide = torch.full((2, 2, vocabulary + 3), torch.nan, device=DEVICE, dtype=dtype)
     wide[..., :vocabulary] = logits.view(2, 2, -1)
@@ -118,7 +118,7 @@ def test_choose_children(vocabulary, dtype):
     logits[1, 1, 1] = torch.inf
     places = torch.tensor(
         [[[8, 2, -1], [3, -1, -1]], [[-1, -1, -1], [1, 5, 6]]], device=DEVICE
-    )  # fmt: skip
+    )
     results = []
     for module in (naive, top):
         tokens = torch.full((2, 11), -7, device=DEVICE)

@@ -49,7 +49,7 @@ def small_pieces(monkeypatch):
             for relation in ("random", "zeros", "ties", "equal", "disjoint")
         ),
     ],
-)  # fmt: skip
+)
 def test_distribution_is_the_twins(tree, relation, rule, most):
     """In fp64, at both ends of the random numbers for each choice; some of them, by default few."""
     drawn = distributions(1, tree, relation, 4 if relation == "disjoint" else 3)
@@ -153,11 +153,11 @@ MISTAKES = {
         "share = tl.where(child >= 0, left, share)", "left = tl.where(child >= 0, left, share)", 2,
     ),
     "what passes below a node is none of its": ("& (passes == 1)", "& (passes == 2)", 2),
-}  # fmt: skip
+}
 DEEP = {
     "a share beside its parent's", "what passes below a node is none of its",
     "the target after the root", "the same number at each level", "coins of the level below",
-}  # fmt: skip
+}
 QUICK = {"no residual", "one sibling forgotten", "what passes below a node is none of its"}
 
 

@@ -25,7 +25,7 @@ def answer(prompt: int, tokens: int, calls: int, seconds: float = 1.0, plain: fl
     return SimpleNamespace(
         benchmark="b", prompt_id=f"{prompt}", num_new_tokens=tokens, num_calls=calls,
         decode_s=seconds, baseline=baseline,
-    )  # fmt: skip
+    )
 
 
 def test_a_gain_is_paired():

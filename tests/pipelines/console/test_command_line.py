@@ -114,7 +114,7 @@ def help_of(main, arguments: list[str], capsys, monkeypatch) -> str:
 
 def test_every_command_is_here():
     with_parsers = (path for path in (REPOSITORY / "pipelines").rglob("*.py")
-                    if re.search(r"^def main\(", path.read_text(), re.M))  # fmt: skip
+                    if re.search(r"^def main\(", path.read_text(), re.M))
     assert {path.stem for path in with_parsers} == set(NAMES.values())
 
 
@@ -127,13 +127,13 @@ def test_an_evaluation_s_defaults_stand_in_one_place():
     usual = {
         each.name: list(each.default) if isinstance(each.default, tuple) else each.default
         for each in fields(EvaluationSettings) if each.default is not MISSING
-    }  # fmt: skip
+    }
     assert usual["max_new_tokens"] == GenerationConfig().max_new_tokens
     assert usual.items() <= eval_spec.build_parser().get_defaults().as_dict().items()
     gated = benchmark_checkpoint.build_parser().get_defaults().as_dict()
     assert {name for name in usual if usual[name] != gated[name]} == {
         "methods", "temperatures",  # the gate asks for less: the tree, at T = 0
-    }  # fmt: skip
+    }
 
 
 def test_only_what_trains_waits_for_the_trainer():
@@ -327,7 +327,7 @@ def test_the_cache_s_help_has_what_it_reads(capsys, monkeypatch):
     names = set(re.findall(r"^  (?:-\w, )?--([\w.]+)", text, re.M))
     assert names == cache_teacher.READ | {
         "out", "top_k", "dtype", "shard_positions", "device", "dry_run"
-    }  # fmt: skip
+    }
 
 
 # Files
@@ -365,7 +365,7 @@ def test_the_cache_s_help_has_what_it_reads(capsys, monkeypatch):
         (bench_report, []),
     ],
     ids=label,
-)  # fmt: skip
+)
 def test_what_is_not_there_has_one_code(command, more, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", absent)
@@ -409,7 +409,7 @@ def test_a_shipped_config_finds_its_files_from_any_folder(tmp_path, monkeypatch)
     settings = EvaluationSettings(
         "checkpoints/python-docs-hybrid", "eval", ("configs/eval/quickstart.yaml", "mt_bench"),
         tree="configs/trees/paper.yaml",
-    )  # fmt: skip
+    )
     assert settings.target == str(REPOSITORY / "checkpoints/python-docs-hybrid")
     assert settings.benchmarks == (str(REPOSITORY / "configs/eval/quickstart.yaml"), "mt_bench")
     assert settings.out == "eval" and settings.method_tree("stree").num_nodes == 13
@@ -435,7 +435,7 @@ def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch, capsys):
     eval_spec.main([
         "--run", str(tmp_path / "run"), "--benchmarks", str(prompts(tmp_path)), "--device", "cpu",
         "--dry_run",
-    ])  # fmt: skip
+    ])
     assert f"target: {repository}/target\n" in capsys.readouterr().out
 
 

@@ -96,13 +96,13 @@ def logged_rows(
         global_step=0, max_steps=num_steps, log_every_n_steps=interval, loggers=[logger],
         is_global_zero=device != "cpu", optimizers=[SimpleNamespace(param_groups=[{"lr": 0.1}])],
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_should_accumulate=lambda: False)),
-    )  # fmt: skip
+    )
     module: Any = SimpleNamespace(
         device=torch.device(device),
         tokens_seen=0,
         untimed_s=0.0,
         global_step_metrics=lambda: {"loss": 1.0},
-    )  # fmt: skip
+    )
     log = LogMetrics()
     log.on_train_start(trainer, module)
     for step in range(1, num_steps + 1):

@@ -43,7 +43,7 @@ BAD_ROWS = {
     "role-null": (row({"from": None, "value": "x"}, GPT), "wrong types"),
     "long-text": (row({"from": "human", "value": "x" * 2001}, GPT), "huge"),
     "long-line": (row(HUMAN, GPT, junk="x" * 200_000), "huge"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
@@ -118,7 +118,7 @@ def test_both_layouts_their_aliases_and_ids(tmp_path):
                 {"role": "assistant", "content": "hello"},
             ],
         }).encode(),
-    ]  # fmt: skip
+    ]
     path = write(tmp_path / "a.jsonl", lines)
     found, _ = read_conversations(path)
     pair = (("user", "hi"), ("assistant", "hello"))
@@ -159,7 +159,7 @@ KEPT_ROWS = {
                                               {"type": "text", "text": "i"}]}, GPT),
     "gpt-first": row(GPT, HUMAN, GPT),
     "human-last": row(HUMAN, GPT, HUMAN),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KEPT_ROWS)
@@ -183,7 +183,7 @@ def test_masked_turns_are_told_and_moved_with_what_is_trimmed(tmp_path):
     assert [each.masked for each in found] == [{1}, {2}]
     assert report.notes == {
         "assistant turns without loss": 2, "leading assistant turn dropped": 1
-    }  # fmt: skip
+    }
 
 
 def test_report_names_roles_changes_and_keys_passed_over(tmp_path):
@@ -191,7 +191,7 @@ def test_report_names_roles_changes_and_keys_passed_over(tmp_path):
     lines = [
         narrator, narrator, row(HUMAN, GPT, HUMAN, source="web"), row(HUMAN, {**GPT, "name": "B"}),
         b'{"id": "d", "conversations": %s, "id": "e"}' % json.dumps(TURNS).encode(),
-    ]  # fmt: skip
+    ]
     found, report = read_conversations(write(tmp_path / "a.jsonl", lines))
     list(found)
     assert "roles met: 2 'narrator'" in str(report)

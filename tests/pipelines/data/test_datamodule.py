@@ -33,7 +33,7 @@ def paths(tmp_path_factory):
             {"conversations": [{"from": "human", "value": f"{i} {text()}"},
                                {"from": "gpt", "value": text()}] * rng.integers(1, 4)}
             for i in range(count)
-        ]  # fmt: skip
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train_tokenizer([" ".join(words)] * 9, 320, folder / "tokenizer")
     return {
@@ -113,7 +113,7 @@ def test_totals_are_those_of_the_global_batch(paths, world_size, accumulate):
     ("batch_size", "world_size", "given", "wanted", "trained", "accumulate"),
     [(2, 1, 1, None, None, 1), (2, 4, 3, None, None, 3), (2, 2, 1, 8, None, 2), (1, 2, 1, 8, 8, 4),
      (2, 1, 1, None, 8, 4), (4, 2, 4, None, 8, 1)],
-)  # fmt: skip
+)
 def test_accumulation_keeps_the_global_batch(
     batch_size, world_size, given, wanted, trained, accumulate
 ):
@@ -168,7 +168,7 @@ def fit(data, model, max_steps, ckpt=None, **options):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, check_val_every_n_epoch=None,
         **{"val_check_interval": 4, "max_epochs": -1, **options},
-    )  # fmt: skip
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not resumable.*")
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -226,7 +226,7 @@ def test_another_accumulation_is_refused(paths, tmp_path):
 @pytest.mark.parametrize(
     "change", [{"seed": 6}, {"batch_size": 2}, {"sequence_length": 32}, {"limit": 50}],
     ids=lambda change: next(iter(change)),
-)  # fmt: skip
+)
 def test_other_data_is_refused_on_resume(paths, tmp_path, change):
     fit(module(paths), Recorder(save_at=[4], folder=tmp_path), 6)
     changed = next(iter(change))

@@ -30,7 +30,7 @@ def test_rows_hold_each_useful_sample_once(T, seed):
     order = np.random.default_rng(seed).permutation(len(table))
     packing = pack(table, T, order, window=50)
     heads = [np.arange(a, min(a + T, b)) for a, b in
-             zip(table.offsets[:-1], table.offsets[1:], strict=True)]  # fmt: skip
+             zip(table.offsets[:-1], table.offsets[1:], strict=True)]
     useful = [i for i, head in enumerate(heads) if table.mask[head[1:]].any()]
     assert sorted(packing.samples.tolist()) == useful
     assert packing.num_unused == len(table) - len(useful)
@@ -82,7 +82,7 @@ def test_best_fit_by_hand():
     table = table_of([6, 5, 4, 3, 2])
     packing = pack(table, 10, range(5))
     rows = [packing.samples[a:b].tolist() for a, b in
-            zip(packing.starts[:-1], packing.starts[1:], strict=True)]  # fmt: skip
+            zip(packing.starts[:-1], packing.starts[1:], strict=True)]
     assert rows == [[0, 2], [1, 3, 4]]
 
 

@@ -156,7 +156,7 @@ def test_dataset_that_is_not_there_is_told_from_one_that_breaks_off(monkeypatch)
 
 
 HELD = b"".join(b'{"id": "%d", "conversations": %s}\n' % (n, json.dumps(TURNS).encode())
-                for n in range(3))  # fmt: skip
+                for n in range(3))
 
 
 AS_LIST = json.dumps([{"id": str(n), "conversations": TURNS} for n in range(3)])
@@ -195,7 +195,7 @@ def test_files_are_known_by_their_content(tmp_path, name, data):
 def test_long_lists_are_read_row_by_row(tmp_path):
     path = tmp_path / "a.json"
     rows = [{"id": n, "conversations": [{"from": "human", "value": "é" * 900}, GPT]}
-            for n in range(20_000)]  # fmt: skip
+            for n in range(20_000)]
     path.write_text(json.dumps(rows, ensure_ascii=False, indent=1))
     del rows
     tracemalloc.start()

@@ -37,7 +37,7 @@ from stree_pipelines.evaluation.result_store import ResultStore
 
 OF_THE_BATCH = {
     "batch_size", "decoding_hash", "call_share", "samples", "rows_per_call", "num_reused_tokens",
-}  # fmt: skip
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,7 +142,7 @@ def test_earlier_turns_are_not_read_again(batch_size, world, tmp_path, monkeypat
         settings = settings_for(
             world, tmp_path / str(kept), batch_size=batch_size, limit=2,
             methods=("autoregressive", "stree"),
-        )  # fmt: skip
+        )
         quiet(settings, make_decoder=made).evaluate(export(world, 10))
         stores.append(ResultStore(settings.out))
     rows = [without_timings(each.results()) for each in stores]
@@ -222,7 +222,7 @@ def test_what_chooses_has_seen_the_first_prompts_before_an_answer_counts(
     settings = settings_for(
         world, tmp_path, batch_size=batch_size, methods=["stree"], tree="chain-1 or paper",
         temperatures=[0.0],
-    )  # fmt: skip
+    )
     evaluation = quiet(settings)
     (job,) = evaluation.plan(export(world, 10))
     prompts = job.benchmark.prompts
@@ -233,7 +233,7 @@ def test_what_chooses_has_seen_the_first_prompts_before_an_answer_counts(
     monkeypatch.setattr(
         answerer, "_add_turn",
         lambda conversation, *of: turns.append(conversation.prompt.id) or add(conversation, *of),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(answerer.decoders, "begin", lambda job: turns.append("begin") or begin(job))
     for answered in (prompts, prompts[3:]):
         turns.clear()
@@ -265,7 +265,7 @@ def test_free_rows_go_to_the_next_turn_and_the_next_prompt(world, tmp_path):
     settings = settings_for(
         world, tmp_path / "out", batch_size=2, methods=["autoregressive"],
         benchmarks=[str(tmp_path / "talk.jsonl")],
-    )  # fmt: skip
+    )
     make = partial(Counted, num_rows=2)
     (row,) = quiet(settings, make_decoder=make).evaluate(None)
     warm_up, answering = admitted[:5], admitted[5:]  # 2, and graphs for 2 rows and for 1
@@ -322,7 +322,7 @@ def test_a_kill_loses_what_is_under_way_and_no_more(world, tmp_path, survived, b
     evaluation = quiet(settings, make_decoder=make)
     plain, _, tree = evaluation.plan(export(world, 10))
     done = {job.method: {key[4] for key in store.journalled(job.samples_name)}
-            for job in (plain, tree)}  # fmt: skip
+            for job in (plain, tree)}
     assert done["autoregressive"] and (done["stree"] or survived < 52)
     evaluation.evaluate(export(world, 10))
     (decoder,) = (each for each in made if each.tree.name == "paper")

@@ -274,7 +274,7 @@ def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name, capsys):
         "--target", str(world / "target"), "--checkpoint", str(export(world, 10)), "--tree", name,
         "--benchmarks", str(world / "talk.jsonl"), "--limit", "1", "--max_new_tokens", "8",
         "--temperatures", "0", "--device", "cpu", "--ignore_eos", "--out", str(tmp_path),
-    ])  # fmt: skip
+    ])
     rows = {row.method: row for row in ResultStore(tmp_path).results()}
     assert rows["stree"].tree.name == name and rows["stree"].lossless.share == 1.0
     assert rows["stree"].tree_shares.keys() <= {"plain", "chain-2", "paper"}

@@ -117,7 +117,7 @@ def test_command_evaluates_a_run_and_goes_on_past_a_broken_export(world, tmp_pat
     arguments = [
         "--run", str(run), "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0",
         "--limit", "1", "--max-new-tokens", "4", "--device", "cpu",
-    ]  # fmt: skip
+    ]
     with pytest.raises(InvariantBroken, match=r"1 of 3 checkpoints failed.*step-00000010"):
         eval_spec(arguments)
     said = capsys.readouterr().err
@@ -144,7 +144,7 @@ def test_a_failure_is_told_once(world, tmp_path):
         sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"), "--out",
         str(tmp_path / "out"), "--benchmarks", str(world / "talk.jsonl"), "--device", "cpu",
         "--checkpoint",
-    ]  # fmt: skip
+    ]
     for missing in (["nowhere-1"], ["nowhere-1", "nowhere-2"]):
         done = subprocess.run(
             [*command, *missing], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
@@ -187,7 +187,7 @@ def test_progress_says_the_tree_s_figures_first(world, tmp_path):
         stream = io.StringIO()
         Evaluation(
             settings, workers=Workers(), progress=EvaluationProgress(stream)
-        ).evaluate(export(world, step))  # fmt: skip
+        ).evaluate(export(world, step))
         lines = stream.getvalue().splitlines()  # a remark on the drafter's weights may come first
         said.append([line for line in lines if line.startswith("step ")])
     for step, (warm_up, measured) in zip((1, 10), said, strict=True):

@@ -69,7 +69,7 @@ def test_no_figure_depends_on_what_ran_first(world, tmp_path):
         speeds.append({
             (row.method, row.temperature): (row.tokens_per_second_e2e, row.speedup)
             for row in rows if row.method != "vanilla_sd"
-        })  # fmt: skip
+        })
     assert speeds[0] == speeds[1]
 
 

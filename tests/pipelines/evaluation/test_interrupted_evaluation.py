@@ -94,7 +94,7 @@ def test_sigkill_while_writing_then_the_same_command_completes(world, tmp_path, 
         "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "1",
         "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", "--out", str(tmp_path),
         "--checkpoint", str(export(world, 10)),
-    ]  # fmt: skip
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL)
     while process.poll() is None and not list(tmp_path.glob("journals/*")):
@@ -129,7 +129,7 @@ def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
         "--target", str(world / "target"), "--checkpoint", str(export(world, 10)),
         "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "1",
         "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", "--out", str(tmp_path),
-    ]  # fmt: skip
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
@@ -151,7 +151,7 @@ def test_evaluations_of_one_folder_take_turns(world, tmp_path):
         sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"),
         "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "--max-new-tokens", "12",
         "--device", "cpu", "--ignore-eos", "--out", str(tmp_path), "--checkpoint",
-    ]  # fmt: skip
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
@@ -159,7 +159,7 @@ def test_evaluations_of_one_folder_take_turns(world, tmp_path):
             stderr=subprocess.PIPE, text=True,
         )
         for step in (1, 10)
-    ]  # fmt: skip
+    ]
     errors = [process.communicate(timeout=200)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], errors
     keys = [(row.step, row.method) for row in ResultStore(tmp_path).results()]

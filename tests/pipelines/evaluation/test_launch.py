@@ -59,7 +59,7 @@ def test_a_cluster_without_sbatch_costs_a_warning_with_the_command_and_no_traini
     monkeypatch.setenv("PATH", str(tmp_path))
     run_dir = tmp_path / "run"
     train(workspace, run_dir, "--evaluation.mode", "slurm",
-          "--evaluation.sbatch_options", '["--gpus-per-node=1", "--time=30"]')  # fmt: skip
+          "--evaluation.sbatch_options", '["--gpus-per-node=1", "--time=30"]')
     assert (run_dir / "drafter/latest").resolve().name == "step-00000002"
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning:" in line]
     assert len(warnings) == 2 and "there is no sbatch here" in warnings[0]
@@ -71,7 +71,7 @@ def test_a_cluster_without_sbatch_costs_a_warning_with_the_command_and_no_traini
     assert command[script + 1 :] == [
         "--batch_size", "8", "--config", str(workspace / "eval.yaml"),
         "--target", str(workspace / "target"), "--out", f"{run_dir}/eval", "--checkpoint", export,
-    ]  # fmt: skip
+    ]
 
 
 def test_a_job_inherits_nothing_of_its_submitters_place(tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_an_evaluation_process_gets_the_gpus_that_it_is_given(workspace, tmp_pat
     (tmp_path / "tells.py").write_text(TELL_ENVIRONMENT.format(path=str(told)))
     monkeypatch.setattr(callbacks, "EVAL_SCRIPT", tmp_path / "tells.py")
     train(workspace, tmp_path / "run", "--evaluation.mode", "process",
-          "--evaluation.visible_devices", "1")  # fmt: skip
+          "--evaluation.visible_devices", "1")
     arguments, environment = json.loads(told.read_text())
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert arguments[-1] == f"{tmp_path}/run/drafter/step-00000002"
@@ -178,7 +178,7 @@ def is_running(process: Path) -> bool:
         ("cuda:1", "auto", "cuda:1"), ("cuda:1", "cuda", "cuda:1"), ("cuda:1", "cuda:0", "cuda:0"),
         ("cuda:1", "cpu", "cpu"), ("cpu", "auto", "auto"),
     ],
-)  # fmt: skip
+)
 def test_an_inline_evaluation_is_on_the_gpu_that_trains(
     tmp_path, monkeypatch, trains_on, asked, evaluates_on
 ):

@@ -61,11 +61,11 @@ def world(tmp_path_factory):
     save_model(
         drafter, root / "drafter/step-00000001", tokenizer,
         extra_files={"provenance.json": json.dumps({"step": 1})},
-    )  # fmt: skip
+    )
     ask([
         write_conversations(root), "--out", str(root / "long.jsonl"), "--limit", "3",
         "--turns", "1", "--tokenizer", str(root / "target"), "--lengths", *map(str, LENGTHS),
-    ])  # fmt: skip
+    ])
     return root
 
 
@@ -146,7 +146,7 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
     monkeypatch.setattr(reading_module, "FEATURES_CHUNK", 16)
     evaluation = quiet(settings_of(world, tmp_path))
     (job,) = {job for job in evaluation.plan(world / "drafter/step-00000001")
-              if job.method == "stree" and job.benchmark.name == "long-200"}  # fmt: skip
+              if job.method == "stree" and job.benchmark.name == "long-200"}
     prompt = job.benchmark.prompts[0]
     key = ReadingKey("d", "t", "float64", None, "long-200", "p", prompt.id)
     found = reading_module.read_answer(evaluation.decoders, job.drafter, prompt, key)
@@ -233,7 +233,7 @@ def make_ladder(folder, calls, target_loss=(2.0, 2.0), overlap=(0.8, 0.8), anew=
                 overlap_begun_anew=10 * anew[at] - index / 10,
             )
             for index in range(6)
-        ])  # fmt: skip
+        ])
     return load_run(folder)
 
 

@@ -51,7 +51,7 @@ def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
         chosen = settings_for(
             world, tmp_path, limit=1, temperatures=(0.0,), backtracking=backtracking,
             methods=("autoregressive", "stree"),
-        )  # fmt: skip
+        )
         evaluation = quiet(chosen)
         rows += [row for row in evaluation.evaluate(export(world, 10)) if row.tree]
         answers.append([each.turns for each in evaluation.store.samples(rows[-1])])
@@ -168,7 +168,7 @@ def test_names_of_drafters(tmp_path):
     for name in (
         "a/b", "ngram:6", "a/b+ngram:4,c,d.txt", "float8:a/b+ngram:4", "float8:text:a",
         "independent:a/b", "float8:top:a/b+ngram:4",
-    ):  # fmt: skip
+    ):
         assert str(DrafterName.parse(name)) == name
     with pytest.raises(NotFound, match="no corpus"):
         DrafterName.parse("ngram:3,nowhere.txt").corpus_text()

@@ -15,7 +15,7 @@ METRICS_NAMES = {
     "acceptance_length", "acceptance_histogram", "depth_accept_rates", "nodes_per_call",
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
     "lossless",
-}  # fmt: skip
+}
 
 
 def test_a_row_has_the_published_names():
@@ -33,7 +33,7 @@ def test_unknown_fields_are_refused():
         {"checkpoint_sha256": "x"}, {"method": "vanilla_sd"}, {"benchmark": "x"}, {"seed": 1},
         {"decoding_hash": "x"}, {"tree": Tree(name="x", parents=(-1,))}, {"prompts_hash": "x"},
     ],
-)  # fmt: skip
+)
 def test_what_makes_a_row_another_row(change):
     assert result(**change).key != result().key
 

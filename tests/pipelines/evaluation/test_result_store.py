@@ -169,7 +169,7 @@ def test_samples_of_earlier_evaluations_are_read_where_they_lie(tmp_path, name):
         ([sample("a", baseline=BaselineTiming(num_new_tokens=3, prefill_s=0.1, decode_s=0.4))],
          "its speedup is 2.0, the row's None"),
     ],
-)  # fmt: skip
+)
 def test_samples_of_which_a_row_was_not_made_are_refused(tmp_path, samples, said):
     """As where files were exchanged, or a row was edited."""
     store = ResultStore(tmp_path)

@@ -121,7 +121,7 @@ def test_what_is_off_is_the_decoding_that_rows_always_had(world, tmp_path):
         "target": "target", "method": "autoregressive", "tree": None, "temperature": 0.0,
         "max_new_tokens": 12, "ignore_eos": True, "chat_template": "chat", "dtype": "float32",
         "device": "cpu", "earlier_turns": "kept",
-    }  # fmt: skip
+    }
     same = job_of(world, tmp_path), job_of(world, tmp_path, **OFF)
     assert {job.decoding_hash for job in same} == {config_hash(before)}
     changed = [job_of(world, tmp_path, **{name: value}) for name, value in SERVED.items()]
@@ -135,7 +135,7 @@ def test_rows_from_before_have_them_off(served):
     row = store.results()[0]
     for old, kind in ((row, ResultRow), (store.samples(row)[0], SampleRow)):
         content = {name: v for name, v in json.loads(old.model_dump_json()).items()
-                   if name not in OFF}  # fmt: skip
+                   if name not in OFF}
         read = kind.model_validate_json(json.dumps(content))
         assert sampling_of(read) == OFF
     assert setting_of(row.model_copy(update=OFF))["repetition_penalty"] == "1.0"
@@ -147,7 +147,7 @@ def lie(world, out, temperature, **sampling):
     settings = settings_for(
         world, out, limit=1, temperatures=[temperature], methods=("autoregressive", "stree"),
         **sampling,
-    )  # fmt: skip
+    )
     evaluation = quiet(settings, make_decoder=Lies)
     with pytest.raises(InvariantBroken, match="position 3 has token"):
         evaluation.evaluate(export(world, 100))
@@ -214,7 +214,7 @@ def test_a_bad_value_is_one_clear_error_before_anything_is_loaded(
     content = {
         "target": str(world / "target"), "out": "out", "benchmarks": [str(world / "talk.jsonl")],
         "arms": [{"name": "x", "drafter": str(export(world, 10))}], **changes,
-    }  # fmt: skip
+    }
     with pytest.raises(UsageError, match=message):
         comparison_of(content, tmp_path / "arms.yaml", {})
 
@@ -224,7 +224,7 @@ def test_a_config_takes_them_and_a_dry_run_says_them(world, tmp_path, capsys):
     common = [
         "--benchmarks", str(world / "talk.jsonl"), "--device", "cpu", "--limit", "1",
         "--temperatures", "0", "1", "--ignore_eos", "--max_new_tokens", "4", "--dry_run",
-    ]  # fmt: skip
+    ]
     where = ["--target", str(world / "target"), "--out", str(tmp_path / "out")]
     one = ["--checkpoint", str(export(world, 10))]
     eval_spec(["--config", str(tmp_path / "eval.yaml"), *where, *one, *common])
@@ -289,7 +289,7 @@ def test_rows_of_two_penalties_stand_in_no_one_table(penalised_run, tmp_path):
     assert '"repetition_penalty": "1.3"' in (tmp_path / "table6.json").read_text()
     report([str(penalised_run), "--show", "repetition_penalty=1.0", "--out", str(tmp_path)])
     assert not any("were decoded with" in (tmp_path / name).read_text()
-                   for name in ("table6.md", "table6.tex", "report.html"))  # fmt: skip
+                   for name in ("table6.md", "table6.tex", "report.html"))
 
 
 def test_a_profile_and_its_card_say_what_they_were_measured_with(penalised_run):

@@ -40,18 +40,18 @@ def test_rows(tmp_path):
         what=["orders", "calls", "draft", "unrolled", "beams", "memory"], order_nodes=[5],
         nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
         trees=["paper", "beam-2-3-6"],
-    )  # fmt: skip
+    )
     rows += bench_decode.measure("tiny", options, CPU)
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
         *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
         *("unrolled",) * 5, *("beams",) * 12, "memory", *("draft",) * 4,
-    ]  # fmt: skip
+    ]
     drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"]) for line in lines[-4:]]
     other = "head=16+rank=4"
     assert drafts == [(kind, tree, size) for kind in (None, other)
-                      for tree, size in ((None, 13), ("beam-2-3-6", 6))]  # fmt: skip
+                      for tree, size in ((None, 13), ("beam-2-3-6", 6))]
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
         times = [value for value in line.values() if isinstance(value, dict) and "median" in value]
@@ -87,12 +87,12 @@ def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
     options = SimpleNamespace(
         what=["draft_lengths"], lengths=[8, 40], context=8, repeats=2,
         drafters=["own", "attention"], trees=["beam-1-3-4", "beam-2-3-6"],
-    )  # fmt: skip
+    )
     rows = list(bench_decode.measure("tiny", options, CPU))
     assert [(row["context"], row["drafter"], row["tree"], row["level_nodes"]) for row in rows] == [
         (length, kind, tree, width) for length in (8, 40) for kind in ("own", "attention")
         for tree, width in (("beam-1-3-4", 1), ("beam-2-3-6", 2))
-    ]  # fmt: skip
+    ]
     assert all(3 * row["us_level"] == pytest.approx(row["us_draft"]["median"]) for row in rows)
     bytes_of = {
         (row["drafter"], row["level_nodes"], row["context"]): row["cache_bytes"] for row in rows
@@ -132,7 +132,7 @@ def test_attention_by_the_order_of_nodes(monkeypatch):
     monkeypatch.setattr(orders, "_fused", lambda device: True)
     monkeypatch.setattr(orders, "side_by_side", lambda *a: {
         name: {"median": 8.0} for name, run in a[0].items() if run() is None
-    })  # fmt: skip
+    })
     monkeypatch.setattr(orders, "ORDERS", {"heavy path": orders.heavy_path})
     heavy, level = orders.orders(config, [40], 4, 1, CPU)
     assert heavy["us_dense"]["median"] == heavy["us_sparse"]["median"] == 8.0
@@ -144,7 +144,7 @@ def test_decoding_on_a_cpu_beside_transformers(tmp_path):
     shape = SimpleNamespace(
         layouts=bench_cpu.LAYOUTS, width=64, layers=2, vocabulary=97, context=5, new_tokens=7,
         repeats=2,
-    )  # fmt: skip
+    )
     for layout in shape.layouts:
         theirs, ours = bench_cpu.same_weights(layout, shape)
         prompt = bench_cpu._tokens(shape)
@@ -206,7 +206,7 @@ def tiny_published(monkeypatch):
         (list(FAMILIES), ["calls"]), (["granite"], ["calls", "draft", "draft_profiles", "steps"]),
         pytest.param(list(FAMILIES), ["calls", "draft", "steps"], marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_families_are_measured_one_after_the_other(
     names, what, tiny_published, captured_on_cpu, tmp_path, monkeypatch, capsys
 ):
@@ -218,7 +218,7 @@ def test_families_are_measured_one_after_the_other(
         str(tmp_path / "rows.jsonl"), "--shape", ",".join(names), "--device", "cpu",
         "--what", f"[{','.join(what)}]", "--nodes", "[1,4]", "--taus", "[2]", "--context", "4",
         "--repeats", "1", "--num_steps", "2",
-    ])  # fmt: skip
+    ])
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not any("drafter" in line for line in lines)
     rows_of = {"calls": ["target call"] * 2, "draft": ["draft"], "steps": ["step"]}
@@ -236,7 +236,7 @@ def test_steps_with_several_drafters(captured_on_cpu, monkeypatch):
     options = SimpleNamespace(
         what=["steps"], taus=[2.0], context=4, repeats=1, num_steps=2,
         drafters=["own", "head=16", "layers=1"], trees=["paper"],
-    )  # fmt: skip
+    )
     rows = list(bench_decode.measure("tiny", options, CPU))
     assert [row.get("drafter") for row in rows] == [None, "head=16", "layers=1"]
 
@@ -259,7 +259,7 @@ def test_a_floor_reads_every_weight_that_a_call_reads(tiny_published, name):
         ) + sum(
             each.weight.numel() for used in uses if used is not None
             for each in model.model.shared[used].modules() if isinstance(each, nn.Linear)
-        )  # fmt: skip
+        )
     sizes = calls.product_sizes(model, 1000)
     assert sum(rows * columns for rows, columns in sizes) == read
     one_token = sum(rows * columns for rows, columns in calls.product_sizes(model, 1))
@@ -283,7 +283,7 @@ def test_experts_that_tokens_choose_at_random():
         ("lfm2-1.2b", 1.17), ("lfm2-8b-a1b", 8.34), ("olmo-hybrid-7b", 7.43), ("mamba2-1.3b", 1.34),
         ("mamba2-2.7b", 2.7), ("mamba2-7b", 6.75), ("mamba2-13b", 13), ("mamba2-23b", 23.3),
     ],
-)  # fmt: skip
+)
 def test_published_models_have_their_size(name, billions):
     parameters = num_parameters(models.target_config(name))
     assert parameters == pytest.approx(1e9 * billions, rel=0.01)
@@ -315,7 +315,7 @@ def test_drafters_of_other_heads_depths_and_widths():
         ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
         ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
         ("head=200000", "head_vocab_size is 200000, it must be from 0 to 128256"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=said):
             models.drafter_config("8b", kind)
 
@@ -359,7 +359,7 @@ def test_accepted_numbers_have_the_mean_asked_for():
         ("--device", "meta"), ("--what", "[steps]", "--device", "cuda", "--taus", "[0.5]"),
         ("--what", "[profiles]", "--device", "cuda", "--nodes", "[5]"),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_refused_before_anything_runs(
     benchmark, dry, options, tmp_path, monkeypatch
 ):

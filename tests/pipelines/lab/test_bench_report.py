@@ -37,7 +37,7 @@ def test_a_profile_counts_what_kernels_take_beyond_others():
     assert profiles.exposed(reversed(events)) == {
         "matrix products": dict(us=16.0, count=2), "norm_kernel": dict(us=2.0, count=2),
         profiles.WAITING: dict(us=1.0, count=1), "fill": dict(us=1.0, count=1),
-    }  # fmt: skip
+    }
 
 
 def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
@@ -46,7 +46,7 @@ def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
     cells, _ = report(tmp_path, [row], capsys)
     assert [line[-3:] for line in cells[2:]] == [
         ["all", "3.5", "–"], ["norm_kernel", "2", "80"], ["fill", "1.5", "2"]
-    ]  # fmt: skip
+    ]
 
 
 def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, tmp_path, capsys):
@@ -57,7 +57,7 @@ def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, t
     assert [(row["temperature"], row["num_nodes"], "us_draft" in row) for row in rows] == [
         (temperature, num_nodes, num_nodes > 1)
         for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
-    ]  # fmt: skip
+    ]
     cells, _ = report(tmp_path, ({"shape": "tiny", **row} for row in rows), capsys)
     tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
     assert cells[2][1] == "autoregressive" and cells[2][-3] == "–"
@@ -81,14 +81,14 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
           for nodes in (3, 7)),
         *(dict(what="serve", shape="8b", num_rows=count, tau=2, speedup_tree=1.2, speedup_modes=1.3)
           for count in (2, 4)),
-    ]  # fmt: skip
+    ]
     for nodes in (1, 5, 16, 64):
         for shape, quadratic in (("8b", 0.5), ("mamba2-2.7b", 0.0)):
             time = dict(median=quadratic * nodes**2 + 3 * nodes + 100)
             rows.append(dict(
                 what="target call", shape=shape, num_nodes=nodes, context=1024, us_tree=time,
                 over_step=1.07, over_floor=1.2, step_over_floor=1.1,
-            ))  # fmt: skip
+            ))
     cells, figures = report(tmp_path, rows, capsys)
     assert ["8b", "0.5·N² + 3·N + 100"] in cells and ["mamba2-2.7b", "3·N + 100"] in cells
     bars = {line[0]: line for line in cells}
@@ -101,7 +101,7 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
     assert ["8b", "3", "100", "3.0%", "2.1", "0.7"] in cells
     assert figures == {
         "runtime_vs_nodes", "required_tau", "tree_vs_unrolled", "speedup_vs_tau", "speedup_vs_rows"
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     one, three = (row["us_memory"] for row in (rows[0], rows[4]))
     assert one > 0 and three > one  # the bandwidth is measured anew
     assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
-               for row in rows)  # fmt: skip
+               for row in rows)
     trees = [as_tree(name) for name in ("png-3-2", "paper")]
     joint = list(batches.joint_of_rows(target, drafter, trees, [2], 8, 2))
     assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(7, 4), (13, 5)]

@@ -63,7 +63,7 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     options = SimpleNamespace(
         shape="tiny", batch_size=2, sequence_length=40, steps=1, teacher=["live", "cached"],
         recipe=str(recipe), more=["--trainer.precision=bf16-mixed"],
-    )  # fmt: skip
+    )
 
     def measured(*more, teacher):
         given = SimpleNamespace(**{**vars(options), "more": more, "teacher": teacher})

@@ -182,7 +182,7 @@ def test_what_is_another_recipe_is_not_a_seed(folders, tmp_path):
     for name, section, key, value in (
         ("rate", "model", "optimizer", {"lr": 1.0}), ("rows", "data", "batch_size", 8),
         ("steps", "trainer", "max_steps", 9), ("none", None, None, None),
-    ):  # fmt: skip
+    ):
         other = tmp_path / name
         shutil.copytree(folders[1] / "eval", other / "eval")
         if section:
@@ -214,7 +214,7 @@ def test_the_page_overlays_the_runs(written):
     require_self_contained(html)
     assert html.count("<svg") == 6  # τ, its difference and speed-ups, of chain and tree
     for text in ("lk has the longest τ", "kl (2 seeds)", "lk − kl", "Difference of acceptance",
-                 "τ over kl&#39;s (STree)", "over seeds where there are several"):  # fmt: skip
+                 "τ over kl&#39;s (STree)", "over seeds where there are several"):
         assert text in html, text
 
 

@@ -83,7 +83,7 @@ MISSING = {
     "study": ("hold_back.train: no file H", "hold_back.prompts: no file I",
               "distil of arm two: no file none.yaml", "model.target of arm one: no folder T",
               "data.valid of arm one: V.jsonl: no such"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", MISSING)
@@ -99,7 +99,7 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
         "out": "o", "distil": "distil.yaml", "trees": ["paper"], "compare": comparison,
         "arms": [{"name": "one"}, {"name": "two", "distil": "none.yaml"}],
         "hold_back": {"source": "s", "train": "H", "prompts": "I"},
-    }  # fmt: skip
+    }
     (tmp_path / "study.yaml").write_text(json.dumps(plan))
     config = Path(__file__).parents[3] / "configs/distill/quickstart.yaml"
     commands = {
@@ -118,7 +118,7 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
                     "--out", "o", "--tree", "X", "--chat_template", "none"]),
         "compare": (compare.main, ["compare.yaml"]),
         "study": (study.main, ["train", "study.yaml"]),
-    }  # fmt: skip
+    }
     main, arguments = commands[command]
     with pytest.raises(NotFound) as refused:
         main([*arguments, "--dry_run"])
@@ -143,7 +143,7 @@ def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypa
         "target: ", "4 layers (2 attention)", "steps: 8, each 2 rows of 64 tokens",
         "exports at steps 2, 5, 8; a checkpoint every 2 steps, the last 2 stay",
         "memory: about", "are free", "disk: ",
-    ):  # fmt: skip
+    ):
         assert expected in printed, expected
 
 
@@ -188,7 +188,7 @@ def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, caps
     lines = capsys.readouterr().out.splitlines()
     trained, beside = (next(each for each in lines if name in each) for name in (
         "each process, unsharded, ", "beside each, on a GPU of its own, "
-    ))  # fmt: skip
+    ))
     assert "target's head" in trained and "target's activations" not in trained
     assert "(target " in beside and "target's activations" in beside
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -203,7 +203,7 @@ def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, mon
         "fit", "--run_dir", "run", *architecture_options(), "--tokenizer.vocab_size",
         str(VOCAB_SIZE), "--data.train", str(workspace / "train.jsonl"), "--dry_run",
         "--data.sequence_length", "64", "--trainer.accelerator", "cpu",
-    ])  # fmt: skip
+    ])
     assert f"target: {HybridModel(CONFIG).num_parameters():,} parameters" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -213,7 +213,7 @@ def test_a_teacher_cache_says_what_it_takes(workspace, tmp_path, capsys, monkeyp
     cache_teacher.main([
         "--model.target", str(workspace / "target"), "--data.train", str(workspace / "train.jsonl"),
         "--data.sequence_length", "64", "--out", str(tmp_path / "cache"), "--dry_run",
-    ])  # fmt: skip
+    ])
     printed = capsys.readouterr().out
     assert "0 of 1 shards are there" in printed and "memory: about" in printed
     assert "top_k: 64" in printed
@@ -246,7 +246,7 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
         str(new), "--baseline", str(old), "--target", str(workspace / "target"), "--out",
         str(tmp_path / "gate"), "--fail-below", "acceptance_length=-3%", "--benchmarks",
         str(workspace / "prompts.jsonl"), "--device", "cpu", "--dry-run",
-    ])  # fmt: skip
+    ])
     printed = capsys.readouterr().out
     assert "rows: 3 (2 checkpoints, 2 methods" in printed and "acceptance_length=-3%" in printed
     assert everything_under(workspace, finished, tmp_path) == before
@@ -289,7 +289,7 @@ def test_a_step_s_benchmark_says_what_a_step_takes(tmp_path, capsys):
     read = FeatureConfig([1, 3]).added_to(drafter_config_from(TINY), TINY)
     assert drafters == [f"{estimates.num_parameters(each):,}" for each in (
         read, drafter_config_from(TINY)
-    )]  # fmt: skip
+    )]
 
 
 def test_a_finished_run_says_so(workspace, finished, capsys):
@@ -322,7 +322,7 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
                {**ARCHITECTURE, "vocab_size": 384}.items()), UsageError),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
-)  # fmt: skip
+)
 def test_the_error_is_the_run_s_own(options, kind, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("eval.yaml").write_text("benchmarks: [absent]\n")
@@ -350,7 +350,7 @@ def test_an_evaluation_s_error_is_its_own(workspace, finished, tmp_path):
                         workspace, finished, "--limit", "1", "--out",
                         str(out), *options, *dry,
                     )
-                )  # fmt: skip
+                )
             told.append(refused.value.exit_code)
         assert told[0] == told[1]
         assert not (tmp_path / "eval1").exists()
@@ -397,7 +397,7 @@ def test_memory_that_is_too_small_is_code_71(
         "decode": (bench_decode.main, [*tiny, "--what", "[calls]"]),
         "kernels": (bench_kernels.main, tiny),
         "training": (bench_training.main, tiny),
-    }[command]  # fmt: skip
+    }[command]
     with pytest.raises(OutOfMemory, match=r"of memory are needed, 1000 B are free: \w") as refused:
         main([*arguments, "--dry_run"])
     assert refused.value.exit_code == 71

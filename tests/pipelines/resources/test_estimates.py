@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parents[3] / "docs/results"
 CONFIGS = Path(__file__).parents[3] / "configs"
 MAMBA_KEYS = (
     "num_ssm_heads", "ssm_head_dim", "d_state", "num_x_groups", "num_b_groups", "num_c_groups"
-)  # fmt: skip
+)
 ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_dim")
 ATTENTION_ONLY = CONFIG.replace(attn_layers=(0, 1, 2, 3), **dict.fromkeys(MAMBA_KEYS, 0))
 GATED_DELTA = CONFIG.replace(
@@ -43,7 +43,7 @@ GATED_DELTA = CONFIG.replace(
     num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=8, delta_value_dim=12,
     attention_gate=True, num_experts=4, experts_per_token=2, expert_intermediate_size=8,
     shared_intermediate_size=8, shared_gate=True,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_run_takes_the_disk_that_was_estimated(workspace, finished):
     parts = estimates.training_disk(
         drafter, saves=4, keep_last=2, exports=3, export_dtype=torch.float32,
         tokenizer=workspace / "target", logged_rows=10,
-    )  # fmt: skip
+    )
     # One of the three is there only while the next is written.
     assert parts["checkpoints"] * 2 / 3 == pytest.approx(
         bytes_under(finished / "checkpoints"), rel=0.2
@@ -198,7 +198,7 @@ def test_a_step_at_8b_takes_what_was_measured():
         plan = ModelPlan(
             drafter, target, held_dtype(row.get("target_dtype", "bfloat16")),
             cached=row["teacher"] != "live", compiled=True, optimizer=kind,
-        )  # fmt: skip
+        )
         parts = estimates.training_memory(plan, shape, bench_training.PRECISION, True)
         estimated = sum(parts.values()) - 4 * row["drafter_parameters"]
         assert row["peak_bytes"] < estimated < 1.125 * row["peak_bytes"], row
@@ -236,7 +236,7 @@ def test_of_a_hybrid_the_larger_layer_counts():
             hybrid.replace(num_layers=1, attn_layers=layers), shape, "32-true"
         )
         for layers in ((), (0,))
-    )  # fmt: skip
+    )
     assert mamba < attention
     memory = estimates.forward_memory(hybrid, shape, "32-true", False, torch.float32)
     assert memory["target's activations"] == attention

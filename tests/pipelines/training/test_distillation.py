@@ -53,7 +53,7 @@ def test_a_drafter_goes_on_with_another_loss_and_chosen_tokens(workspace, traine
         workspace, tmp_path, "--model.start_from", latest, "--model.loss.kind", "tv",
         "--model.loss.reference", latest, "--model.ce_weight",
         "0.1", "--model.optimizer.lr", "1e-9", steps=2,
-    ))  # fmt: skip
+    ))
     first = metric_rows(tmp_path)[0]
     # A step of no size leaves the drafter where it was. Weighed, tv is not that of all tokens.
     tv, accepted = float(first["divergence"]), float(first["simulated_acceptance"])
@@ -125,11 +125,11 @@ def test_drafters_of_other_targets_are_refused(workspace, tmp_path):
         with pytest.raises(UsageError, match="has a vocabulary of 512 tokens, the target"):
             distill.main(distill_arguments(
                 workspace, tmp_path / "run", option, str(tmp_path / "wide"),
-            ))  # fmt: skip
+            ))
     tokenizer = load_tokenizer(workspace / "target")
     tokenizer.chat_template = "{{ messages }}"
     save_model(HybridModel(load_config(workspace / "target")), tmp_path / "other", tokenizer)
     with pytest.raises(CheckpointRefused, match="the chat templates differ"):
         distill.main(distill_arguments(
             workspace, tmp_path / "run", "--model.loss.reference", str(tmp_path / "other"),
-        ))  # fmt: skip
+        ))

@@ -104,7 +104,7 @@ def test_the_loss_is_that_of_the_masked_distribution(workspace):
     module.begin_head(ids, is_resumed=False)
     tokens = torch.randint(VOCAB_SIZE, (2, 9))
     batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens),
-             "loss_mask": torch.ones(2, 9, dtype=torch.bool)}  # fmt: skip
+             "loss_mask": torch.ones(2, 9, dtype=torch.bool)}
     batch["loss_mask"][:, 0] = False
     p = module.target(tokens)[:, :-1].softmax(-1)
     log_q = module.exported(tokens)[:, :-1].log_softmax(-1)
@@ -121,7 +121,7 @@ def test_tokens_may_be_chosen_by_a_reference_with_another_head(workspace, whole_
     module = Distillation(str(workspace / "target"), loss=loss)
     tokens = torch.randint(VOCAB_SIZE, (1, 20))
     batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens),
-             "loss_mask": torch.ones(1, 20, dtype=torch.bool)}  # fmt: skip
+             "loss_mask": torch.ones(1, 20, dtype=torch.bool)}
     assert module.loss_terms(batch).loss.isfinite()
 
 

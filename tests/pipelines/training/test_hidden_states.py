@@ -28,11 +28,11 @@ def run(workspace: Path, run_dir: Path, *more: str) -> None:
     drafter = [
         word for name, value in vars(DRAFTER).items() if name in ARCHITECTURE
         for word in (f"--model.drafter.{name}", json.dumps(value))
-    ]  # fmt: skip
+    ]
     distill.main(distill_arguments(
         workspace, run_dir, *drafter, "--model.features.layers", "[0,2,3]",
         "--model.optimizer.lr", "0.01", *more, steps=12,
-    ))  # fmt: skip
+    ))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_sliced_drafter_begins_as_one_without_features(workspace):
     torch.testing.assert_close(
         with_features.exported.hidden_states(tokens, read=features.values),
         without.exported.hidden_states(tokens), rtol=0, atol=0,
-    )  # fmt: skip
+    )
 
 
 def test_features_are_as_large_as_embeddings_whatever_their_projection():
@@ -132,7 +132,7 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
         drafter_config_of(TARGET, DRAFTER.reading((0,), TARGET), None)
     for wrong in (
         {"unknown_share": 1.0}, {"longest_run": 0}, {"ahead": -1}, {"ahead_decay": 0}, {"own": True}
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=rf"model\.features\.{next(iter(wrong))}"):
             FeatureConfig(**wrong).require_sensible()
     ahead = FeatureConfig(ahead=2)
@@ -185,7 +185,7 @@ def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
     losses = torch.stack([
         (log_p.exp() * (log_p - module.exported.logits(each).log_softmax(-1))).sum(-1)
         for each in passes
-    ])  # fmt: skip
+    ])
     mask = torch.zeros_like(there)
     mask[:, :-1] = batch["loss_mask"][:, 1:]
     for row, at in there.nonzero().tolist():  # a draft begins in the sequence that it is of

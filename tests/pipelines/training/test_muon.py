@@ -40,7 +40,7 @@ def test_muon_updates_the_matrices_of_layers_and_features(workspace):
     module = Distillation(
         str(workspace / "target"), features=FeatureConfig([1, 3]), head=HeadConfig(rank=8),
         optimizer=OptimizerConfig(kind="muon"),
-    )  # fmt: skip
+    )
     names = {id(each): name for name, each in module.named_parameters()}
     matrices, decayed, kept = module.configure_optimizers().param_groups
     of = [{names[id(each)] for each in group["params"]} for group in (matrices, decayed, kept)]
@@ -142,7 +142,7 @@ def test_a_run_with_decays_is_resumed_bit_for_bit(workspace, tmp_path):
 @pytest.mark.parametrize("options, said", [
     (dict(momentum=0.9), "momentum is an option of muon, model.optimizer.kind is adamw"),
     (dict(kind="muon", momentum=1.0), "momentum is 1.0, wanted at least 0 and below 1"),
-])  # fmt: skip
+])
 def test_a_momentum_without_meaning_is_refused(options, said):
     with pytest.raises(UsageError, match=said):
         OptimizerConfig(**options)

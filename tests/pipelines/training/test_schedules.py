@@ -25,7 +25,7 @@ from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 WSD = (
     "--model.optimizer.schedule", "wsd", "--model.optimizer.decay_share", "0.4",
     "--model.optimizer.lr", "0.01", "--trainer.limit_val_batches", "0",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branchi
     """Bit for bit; and the training goes on as without it."""
     shorter = (
         *WSD, "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "99"
-    )  # fmt: skip
+    )
     distill.main(distill_arguments(workspace, tmp_path / "short", *shorter, steps=4))
     early = branching / "drafter/step-00000004"
     assert_equal_weights(early, tmp_path / "short/drafter/latest")
@@ -182,7 +182,7 @@ def test_two_processes_give_the_same_exports(workspace, branching, forks, tmp_pa
 def test_two_processes_of_which_one_is_told_to_stop_in_a_decay(workspace, forks, tmp_path, told):
     """Both stop with the state before it, and go on bit for bit as if nothing had been."""
     more = (*WSD, "--export.steps", "[1,4]", "--checkpoint.every_n_steps", "99",
-            "--trainer.devices", "2", "--trainer.strategy", "ddp")  # fmt: skip
+            "--trainer.devices", "2", "--trainer.strategy", "ddp")
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
 
     def run(folder: Path, **options) -> list[int]:

@@ -124,7 +124,7 @@ def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
     batch = {
         "tokens": tokens, "segment_ids": torch.zeros_like(tokens),
         "loss_mask": torch.ones_like(tokens, dtype=torch.bool),
-    }  # fmt: skip
+    }
     graphs = []
     for num_layers in (4, 10):
         torch._dynamo.reset()
@@ -231,7 +231,7 @@ def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path, capsys)
         "--model.optimizer.lr", "0.01", "--trainer.accelerator", "cpu",
         "--trainer.max_steps", "20", "--trainer.log_every_n_steps", "1",
         "--trainer.enable_progress_bar", "false", "--export.dtype", "bfloat16",
-    ]  # fmt: skip
+    ]
     train_target.main(arguments)
     printed = capsys.readouterr().out
     assert "step 20/20  loss" in printed and "acceptance" not in printed  # there is no drafter
@@ -270,7 +270,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(workspace, tmp_path):
             "fit", "--run_dir", str(tmp_path), *options, "--model.architecture.vocab_size", "256",
             "--data.tokenizer", str(workspace / "target"),
             "--data.train", str(workspace / "train.jsonl"), "--trainer.accelerator", "cpu",
-        ])  # fmt: skip
+        ])
 
 
 def test_a_target_needs_one_tokenizer(workspace, tmp_path):
@@ -300,7 +300,7 @@ def test_show_mask_takes_a_config_and_data_alone(config, workspace, capsys):
         "fit", "--config", str(CONFIGS / f"{config}.yaml"),
         "--data.train", str(workspace / "train.jsonl"),
         "--model.target", str(workspace / "tokenizer"), "--show-mask",
-    ])  # fmt: skip
+    ])
     assert "counts for the loss" in capsys.readouterr().out
 
 
@@ -310,7 +310,7 @@ def test_show_mask_of_a_target_without_a_tokenizer_yet(workspace, tmp_path, monk
     train = str(workspace / "train.jsonl")
     train_target.main([
         "fit", *options, "--tokenizer.vocab_size", "320", "--data.train", train, "--show_mask",
-    ])  # fmt: skip
+    ])
     assert "counts for the loss" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -328,7 +328,7 @@ def test_without_show_mask_a_run_folder_is_needed(workspace):
         "trainer.accumulate_grad_batches", "trainer.log_every_n_steps",
         "trainer.val_check_interval", "seed_everything",
     ],
-)  # fmt: skip
+)
 def test_numbers_without_meaning_are_refused_by_name(option, workspace, tmp_path):
     value = "-1" if option == "seed_everything" else "0"
     with pytest.raises(UsageError, match=rf"{option} is {value}"):
@@ -347,7 +347,7 @@ def test_precisions_that_would_train_wrongly_are_refused(precision, workspace, t
         cache_teacher.main(
             ["--out", str(tmp_path / "cache"), "--model.target", str(workspace / "target"),
              "--data.train", str(workspace / "train.jsonl"), *options]
-        )  # fmt: skip
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -17,7 +17,7 @@ from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),
-         balanced([3, 2]), TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]  # fmt: skip
+         balanced([3, 2]), TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]
 
 
 class Letters:
@@ -67,7 +67,7 @@ def test_greedy_rows_equal_plain_decoding(dtype):
     target = tiny_model(1, dtype)
     requests = random_requests(24, 0, sampled=False)
     decoder = BatchDecoder(target, right_now_and_then(target), num_rows=7, max_length=128,
-                           tokenizer=Letters())  # fmt: skip
+                           tokenizer=Letters())
     plain = Decoder(target, max_length=128, tokenizer=Letters())
     outputs = serve(decoder, requests, seed=1)
     lengths = [length for each in outputs for length in each.stats.accepted_per_call]
@@ -84,7 +84,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
 
     def make(num_rows):
         return BatchDecoder(target, right_now_and_then(target), num_rows=num_rows, max_length=128,
-                            tokenizer=Letters())  # fmt: skip
+                            tokenizer=Letters())
 
     alone = make(1).generate(requests)
     for num_rows, order in ((3, 5), (9, 6)):
@@ -115,7 +115,7 @@ def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
     decoder = BatchDecoder(
         target, right_now_and_then(target), AnyTree(TREES[1:]),
         num_rows=num_rows, max_length=128, max_nodes=16, tokenizer=Letters(),
-    )  # fmt: skip
+    )
     plain = Decoder(target, max_length=128, tokenizer=Letters())
     accepted = 0
     for request, output in zip(requests, serve(decoder, requests, seed=7), strict=True):
@@ -173,7 +173,7 @@ def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu
     monkeypatch.setattr(
         decoder.runner, "launch",
         lambda inputs, mark: (launched.append(inputs.tree_batch), launch(inputs, mark)),
-    )  # fmt: skip
+    )
     requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
     served = serve(decoder, requests, seed=5)
     plain = BatchDecoder(target, num_rows=1, max_length=128, tokenizer=Letters()).generate(requests)
@@ -220,7 +220,7 @@ def test_an_unfinished_request_can_be_released():
 def test_what_cannot_be_served_is_refused_at_admission(request_, message):
     target = tiny_model(1)
     decoder = BatchDecoder(target, right_now_and_then(target), TokenTree.chain(3), num_rows=1,
-                           max_length=300 if not message.startswith("max") else 64)  # fmt: skip
+                           max_length=300 if not message.startswith("max") else 64)
     with pytest.raises(UsageError, match=message):
         decoder.admit(request_)
     decoder.admit(Request([1], GenerationConfig(2)))
@@ -345,7 +345,7 @@ def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefix
             decoder.prefill, "_read_tokens",
             lambda row, each, tokens, read=read, of=read_tokens: read.append(len(tokens))
             or of(row, each, tokens),
-        )  # fmt: skip
+        )
         got = decoder.generate([Request(prompt, asked) for prompt in prompts])
         assert [each.tokens for each in got] == [each.tokens for each in wanted]
         assert [each.seed for each in got] == [each.seed for each in wanted]

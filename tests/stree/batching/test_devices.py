@@ -31,14 +31,14 @@ def call(name: str, model) -> Callable[[], object]:
         logits=(torch.zeros(1, 32, dtype=model.dtype, device=model.device),),
         prefill=(tokens, cache), tree_forward=(tokens, tree, cache),
         tree_call=(tokens, topology, cache), apply_path=(cache,),
-    )[name]  # fmt: skip
+    )[name]
     return partial(model if name == "forward" else getattr(model, name), *arguments)
 
 
 METHODS = [
     "forward", "hidden_states", "first_non_finite", "logits", "prefill", "tree_forward",
     "tree_call", "tree_hidden", "tree_stream", "apply_path",
-]  # fmt: skip
+]
 
 
 class Watched(TorchDispatchMode):

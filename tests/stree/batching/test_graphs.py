@@ -159,7 +159,7 @@ def test_rows_get_what_they_get_alone(models):
             TREES[seed % 4],
         )
         for seed in range(64)
-    ]  # fmt: skip
+    ]
 
     def serve(num_rows):
         decoder = BatchDecoder(*models, num_rows=num_rows, max_length=400, max_nodes=16)

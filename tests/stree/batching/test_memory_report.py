@@ -15,7 +15,7 @@ from stree_kernels import ops
 GATED_DELTA = dict(
     layer_types=("gated_delta", "attention"), num_layers=2, attn_layers=(1,), d_conv=4,
     num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=16, delta_value_dim=24,
-)  # fmt: skip
+)
 TARGETS = {
     "hybrid": dict(d_state=64),
     "mamba": dict(attn_layers=(), d_state=64),
@@ -56,7 +56,7 @@ def test_a_sequence_takes_what_one_more_row_takes(
 
     def make(num_rows: int) -> BatchDecoder:
         return BatchDecoder(target, drafter, "paper" if drafts else None, num_rows=num_rows,
-                            max_length=300, backtracking=backtracking)  # fmt: skip
+                            max_length=300, backtracking=backtracking)
 
     few, more = make(3), make(5)
     one_more = (bytes_of(more) - bytes_of(few)) / 2

@@ -46,7 +46,7 @@ def test_a_conversation_reads_each_turn_once(
         decoder = BatchDecoder(
             target, drafter, TokenTree.paper(),
             num_rows=2, max_length=128, num_prefixes=num_prefixes,
-        )  # fmt: skip
+        )
         return turns(decoder, 4, generation, keep=True)
 
     wanted = answers(0)
@@ -90,7 +90,7 @@ def test_what_a_prefix_holds_is_penalised_though_it_is_not_read(temperature, cap
             *((BatchDecoder(target, num_rows=1, max_length=128), each)
               for each in (generation, GenerationConfig(13, temperature, seed=5))),
         )
-    )  # fmt: skip
+    )
     assert [out.tokens for out in kept] == [out.tokens for out in plain]
     assert [out.tokens for out in read] == [out.tokens for out in plain]
     assert [out.tokens for out in unpenalised] != [out.tokens for out in plain]
@@ -142,7 +142,7 @@ def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
     """The row has gone on past the last token that counts: what it holds is not of this prefix."""
     target = tiny_model(1)
     decoder = BatchDecoder(target, target, TokenTree.chain(4), num_rows=1, max_length=64,
-                           num_prefixes=2)  # fmt: skip
+                           num_prefixes=2)
     for length in range(2, 12):
         row = decoder.admit(Request(SYSTEM, GenerationConfig(length)))
         while not any(report.finish_reason for report in decoder.step()):

@@ -37,7 +37,7 @@ MAX_KEPT = 4  # fewer than there are, so that it takes no time
         [(num_rows, verifier) for verifier in ("coupled", "multi_step", "naive", "traversal")
          for num_rows in (1, 5)],
     ),
-)  # fmt: skip
+)
 def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, monkeypatch):
     target, served = tiny_model(1), mixed_requests(8, TREES, seed=1)
     drafter = right_now_and_then(target)
@@ -309,7 +309,7 @@ def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_c
     served = [
         Request([1, 2], GenerationConfig(9, temperature=temperature, seed=seed), tree)
         for temperature in (0.5, 1.0) for seed in (1, 2) for tree in trees
-    ]  # fmt: skip
+    ]
     outputs = [decoder.generate([each])[0].tokens for each in served]
     assert len(decoder.runner.step_graphs) == 1
     for each, tokens in zip(served, outputs, strict=True):

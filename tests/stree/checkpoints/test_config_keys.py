@@ -19,7 +19,7 @@ VOCAB = 61
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 MODELS = {
@@ -35,7 +35,7 @@ MODELS = {
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8,
         state_size=8, n_groups=1, chunk_size=8,
     )),
-}  # fmt: skip
+}
 # Asked for by transformers' attention masks, caches and loading, or written by its older versions,
 # but no field of a config class.
 OTHER_KEYS = {
@@ -57,7 +57,7 @@ OTHER_KEYS = {
     "norm_before_gate": [True],
     "dtype": ["bfloat16"],
     "an_unknown_key": [True, False, None, 0, {}],
-}  # fmt: skip
+}
 USUAL_VALUES = {
     "rope_parameters": [LLAMA3_ROPE, LINEAR_ROPE, PLAIN_ROPE, {**PLAIN_ROPE, "factor": 2.0}],
     "id2label": [{"0": "a", "1": "b", "2": "c"}],

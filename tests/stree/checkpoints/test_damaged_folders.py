@@ -263,7 +263,7 @@ def test_state_spaces_configs_that_are_different_are_refused(tmp_path, changes, 
     values = {
         "d_model": 32, "n_layer": 2, "vocab_size": 50,
         "ssm_cfg": {"layer": "Mamba2", "headdim": 8}, **changes,
-    }  # fmt: skip
+    }
     write_json(tmp_path / "config.json", **values)
     with pytest.raises(CheckpointRefused, match=reason):
         load_config(tmp_path)

@@ -17,7 +17,7 @@ from stree.common.errors import CheckpointRefused
 
 
 def save_changed(source: Path, folder: Path, noise: float = 0.0, made_for: Path | None = None,
-                 max_position_embeddings: int | None = None, **how) -> Path:  # fmt: skip
+                 max_position_embeddings: int | None = None, **how) -> Path:
     """A checkpoint like `source`, but for noise in its embedding and its record of a target."""
     model = load_model(source)
     with torch.no_grad():

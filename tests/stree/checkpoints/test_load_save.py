@@ -69,7 +69,7 @@ def test_mamba_in_llama_config(tmp_path):
         max_position_embeddings=131072, num_ssm_heads=HEADS, ssm_head_dim=D_STATE,
         d_state=D_STATE, num_x_groups=2, num_b_groups=2, num_c_groups=4, gated_norm_groups=4,
         eos_token_ids=(7, 8), bos_token_id=3,
-    )  # fmt: skip
+    )
 
 
 def test_rope_keys_of_transformers_4_and_5_mean_the_same(tmp_path):
@@ -89,12 +89,12 @@ def test_the_published_8b_config_gives_the_documented_shapes(tmp_path):
         tmp_path / "config.json",
         hidden_size=4096, vocab_size=128256, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=14336, num_hidden_layers=32,
-    )  # fmt: skip
+    )
     edit_json(
         tmp_path / "mamba_config.json",
         d_model=4096, d_inner=4096, d_xb=1024, intermediate_size=14336, n_layer=32,
         ssm_cfg={"expand": 1, "ngroups": 32, "d_state": 128}, attn_layers=list(range(0, 32, 2)),
-    )  # fmt: skip
+    )
     config = load_config(tmp_path)
     assert config.in_proj_dim == 2 * 4096 + 2 * 1024 + 32
     assert config.conv_dim == 4096 + 2 * 1024
@@ -116,7 +116,7 @@ def test_the_keys_of_the_published_mamba2_config_are_known(tmp_path):
         time_step_max=0.1, time_step_min=0.001, time_step_rank=256, time_step_scale=1.0,
         torch_dtype="bfloat16", transformers_version="4.44.0.dev0", use_bias=False, use_cache=True,
         use_conv_bias=True, vocab_size=32768,
-    )  # fmt: skip
+    )
     config = load_config(tmp_path)
     assert config.num_ssm_heads == 128 and config.dt_limit == (0.0, math.inf)
 
@@ -192,12 +192,12 @@ def test_everything_a_folder_should_hold(tmp_path):
     save_model(
         model, tmp_path / "step", tokenizer,
         extra_files={"provenance.json": "{}"}, manifest_extra={"step": 3},
-    )  # fmt: skip
+    )
     manifest = verify_manifest(tmp_path / "step")
     assert {
         "config.json", "mamba_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "provenance.json",
-    } <= manifest["files"].keys()  # fmt: skip
+    } <= manifest["files"].keys()
     assert manifest["step"] == 3
     assert manifest["tokenizer_fingerprint"] == fingerprint(load_tokenizer(tmp_path / "step"))
 

@@ -28,7 +28,7 @@ READ = {
     ),
     "mamba2-1.3b-distill-model_type-mamba": ((), []),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": ((2,), ["partial_rotary_factor"]),
-}  # fmt: skip
+}
 REFUSED = {
     "Zamba2-7B-early": "has no n_mamba_heads, as in early revisions",
     "Falcon-H1-0.5B-partial": "has no mamba_d_ssm",
@@ -97,7 +97,7 @@ def test_a_mixer_of_mamba_1_is_named(tmp_path):
     llama = dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, rms_norm_eps=1e-5,
-    )  # fmt: skip
+    )
     (tmp_path / "config.json").write_text(json.dumps(llama))
     with pytest.raises(CheckpointRefused, match="describes Mamba-1 layers"):
         load_config(tmp_path)

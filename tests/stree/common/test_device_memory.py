@@ -29,7 +29,7 @@ def test_version_2_and_every_group_above(tmp_path):
     write(
         top / "job", memory__max=4 * GIB, memory__current=3 * GIB,
         memory__stat=f"anon {GIB}\ninactive_file {GIB}\nactive_file 0",
-    )  # fmt: skip
+    )
     write(top, memory__max=9 * GIB, memory__current=4 * GIB)
     assert granted(tmp_path, "0::/job/step\n") == [2 * GIB, 5 * GIB]
 
@@ -39,7 +39,7 @@ def test_version_1(tmp_path):
     write(
         folder / "slurm/job_7", memory__limit_in_bytes=2 * GIB, memory__usage_in_bytes=GIB // 2,
         memory__stat="total_inactive_file 0",
-    )  # fmt: skip
+    )
     write(folder, memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
     lines = "12:cpu,cpuacct:/slurm\n4:memory:/slurm/job_7\n0::/\n"
     assert granted(tmp_path, lines)[0] == 3 * GIB // 2

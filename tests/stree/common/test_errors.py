@@ -45,7 +45,7 @@ def test_a_message_moves_no_terminal():
         (2, "sys.exit()", 0, ""),
         (2, "sys.exit('because')", 1, "because\n"),
     ],
-)  # fmt: skip
+)
 def test_exit_code_reason_and_output_come_through(num_processes, ending, code, reason):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(ending=ending)],
@@ -65,7 +65,7 @@ def test_an_exception_that_is_no_reason_keeps_its_traceback():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(ending="raise RuntimeError('a mistake')")],
         capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "a mistake" in done.stderr
 
@@ -76,7 +76,7 @@ def test_a_reader_that_has_seen_enough_is_no_success():
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f'{sys.executable} -c "$0" | head -n 1', script],
         capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
@@ -94,6 +94,6 @@ def test_no_traceback_for_what_is_no_mistake(ending, environment, output, code, 
             [sys.executable, "-c", SCRIPT.format(ending=ending)],
             env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE,
             text=True, timeout=60,
-        )  # fmt: skip
+        )
     assert done.returncode == code
     assert done.stderr.startswith(reason) and done.stderr.count("\n") == (code != 0)

@@ -35,7 +35,7 @@ def policy_when_torch_is_loaded(code: str, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", WATCH + code],
         env={**inherited, **environment}, cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    )
     return result.stdout.strip()
 
 
@@ -43,7 +43,7 @@ def policy_when_torch_is_loaded(code: str, **environment: str) -> str:
     "command",
     [pytest.param(each, id=each.stem, marks=[] if each.stem in QUICK else pytest.mark.long)
      for each in COMMANDS],
-)  # fmt: skip
+)
 def test_threads_of_every_command_wait_passively(command):
     run = f"sys.argv = [{str(command)!r}]\nrunpy.run_path({str(command)!r}, run_name='imported')"
     assert policy_when_torch_is_loaded(run) in ("PASSIVE", "")  # "": it does not load torch
@@ -70,7 +70,7 @@ def test_threads_of_the_library_wait_passively_unless_told_otherwise():
         ("4:memory:/job", {"memory/job/cpu.max": "100000 100000"}, None),
     ],
     ids=["parent", "nearest", "unlimited", "v1", "v1-unlimited", "memory"],
-)  # fmt: skip
+)
 def test_cores_granted_by_the_control_group(tmp_path, membership, files, cores):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(membership + "\n")

@@ -131,7 +131,7 @@ def test_what_is_sampled_is_plain_decodings(layers, verifier, target, monkeypatc
         decoder = BatchDecoder(
             target, CrossTokenizerSpec(model, own, ours), tree, num_rows=2, max_length=64,
             verifier=verifier,
-        )  # fmt: skip
+        )
         if isinstance(tree, AdaptiveTrees):
             decoder.measure_step_times(num_steps=1)
         outputs = decoder.generate(served)
@@ -163,7 +163,7 @@ def test_it_has_a_name(target):
 def test_words_end_at_spaces():
     assert [_last_word(text) for text in ("", "one", "one two", "one  two", " one", "a b\n c")] == [
         0, 0, 3, 3, 0, 1
-    ]  # fmt: skip
+    ]
 
 
 def test_continuations_share_the_nodes_that_they_begin_with():

@@ -163,7 +163,7 @@ def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
         [(grafted, verifier) for grafted in (False, True)
          for verifier in ("multi_step", "traversal")],
     ),
-)  # fmt: skip
+)
 def test_drafts_do_not_depend_on_what_shares_the_batch(grafted, verifier):
     """With verifiers that toss coins the tokens tell which drafts there were."""
     target = tiny_model(1)
@@ -175,7 +175,7 @@ def test_drafts_do_not_depend_on_what_shares_the_batch(grafted, verifier):
             verifier=verifier,
         ).generate(served)
         for count in (1, 3)
-    )  # fmt: skip
+    )
     assert [out.tokens for out in together] == [out.tokens for out in alone]
 
 

@@ -72,7 +72,7 @@ def test_layers_are_kept_with_what_they_share():
     config = tiny_config(
         attn_layers=(), num_layers=4, num_shared_blocks=3, adapter_rank=2,
         layer_types=("mamba", "shared0>mamba", "shared2>mamba", "shared1>mamba"),
-    )  # fmt: skip
+    )
     assert config.attn_layers == (1, 2, 3)
     assert config.mixers(1) == ("attention", "mamba")
     kept = config.keep_layers([2, 0, 1])
@@ -82,7 +82,7 @@ def test_layers_are_kept_with_what_they_share():
     plain = tiny_config(attn_layers=(1,))
     assert [plain.layer_type(layer) for layer in range(3)] == [
         "mamba mlp", "attention mlp", "mamba mlp"
-    ]  # fmt: skip
+    ]
 
 
 def test_attention_alone_needs_no_convolution():
@@ -100,6 +100,6 @@ def test_more_layers_than_can_be_are_refused_before_they_are_described(model_typ
     given = dict(
         model_type=model_type, vocab_size=8, hidden_size=8, num_attention_heads=2,
         num_hidden_layers=10**12, intermediate_size=8,
-    )  # fmt: skip
+    )
     with pytest.raises(CheckpointRefused, match="num_hidden_layers"):
         checkpoint_config_of(CheckedJson(given, Path("config.json")))

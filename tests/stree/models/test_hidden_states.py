@@ -75,7 +75,7 @@ def watch(*arguments):
             drafter.drafts.append(
                 (row, at, tree_batch.trees[row], proposal.tokens[row].tolist(), drawn_by,
                  proposal.logits[row])
-            )  # fmt: skip
+            )
         return proposal
 
     drafter.draft = watched
@@ -158,7 +158,7 @@ def test_nothing_of_what_comes_out_changes(verifier, graphs, target, drafter, re
         [("paper", "replay"), ("paper", "joint"), ("beam-3-3-8", "replay"),
          ("beam-3-3-8", "joint")],
     ),
-)  # fmt: skip
+)
 def test_graphs_draft_as_eager_steps_do(tree, backtracking, target, drafter, request, monkeypatch):
     served = mixed_requests(4, [as_tree(tree)], seed=2)
 

@@ -19,7 +19,7 @@ KINDS = dict(  # every mixer, two of them more than once and side by side
     num_layers=5, attn_layers=(),
     layer_types=("mamba mlp", "attention mlp", "mamba+attention mlp", "short_conv", "gated_delta"),
     num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=8, delta_value_dim=8,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_it_gives_the_same_tokens(dtype, verifier, runner, request):
         decoder = BatchDecoder(
             target, drafter, num_rows=4, max_length=64, max_nodes=13, verifier=verifier,
             backtracking=backtracking,
-        )  # fmt: skip
+        )
         assert isinstance(decoder.runner, GraphRunner) == (runner == "graphs")
         return decoder.generate(served)
 
@@ -155,7 +155,7 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
     decoder = BatchDecoder(
         target, target, num_rows=2, max_length=96, max_nodes=13, num_prefixes=1,
         backtracking="joint",
-    )  # fmt: skip
+    )
     launch = decoder.runner.launch
 
     def listening(inputs, mark):

@@ -24,15 +24,15 @@ ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope_theta": 100
 MAMBA_IN_LLAMA = {
     "num_ssm_heads": 4, "ssm_head_dim": 8, "d_state": 8,
     "num_x_groups": 2, "num_b_groups": 2, "num_c_groups": 4, "gated_norm_groups": 4,
-}  # fmt: skip
+}
 MAMBA2 = {
     "num_ssm_heads": 6, "ssm_head_dim": 4, "d_state": 10,
     "num_x_groups": 6, "num_b_groups": 3, "num_c_groups": 3, "gated_norm_groups": 3,
-}  # fmt: skip
+}
 LLAMA3_SCALING = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def config(**values):
@@ -56,7 +56,7 @@ CONFIGS = {
     "mamba2-no-conv-bias-dt-limit": config(
         num_layers=2, conv_bias=False, d_conv=3, dt_limit=(0.2, 0.9), **MAMBA2
     ),
-}  # fmt: skip
+}
 
 
 def random_model(config):

@@ -24,14 +24,14 @@ NUM_GREEDY = 64
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def llama(**changes):
     values = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+    }
     return LlamaForCausalLM(LlamaConfig(**{**values, **changes}))
 
 
@@ -39,7 +39,7 @@ def mamba2(**changes):
     values = {
         "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8,
         "head_dim": 8, "state_size": 16, "n_groups": 1, "chunk_size": 16,
-    }  # fmt: skip
+    }
     return Mamba2ForCausalLM(Mamba2Config(**{**values, **changes}))
 
 
@@ -106,7 +106,7 @@ def test_greedy_tokens(name, tmp_path):
     wanted = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_GREEDY,
         do_sample=False, use_cache=False,
-    )[0, 9:].tolist()  # fmt: skip
+    )[0, 9:].tolist()
     assert len(wanted) == NUM_GREEDY and len(set(wanted)) > 8
 
     ours = load_model(tmp_path)
@@ -163,7 +163,7 @@ def test_state_spaces_layout(saved_as, tmp_path):
         "ssm_cfg": {"layer": "Mamba2", "headdim": 8, "d_state": 16, "chunk_size": 16},
         "attn_layer_idx": [], "attn_cfg": {}, "rms_norm": True, "residual_in_fp32": True,
         "fused_add_norm": True, "pad_vocab_size_multiple": 16, "tie_embeddings": True,
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     if saved_as == "bin":
         torch.save(state, tmp_path / "pytorch_model.bin")

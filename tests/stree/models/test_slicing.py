@@ -21,7 +21,7 @@ def make_target(attn_layers=(1, 3), tie_embeddings=True, num_layers=5) -> Hybrid
             num_ssm_heads=4, ssm_head_dim=8, d_state=8,
             num_x_groups=2, num_b_groups=2, num_c_groups=4, gated_norm_groups=4,
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])

@@ -68,7 +68,7 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
             20 + i, temperature=i % 2, seed=i, repetition_penalty=1.0 if i % 3 else penalty,
         ))
         for i in range(9)
-    ]  # fmt: skip
+    ]
     adaptive_trees = Alternating([CHAIN, WIDE, TokenTree.paper()])
     decoder = BatchDecoder(target, drafter, adaptive_trees, num_rows=3, max_length=96)
     plain = Decoder(target, max_length=96)

@@ -86,7 +86,7 @@ def served(
          (16, 64, 1.0, 20.0), (1, 8, 5.0, 0.05)],
         [*itertools.product([1, 16], [8, 64, 512], [0.1, 1.0, 5.0], [0.05, 1.0, 20.0])],
     ),
-)  # fmt: skip
+)
 def test_what_drafters_read_counts(rows, length, reading_s, measured):
     """A chain of 2 that yields 2.2 tokens in 1.4 times a plain step's time is taken where it pays
     for reading prompts, too, whatever was measured of that beforehand."""
@@ -155,7 +155,7 @@ def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
     runner = decoder.batch.runner
     for who, name in ((adaptive_trees, "choose"), (runner, "launch"), (runner, "collect")):
         told = partial(lambda call, name, *given: (order.append(name), call(*given))[1],
-                       getattr(who, name), name)  # fmt: skip
+                       getattr(who, name), name)
         monkeypatch.setattr(who, name, told)
     decoder.generate([1, 2, 3], GenerationConfig(30))
     assert order[:3] == ["choose", "launch", "choose"]

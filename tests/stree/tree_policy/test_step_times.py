@@ -97,7 +97,7 @@ def test_without_a_file_it_says_so(tmp_path):
         ({}, (PLAIN, TokenTree((-1, 0), "own")), 0.7, 1, "none of 1 row with own"),
         ({"seconds": {}}, TREES, 0.7, 1, "none of 1 row with plain"),
     ],
-)  # fmt: skip
+)
 def test_they_say_which_steps_they_are_not_of(changes, trees, temperature, num_rows, reason):
     table = StepTimes(**{**vars(costs()), **changes})
     misfit = table.misfit(HERE, trees, temperature, num_rows)

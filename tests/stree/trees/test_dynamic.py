@@ -178,7 +178,7 @@ def test_drafts_change_nothing_of_what_is_sampled():
         setting = GenerationConfig(
             20, rng.choice([0.2, 0.6, 1.0, 1.7]), rng.choice([0, 2, 3]), rng.choice([1.0, 0.8]),
             seed=rng.randrange(2**50),
-        )  # fmt: skip
+        )
         wanted = Decoder(target).generate([seed % 3, 1], setting).tokens
         decoder = Decoder(target, drafter, BeamTree.named(NAMES[seed % len(NAMES)]))
         got = decoder.generate([seed % 3, 1], setting)
@@ -194,7 +194,7 @@ class InTurn(GrowingInTurn):
     def choose(self, tree_batch, rows, level, logits, finite) -> None:
         super().choose(tree_batch, rows, level, logits, finite)
         shares = rows.distribution(logits).log().gather(2, tree_batch.pool.gather(
-            1, level.places.flatten(1)).view_as(level.places))  # fmt: skip
+            1, level.places.flatten(1)).view_as(level.places))
         paths = tree_batch.values.gather(1, level.nodes)[..., None] + shares.float()
         tree_batch.values.scatter_(1, level.places.flatten(1), paths.flatten(1))
 
@@ -276,7 +276,7 @@ def test_a_step_grows_all_trees_alike_or_none():
     for made, asked in (
         (tree, TokenTree.chain(2)), (TokenTree.chain(3), tree), (AdaptiveTrees([tree]),
         TokenTree.chain(2))
-    ):  # fmt: skip
+    ):
         decoder = BatchDecoder(model, model, made, num_rows=1, max_length=32)
         with pytest.raises(UsageError, match="dynamic trees are the decoder's"):
             decoder.admit(Request([1], tree=asked))
@@ -291,7 +291,7 @@ def test_a_step_grows_all_trees_alike_or_none():
         ("beam-3-4-4", "wanted 5"), ("beam-2-2-8", "to 7"), ("beam-16-16-2049", "to 2048"),
         ("beam-99-9-20", "at most 4096 nodes"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_no_tree_has_are_refused(name, reason):
     with pytest.raises(UsageError, match=reason):
         TokenTree.load(name)

@@ -44,7 +44,7 @@ CHAINS = [TokenTree.chain(1), TokenTree.chain(2)]
 BRANCHING = [
     TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 1)), TokenTree((-1, 0, 0, 2)),
     TokenTree((-1, 0, 0, 0)), TokenTree((-1, 0, 1, 1)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", [TableDrafter, Independent, Undrawn, Repetitive, Mixed])
@@ -177,7 +177,7 @@ MISTAKES = {
     "a draft of another parent": (
         rules.accept_naive, "drafts.children[at, node]", "drafts.children[at, 0 * node]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -208,7 +208,7 @@ def improbable(verifier: str, tree: TokenTree, count: int = 1000) -> float:
     decoder = BatchDecoder(
         TableTarget(table[0]), TableDrafter(table[1]), tree, num_rows=100, max_length=16,
         verifier=verifier,
-    )  # fmt: skip
+    )
     served = [Request([0, 1], GenerationConfig(4, 1.0, seed=seed)) for seed in range(count)]
     seen = Counter(tuple(out.tokens) for out in decoder.generate(served))
     statistic = 0.0
@@ -262,6 +262,6 @@ def test_a_tree_that_branches_is_refused_for_chains():
 def test_every_name_is_a_verifier():
     assert [type(named(name)).__name__ for name in NAMES] == [
         "Coupled", "Naive", "MultiStep", "Block", "Traversal"
-    ]  # fmt: skip
+    ]
     with pytest.raises(UsageError, match="wanted one of coupled, naive"):
         named("greedy")

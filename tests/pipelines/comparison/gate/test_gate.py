@@ -60,7 +60,7 @@ def world(tmp_path_factory):
         save_model(
             model, root / "drafter" / name, tokenizer,
             extra_files={"provenance.json": json.dumps({"step": step})},
-        )  # fmt: skip
+        )
     for benchmark, count in {"sums": 8, "few": 3}.items():
         prompts = [{"id": f"{i}", "turns": [f"What is {i} plus {i + 3}?"]} for i in range(count)]
         (root / f"{benchmark}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
@@ -72,7 +72,7 @@ def arguments(world: Path, name: str, *more: str, baseline: Path | None = None) 
         str(world / "drafter" / name), "--baseline", str(baseline or world / "drafter/fair"),
         "--target", str(world / "target"), "--out", str(world / "out"), "--device", "cpu",
         "--benchmarks", str(world / "sums.jsonl"), "--max_new_tokens", "12", "--ignore_eos", *more,
-    ]  # fmt: skip
+    ]
 
 
 def summary(world: Path) -> str:
@@ -168,7 +168,7 @@ def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
     with pytest.raises(gate.Regression):
         benchmark_checkpoint(arguments(world, "worse", *more))
     rows = {(row.checkpoint, row.method, row.batch_size): row
-            for row in ResultStore(world / "out").results()}  # fmt: skip
+            for row in ResultStore(world / "out").results()}
     worse = str(world / "drafter/worse")
     alone, together = (rows[worse, "stree", batch_size] for batch_size in (1, 3))
     assert together.acceptance_length == alone.acceptance_length
@@ -259,7 +259,7 @@ def test_speeds_of_a_cpu_shared_out_otherwise_are_no_baseline_and_other_figures_
             "environment": row.environment.model_copy(update={"num_threads": 7, "git_sha": "old"})
         })
         for row in ResultStore(old).results()
-    ]  # fmt: skip
+    ]
     write_rows(old / RESULTS_NAME, rows)
     with pytest.raises(UsageError, match=r"\(1 × 7 threads\), this is .*\(1 × 1 threads\)"):
         benchmark_checkpoint(arguments(world, "fair", "--fail_below", "speedup=-3%", baseline=old))

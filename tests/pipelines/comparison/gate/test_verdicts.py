@@ -34,7 +34,7 @@ def sample(prompt: int, accepted: tuple[int, ...], decode_s: float = 1.0, **chan
         num_new_tokens=sum(accepted) + len(accepted), num_calls=len(accepted), num_nodes=16,
         accepted_per_call=accepted, tree_max_depth=4, prefill_s=0.5, decode_s=decode_s, time_ms={},
         baseline=BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0),
-    )  # fmt: skip
+    )
     return SampleRow(**(values | changes))
 
 
@@ -51,7 +51,7 @@ def test_figures_are_those_of_stree_metrics(metric):
         [sample(q, tuple(rng.integers(0, 5, size=rng.integers(1, 7))), rng.uniform(0.5, 2))
          for q in range(9)]
         for _ in range(2)
-    )  # fmt: skip
+    )
     name = metric + "[2]" * (metric == gate.DEPTH_RATES)
     finding = judge(f"{name}=-3%", mine, theirs)
     for got, samples in ((finding.checkpoint, mine), (finding.baseline, theirs)):
@@ -94,7 +94,7 @@ def test_noise_is_inconclusive_and_says_how_many_prompts_would_tell():
         [each.model_copy(update={"prompt_id": f"{each.prompt_id}, {copy}"})
          for copy in range(2 * needed // 8) for each in samples]
         for samples in (new, old)
-    )  # fmt: skip
+    )
     assert judge("acceptance_length=-3%", new, old).verdict == gate.PASS
 
 
@@ -196,7 +196,7 @@ def test_small_losses_within_the_threshold_pass_but_do_not_become_the_baseline()
 def test_undefined_figures_and_foreign_samples():
     old = [sample(q, (0, 0)) for q in range(8)]
     plain, few = ([sample(q, (0, 0), calls_by_tree=calls) for q in range(8)]
-                  for calls in ({"plain": 2}, {"chain-2": 2}))  # fmt: skip
+                  for calls in ({"plain": 2}, {"chain-2": 2}))
     assert "every step of both" in judge(TAU, plain, plain).reason
     assert judge(TAU, plain, few).verdict == judge(TAU, few, plain).verdict == gate.PASS
     assert "undefined" in judge("depth_accept_rates[2]=-3%", old, old).reason

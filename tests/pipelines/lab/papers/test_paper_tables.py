@@ -30,11 +30,11 @@ COMMITTED = [
     "stree-table-6", "stree-table-5", "stree-table-7", "snakes-table-1", "snakes-table-3",
     "snakes-table-4", "snakes-figure-4", "stree-table-4", "stree-table-8", "drafters-figure-1",
     "drafters-table-5", "drafters-table-6", "drafters-table-7",
-]  # fmt: skip
+]
 COMPARED = [
     "stree-figure-4", "stree-table-8", "snakes-table-5", "dyspec-table-1", "dyspec-table-2",
     "stree-table-4", "drafters-table-5", "drafters-table-6", "drafters-table-7",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def compared(tmp_path_factory):
             {"name": "fixed", "drafter": drafter, "tree": "configs/trees/drafters-3-3-2-1.yaml"},
             {"name": "chosen", "drafter": drafter, "tree": "bandit chain-2 or paper"},
         ],
-    }  # fmt: skip
+    }
     (root / "arms.yaml").write_text(yaml.safe_dump(content))
     compare.main([str(root / "arms.yaml")])
     return out
@@ -123,7 +123,7 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
     (call,) = [
         row for row in map(json.loads, rows)
         if (row["what"], row["num_nodes"]) == ("target call", 13)
-    ]  # fmt: skip
+    ]
     ours = f"{call['us_tree']['median'] / 1000:.2f} ({call['over_step']:.2f}x)"
     assert line_of(text, "STree")[-1] == ours
 
@@ -174,7 +174,7 @@ def test_a_drafter_with_its_head_in_8_bits_is_none_of_the_papers(compared, tmp_p
         row for row in map(json.loads, lines)
         if row["temperature"] == 0 and row["tree"] and row["tree"]["name"] == "paper"
         and not row["checkpoint"].startswith("top:")
-    ]  # fmt: skip
+    ]
     fastest = max(row["tokens_per_second"] for row in trees)
     for kind in ("float8", "text", "top", "independent"):
         changes = {"checkpoint": f"{kind}:{trees[0]['checkpoint']}", "method": kind}
@@ -218,7 +218,7 @@ def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
     speed, plain, memory, least = ([c.strip() for c in line.split("|")[2:-1]] for line in lines)
     nothing = ["–"] * 2
     assert speed == ["6", *nothing, "3.00 (1.50×)", "2.50 (1.25×)", *nothing, "6.00 (1.50×)",
-                     "9.00 (2.25×)"]  # fmt: skip
+                     "9.00 (2.25×)"]
     assert plain == ["0", *nothing, "2.00", "2.00", *nothing, "4.00", "4.00"]
     assert memory[3:5] == ["1.10 (1.10×)", "1.30 (1.30×)"] and least[3:5] == ["1.00"] * 2
 
@@ -237,7 +237,7 @@ def test_attention_s_share_and_beams(tmp_path, capsys):
         "what": "beams", "shape": "mamba2-2.7b", "num_beams": 3, "num_steps": 8,
         "weight_bytes": 5 * 10**9, "cache_bytes_tree": 10**9, "cache_bytes_unrolled": 3 * 10**9,
         **times(tree=2e3, unrolled=4e3),
-    }  # fmt: skip
+    }
     folder = rows_of(tmp_path, *rows, coupled, beams)
     text = printed(capsys, "stree-table-5", "--rows", folder)
     assert line_of(text, "Autoregressive, ours")[:3] == ["250.0", "1", "-"]
@@ -261,7 +261,7 @@ def test_serving_in_the_paper_s_layout(tmp_path, capsys):
         "shape": "8b", "num_rows": 1, "what": "serve", "tau": 2.0, "speedup_tree": 1.5,
         "speedup_modes": 1.6,
         **{f"tokens_per_second_{way}": speed for way, speed in speeds.items()},
-    }  # fmt: skip
+    }
     text = printed(capsys, "snakes-figure-4", "--rows", rows_of(tmp_path, serve))
     assert line_of(text, "1") == ["2", "100", "150", "160", "1.50×", "1.60×"]
 

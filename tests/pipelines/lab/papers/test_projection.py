@@ -40,11 +40,11 @@ def draft(us, us_sampled, **more):
 TIMES = PairTimes([
     call(1, 1000.0), call(33, 1320.0), draft(400.0, 480.0), draft(9.0, 9.0, drafter="head=8"),
     draft(600.0, 800.0, tree="beam-4-4-32"),
-])  # fmt: skip
+])
 # Paths of 4, 3, 1 and 0 drafts; the call that ends the answer gave a token less than it accepted
 ENDS = [BEAM.levels[depth][0] for depth in (4, 3, 1, 0)]
 PLACE = Place("b", 0.0, {CHAIN: [2, 0], PAPER: [12, 1], BEAM: ENDS},
-              {CHAIN: 2.0, PAPER: 3.5, BEAM: 2.75}, 500)  # fmt: skip
+              {CHAIN: 2.0, PAPER: 3.5, BEAM: 2.75}, 500)
 
 
 def test_times_of_steps():
@@ -84,21 +84,21 @@ def test_the_committed_table_is_made_by_its_command(tmp_path, capsys):
         str(RESULTS / "h200-policies/features"), "--times",
         str(RESULTS / "h200-policies/features/8b-calls.jsonl"),
         str(RESULTS / "h200-step/5237370/8b-large.jsonl"), "--out", str(out),
-    ])  # fmt: skip
+    ])
     said = capsys.readouterr().out
     assert said.strip() == out.read_text().strip() and "Computed, not measured" in said
     page = (RESULTS / "h200-policies/README.md").read_text(encoding="utf-8")
     names = (
         "the best chain of each place", "the tree of 13 |", "two levels |", "three levels |",
         "four levels, ", "five levels, ", "the beam of 5 levels |", "chosen by cost among a chain",
-    )  # fmt: skip
+    )
     given = {
         name: re.findall(r"([0-9.]+)×", line)
         for name in names for line in page.splitlines() if line.startswith(f"| {name}")
-    }  # fmt: skip
+    }
     assert len(given) == len(names)
     means = [re.findall(r"([0-9.]+)×", line) for line in said.splitlines()
-             if line.startswith("| T = ")]  # fmt: skip
+             if line.startswith("| T = ")]
     assert [list(each) for each in zip(*means, strict=True)] == list(given.values())
 
 

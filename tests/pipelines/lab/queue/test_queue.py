@@ -143,7 +143,7 @@ def options(world, out, *more: str) -> list[str]:
         "--prompts", str(world / "talk.jsonl"), "--rates", "200", "--num_requests", "6",
         "--batch_size", "3", "--max_new_tokens", "6", "--max_wait_s", "0.01", "--device", "cpu",
         "--temperature", "1", *more,
-    ]  # fmt: skip
+    ]
 
 
 def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, monkeypatch):
@@ -154,7 +154,7 @@ def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, mo
     assert [(row.policy, row.method) for row in rows] == [
         (policy, method) for method in ("autoregressive", "stree")
         for policy in ("continuous", "clearing")
-    ]  # fmt: skip
+    ]
     for row in rows:
         assert row.latency_s.p50 <= row.latency_s.p95 <= row.duration_s
         assert row.waiting_s.mean <= row.time_to_first_token_s.mean <= row.latency_s.mean
@@ -218,7 +218,7 @@ def test_a_method_that_drafts_wants_a_drafter(world, tmp_path):
     with pytest.raises(UsageError, match="give --drafter"):
         bench_queue.main([
             str(tmp_path / "o"), "--target", str(world / "target"), "--methods", "stree",
-        ])  # fmt: skip
+        ])
 
 
 def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):

@@ -41,7 +41,7 @@ def content(out, **changes) -> dict:
         ],
         "compare": {"target": "t", "benchmarks": ["starter"], "temperatures": [0.0]},
         **changes,
-    }  # fmt: skip
+    }
 
 
 def written(folder, what) -> str:
@@ -213,7 +213,7 @@ def compared(tmp_path_factory):
     options = {
         "target": str(world / "target"), "device": "cpu", "ignore_eos": True, "limit": 2,
         "benchmarks": [str(world / "talk.jsonl")], "temperatures": [0.0], "max_new_tokens": 6,
-    }  # fmt: skip
+    }
     path = written(folder, content(out, compare=options, trees=["chain-2"]))
     plan = read_study(path)
     for number, run in enumerate(plan.runs):

@@ -112,7 +112,7 @@ def slower_beside(store, step, factor):
                 "time_ms": {"verify": 1e3 * factor * s.baseline.decode_s},
             })})
             for s in store.samples(row)
-        ]  # fmt: skip
+        ]
         figures = metrics.summarise(samples, [s.baseline for s in samples])
         store.publish(row.model_copy(update=figures), samples)
 
@@ -169,7 +169,7 @@ def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
     profile = profile_of(open_results(tmp_path), tmp_path, "10000")
     assert [(each.temperature, each.method) for each in profile.recommendations] == [
         (0.0, method), (1.0, method),
-    ]  # fmt: skip
+    ]
     greedy = profile.recommended("cuda", 0.0, "float32")
     assert greedy.tree == tree and greedy.num_prompts == 12
     assert greedy.benchmarks == ("mt_bench", "gsm8k")
@@ -184,7 +184,7 @@ def test_the_verifier_that_won_is_named(tmp_path):
     for verifier, wanted in (("multi_step", "multi_step"), ("as ever", None)):
         write_rows(store.directory / RESULTS_NAME, [
             row.model_copy(update={"verifier": verifier if row.tree else None}) for row in rows
-        ])  # fmt: skip
+        ])
         profile = profile_of(store, tmp_path, "10000")
         (won,) = profile.recommendations
         assert won.tree is not None and won.verifier == wanted
@@ -273,7 +273,7 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
         temperature: StepTimes(dict.fromkeys([(1, each) for each in trees], 1.0 + temperature),
                            device="Test device", dtype="float32", temperature=temperature)
         for temperature in (0.0, 1.0)
-    }  # fmt: skip
+    }
     store = ResultStore(run / "eval")
     rows = [
         row if row.method != "stree" else relabelled(
@@ -281,7 +281,7 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
             costs=None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
         )
         for row in store.results()
-    ]  # fmt: skip
+    ]
     write_rows(store.directory / RESULTS_NAME, rows)
     main([str(run)])
     path = run / "drafter/step-00010000" / PROFILE_NAME
@@ -312,7 +312,7 @@ def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, mo
             environment=row.environment.model_copy(update={"device": "CPU: slow"}),
         )
         for row in elsewhere.results()
-    ]  # fmt: skip
+    ]
     for row in slow:
         (elsewhere.directory / row.samples).rename(store.directory / row.samples)
     write_rows(store.directory / RESULTS_NAME, [*here, *slow])
@@ -361,7 +361,7 @@ def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run)
     row = next(
         r for r in ResultStore(run / "eval").results()
         if (r.step, r.method, r.benchmark, r.temperature) == (10000, "stree", "gsm8k", 1.0)
-    )  # fmt: skip
+    )
     line = next(
         line for line in card.text.splitlines() if "gsm8k, T = 1" in line and "STree, paper" in line
     )
@@ -371,7 +371,7 @@ def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run)
     for fact in (
         "python pipelines/distill.py fit", "`sharegpt.jsonl`", "c0ffee", "70,000", "0.2500",
         "Use the tree", "![τ against distillation step](tau_vs_step.svg)", "a prediction, not",
-    ):  # fmt: skip
+    ):
         assert fact in card.text, fact
     assert "validation data" not in card.text
     assert (folder / "tau_vs_step.svg").read_text().startswith("<?xml")

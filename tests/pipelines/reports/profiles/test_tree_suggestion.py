@@ -55,7 +55,7 @@ def measured_samples(tree: TokenTree, seed: int, num_prompts: int = 40, num_call
         samples.append(plain.model_copy(update={
             "num_calls": num_calls, "accepted_per_call": accepted, "end_node_per_call": tuple(ends),
             "num_new_tokens": sum(accepted) + num_calls, "tree_max_depth": tree.max_depth,
-        }))  # fmt: skip
+        }))
     return samples
 
 
@@ -140,7 +140,7 @@ def test_the_interval_of_a_prediction_is_that_of_the_prompts():
     measured = np.ptp(row.confidence_intervals["acceptance_length"])
     assert high - low == pytest.approx(measured, rel=0.2)
     alike = [sample.model_copy(update={"prompt_id": f"q{i}"}) for i, sample in
-             enumerate(samples[:1] * 5)]  # fmt: skip
+             enumerate(samples[:1] * 5)]
     low, high = suggest(
         [measured_row(paper, 6, samples=alike)], 0.0, 13, lambda _: alike
     ).predicted_acceptance_length_interval

@@ -117,7 +117,7 @@ def test_answers_that_repeat_are_flagged_and_figures_stand_with_and_without_them
     write_report(data)
     assert "(repeats itself)" not in (run / "report.html").read_text(encoding="utf-8")  # first 3
     row = next(row for row in json.loads((run / "table6.json").read_text())["rows"]
-               if row["method"] == "stree")  # fmt: skip
+               if row["method"] == "stree")
     assert row["without_repeats"]["num_prompts"] == 5
     data = answered(run, lambda method, prompt: (LOOP, "length"))
     write_report(data)
@@ -156,7 +156,7 @@ def test_a_table_whose_plain_decoding_waits_is_marked(tmp_path):
         each.model_copy(update={"decode_s": 1.5 * each.decode_s, "time_ms": {
             "verify": 1e3 * each.decode_s, "host": 500 * each.decode_s}})
         for each in samples[AUTOREGRESSIVE]
-    ]  # fmt: skip
+    ]
     (told,) = marks({AUTOREGRESSIVE: plain})
     assert "for 33 % of its time at the worst (a step took 15.38 ms, 10.25 without" in told
 
@@ -166,7 +166,7 @@ def test_a_table_whose_plain_decoding_waits_is_marked(tmp_path):
     sorted(path.parent for path in RESULTS.rglob("results.jsonl")
            if any((path.parent / page).exists() for page in PAGES)),
     ids=lambda path: str(path.relative_to(RESULTS)),
-)  # fmt: skip
+)
 def test_a_committed_page_has_the_marks_of_its_rows(folder):
     """Until its rows are measured again."""
     store, text = ResultStore(folder), ""

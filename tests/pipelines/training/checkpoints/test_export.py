@@ -83,7 +83,7 @@ def test_exports_are_complete_and_load(run_dir, workspace):
     drafter = run_dir / "drafter"
     assert sorted(path.name for path in drafter.iterdir()) == [
         "latest", "step-00000002", "step-00000004", "step-00000006",
-    ]  # fmt: skip
+    ]
     for step in (2, 4, 6):
         folder = drafter / f"step-{step:08d}"
         manifest = verify_manifest(folder)
@@ -187,7 +187,7 @@ def evaluation_config(tmp_path) -> Path:
     options = {
         "benchmarks": [str(prompts)], "temperatures": [0.0, 1.0], "max_new_tokens": 6,
         "methods": ["autoregressive", "vanilla_sd", "stree"], "device": "cpu",
-    }  # fmt: skip
+    }
     path.write_text(yaml.safe_dump(options))
     return path
 
@@ -291,12 +291,12 @@ def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluat
     eval_spec([
         "--config", str(evaluation_config), "--run", str(run_dir), "--out", str(tmp_path / "again"),
         "--batch_size", "8",
-    ])  # fmt: skip
+    ])
     timings = {
         "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau",
         "speedup_prompt_median", "time_ms", "baseline_time_ms", "confidence_intervals",
         "environment",
-    }  # fmt: skip
+    }
     theirs, ours = (
         [row.model_dump(exclude=timings) for row in ResultStore(folder).results()]
         for folder in (run_dir / "eval", tmp_path / "again")

@@ -53,7 +53,7 @@ def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_t
     terms = live_loss(
         **case, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
         chunk_tokens=chunk_tokens,
-    )  # fmt: skip
+    )
     leaves = case["student_hidden"], case["student_head"]
     # A factor behind the loss (gradient accumulation) has to reach the gradients.
     got = torch.autograd.grad(terms.loss * 3.0, leaves)
@@ -94,11 +94,11 @@ def test_top_k_loss_and_its_gradients_are_the_formula_in_fp64(k, ce_weight, temp
     terms = chunked_distillation_loss(
         **case, teacher=teacher, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
         chunk_tokens=7,
-    )  # fmt: skip
+    )
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     mask, ids = case["mask"], teacher.ids.long()
     leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
-              ("hidden", "head")]  # fmt: skip
+              ("hidden", "head")]
     logits = leaves[0][mask] @ leaves[1].T
     p = (hidden[mask].double() @ head.double().T / temperature).softmax(-1)
     q = (logits / temperature).softmax(-1)
@@ -135,7 +135,7 @@ def test_a_tail_without_mass_stays_without():
     certain = TopK(
         teacher.ids, torch.full_like(teacher.log_probs, 0.5).log(),
         torch.full_like(teacher.log_tail, -torch.inf),
-    )  # fmt: skip
+    )
     terms = chunked_distillation_loss(**case, teacher=certain)
     terms.loss.backward()
     assert terms.loss.isfinite() and terms.loss > 0
@@ -186,7 +186,7 @@ def test_equal_models_have_zero_loss_and_full_acceptance():
     terms = live_loss(
         case["teacher_hidden"], case["teacher_head"], case["teacher_hidden"],
         case["teacher_head"], case["mask"],
-    )  # fmt: skip
+    )
     assert terms.loss.abs() < 1e-6
     assert (terms.simulated_acceptance - 1).abs() < 1e-5
 

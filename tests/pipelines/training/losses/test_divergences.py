@@ -60,7 +60,7 @@ def dense(loss, p, q, temperature, accepted=None):
 def in_fp64(case, temperature):
     """Leaves in fp64, the student's logits (rows, V), and its distribution at the temperature."""
     leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
-              ("hidden", "head")]  # fmt: skip
+              ("hidden", "head")]
     logits = leaves[0][case["mask"]] @ leaves[1].T
     return leaves, logits, (logits / temperature).softmax(-1)
 
@@ -76,7 +76,7 @@ def test_a_live_teacher_s_loss_and_gradients_are_the_formula(loss, ce_weight, te
     terms = live_loss(
         **case, divergence=loss.divergence, ce_labels=labels, ce_weight=ce_weight,
         temperature=temperature, chunk_tokens=7,
-    )  # fmt: skip
+    )
     got = torch.autograd.grad(terms.loss * 3.0, (case["student_hidden"], case["student_head"]))
     leaves, logits, q = in_fp64(case, temperature)
     p = teacher_distribution(
@@ -102,7 +102,7 @@ def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(loss
     terms = chunked_distillation_loss(
         **case, teacher=teacher, divergence=loss.divergence, temperature=temperature,
         chunk_tokens=7,
-    )  # fmt: skip
+    )
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     leaves, _, q = in_fp64(case, temperature)
     p, ids = teacher_distribution(hidden, head, case["mask"], temperature), teacher.ids.long()
@@ -173,7 +173,7 @@ def test_a_chunk_takes_the_buffers_that_dry_runs_count(loss, ce_weight):
         live_loss(
             **case, divergence=loss.divergence, ce_labels=labels, ce_weight=ce_weight,
             temperature=2.0, chunk_tokens=chunk_tokens,
-        ).loss.backward()  # fmt: skip
+        ).loss.backward()
 
     # A mask of a byte a number, and gradients that are small beside a buffer, come on top.
     assert peak_bytes(step) / (4 * chunk_tokens * vocab) < LOSS_BUFFERS + 0.5
@@ -189,7 +189,7 @@ def test_the_ends_of_the_families():
         student_hidden=case["teacher_hidden"], student_head=case["teacher_head"],
         teacher_hidden=case["student_hidden"], teacher_head=case["student_head"],
         mask=case["mask"],
-    )  # fmt: skip
+    )
 
     def value(divergence, given=case):
         return live_loss(**given, divergence=divergence).loss
@@ -283,7 +283,7 @@ def test_chosen_tokens_stand_for_all():
         ({"keep": 0.4}, "model.loss.keep is 0.4, and model.loss.reference is missing"),
         ({"reference": "r", "keep": 0.0}, "model.loss.keep is 0.0, wanted above 0"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         LossConfig(**options)
@@ -329,7 +329,7 @@ def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temper
     terms = chunked_distillation_loss(
         **case, teacher=teacher.over(ids), divergence=loss.divergence, temperature=temperature,
         chunk_tokens=7,
-    )  # fmt: skip
+    )
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     leaves, _, q = in_fp64(case, temperature)
     whole = teacher_distribution(hidden, head, case["mask"], temperature)
@@ -361,14 +361,14 @@ def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids)
         p_known, q_known = whole[row, ids[has]], q[row, has]
         tail = 1 - whole[row, known].sum()
         p, rest = (torch.cat([each, one[None]]) for each, one in
-                   ((p_known, tail), (q_known, q[row, ~has].sum())))  # fmt: skip
+                   ((p_known, tail), (q_known, q[row, ~has].sum())))
         if has.all():  # what the student has no token for is lost with the others
             p, rest = p[:-1], rest[:-1]
         accepted.append(torch.minimum(p_known, q_known).sum())
         outside = 1 - p.sum()
         values.append(dense_partial(
             loss, p[None], rest[None], 1.0, outside[None], accepted[-1]
-        )[0])  # fmt: skip
+        )[0])
     want = torch.stack(values).mean()
     torch.testing.assert_close(terms.loss.double(), want, **EXACT)
     torch.testing.assert_close(

@@ -27,11 +27,11 @@ class Rehearsal:
             global_step=0, max_steps=num_steps, log_every_n_steps=interval, is_global_zero=False,
             optimizers=[optimizer], loggers=[SimpleNamespace(log_metrics=self.log)],
             fit_loop=SimpleNamespace(epoch_loop=waits),
-        )  # fmt: skip
+        )
         self.model = SimpleNamespace(
             tokens_seen=0, untimed_s=0.0, device=torch.device("cpu"), validation_metrics={},
             global_step_metrics=lambda: {"loss": 1.0},
-        )  # fmt: skip
+        )
         self.callback = LogMetrics()
         self.callback.on_train_start(self.trainer, self.model)
 

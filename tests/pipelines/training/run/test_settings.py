@@ -52,7 +52,7 @@ def measured_again(run, steps=(1000, 10000), calls=60, **changes):
                 decoding_hash=f"{name} {row.decoding_hash}",
                 samples=row.samples.replace("samples/", f"samples/{name}_"),
                 environment=row.environment.model_copy(update=environment), **changes,
-            )  # fmt: skip
+            )
             store.publish(new, labelled(samples, new))
 
 
@@ -60,7 +60,7 @@ def refusals(run):
     """What each reader of the run says."""
     for command, arguments in (
         (report, []), (profile_drafter, ["--drafter", str(run)]), (suggest_tree, []),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError) as got:
             command([str(run), *arguments])
         assert "\n" not in str(got.value)
@@ -80,7 +80,7 @@ def refusals(run):
         ({"chat_template_sha256": "chatml"}, "chat_template is old (7 rows) or chatml",
          "chat_template=chatml"),
     ],
-)  # fmt: skip
+)
 def test_every_reader_refuses_a_mix_and_names_the_settings(tmp_path, changes, said, show):
     make_run(tmp_path, ("gsm8k",), (0.0,))
     store = ResultStore(tmp_path / "eval")
@@ -175,7 +175,7 @@ def test_benchmarks_have_prompts_of_their_own(tmp_path):
     fewer = [
         row.model_copy(update={"prompts_hash": "fewer", "decoding_hash": row.decoding_hash})
         for row in rows if row.benchmark == "gsm8k" and row.method == "stree"
-    ]  # fmt: skip
+    ]
     write_rows(store.directory / RESULTS_NAME, rows)
     assert load_run(tmp_path).benchmarks == ["mt_bench", "gsm8k"]
     write_rows(store.directory / RESULTS_NAME, [*rows, *fewer])
@@ -210,7 +210,7 @@ def test_a_training_from_anew_replaces_the_rows_of_its_checkpoints(tmp_path):
     store = ResultStore(tmp_path / "eval")
     samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
     row = make_row("stree", 100, "gsm8k", samples, 0.0, checkpoint_sha256="anew",
-                   samples="samples/anew.jsonl.gz")  # fmt: skip
+                   samples="samples/anew.jsonl.gz")
     store.publish(row, samples)
     data = load_run(tmp_path)
     assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0
@@ -223,7 +223,7 @@ def test_drafters_of_one_step_from_two_trainings_have_columns_of_their_own(tmp_p
     store = ResultStore(tmp_path / "eval")
     samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
     other = make_row("stree", 100, "gsm8k", samples, 0.0, checkpoint="elsewhere/step-00000100",
-                     checkpoint_sha256="other", samples="samples/other.jsonl.gz")  # fmt: skip
+                     checkpoint_sha256="other", samples="samples/other.jsonl.gz")
     store.publish(other, samples)
     data = load_run(tmp_path)
     heads = table6(data, "gsm8k", 0.0).rows[0]
@@ -253,7 +253,7 @@ def test_a_profile_keeps_devices_apart_and_is_of_one_setting_on_each(tmp_path):
     profile = profile_of(open_results(tmp_path), tmp_path, "10000")
     assert {(m.device, m.max_new_tokens) for m in profile.measurements} == {
         ("Test device", 61), (DEVICE, 9),
-    }  # fmt: skip
+    }
     assert [each.device for each in profile.recommendations] == ["Test device", DEVICE]
     # The trees that it suggests are by the calls that were measured last, not by those of both.
     assert profile.suggested_trees[0].num_calls == 2 * 60 * NUM_PROMPTS
@@ -289,15 +289,15 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     said = {
         "target_sha256", "environment", "max_new_tokens", "ignore_eos", "seed", "prompts_hash",
         "num_prompts", "chat_template_sha256", "batch_size", "backtracking", *OFF,
-    }  # fmt: skip
+    }
     of_the_table = {
         "step", "checkpoint", "checkpoint_sha256", "method", "tree", "benchmark", "temperature",
-    }  # fmt: skip
+    }
     follows = {"version", "target", "verifier", "decoding_hash", "samples", "lossless"}
     measured = {
         "end_nodes", "confidence_intervals", "measuring_costs_s", "costs", "num_stalled",
         "num_ended", "num_cut",
-    }  # fmt: skip
+    }
     assert set(ResultRow.model_fields) == (
         said | of_the_table | follows | measured | set(metrics.summarise([]))
     )

@@ -48,7 +48,7 @@ def told(monkeypatch) -> list[tuple]:
     contents = {
         "wandb": {"run": None, "init": Run}, "wandb.wandb_run": {"Run": Run}, "wandb.sdk": {},
         "wandb.sdk.lib": {"RunDisabled": Run},
-    }  # fmt: skip
+    }
     for name, values in contents.items():
         module = ModuleType(name)
         vars(module).update(values)

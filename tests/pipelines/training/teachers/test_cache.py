@@ -57,7 +57,7 @@ def cache_arguments(workspace: Path, out: Path, *more: str) -> list[str]:
         "--model.target", str(workspace / "target"), "--data.train", str(workspace / "train.jsonl"),
         "--data.valid", str(workspace / "valid.jsonl"), "--data.sequence_length", "64",
         "--data.batch_size", "2", "--device", "cpu", "--out", str(out), *more,
-    ]  # fmt: skip
+    ]
 
 
 def make_cache(workspace: Path, out: Path, *more: str) -> Path:
@@ -90,7 +90,7 @@ def data_of(workspace: Path, **changes) -> ConversationDataModule:
     data = ConversationDataModule(
         str(workspace / "train.jsonl"), str(workspace / "target"),
         str(workspace / "valid.jsonl"), **options,
-    )  # fmt: skip
+    )
     data.setup()
     return data
 
@@ -184,7 +184,7 @@ def test_killed_at_any_time_it_becomes_the_same(forks, workspace, tmp_path):
     running = forks.start(
         Path(cache_teacher.__file__), cache_arguments(workspace, killed, *arguments),
         tmp_path / "out",
-    )  # fmt: skip
+    )
     wait_until(lambda: bool(list(killed.glob("train/shard-*"))), lambda: str(running))
     running.send(signal.SIGKILL)
     running.wait()
@@ -207,7 +207,7 @@ def test_processes_share_the_shards_and_need_not_meet(workspace, tmp_path, monke
         teacher_cache_writer.CacheWriter, "_write_shard",
         lambda self, split, shard, *rest: (
             made.append((split, shard)), original(self, split, shard, *rest)),
-    )  # fmt: skip
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):  # the last to begin finds half of it there
         monkeypatch.setenv("RANK", rank)
@@ -436,5 +436,5 @@ def test_a_cut_out_drafter_starts_from_the_target(workspace, small, tmp_path):
     assert module.exported.config.vocab_size == VOCAB_SIZE
     distill.main(distill_arguments(
         workspace, tmp_path, "--model.teacher_cache", str(small), steps=2
-    ))  # fmt: skip
+    ))
     assert (tmp_path / "drafter/latest/model.safetensors").is_file()

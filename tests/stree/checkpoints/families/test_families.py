@@ -29,7 +29,7 @@ TREES = [
     TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(4), balanced([7], "star"),
     balanced([2, 2, 2], "binary"), TokenTree.paper(), TokenTree((-1, 0, 0, 1, 2, 2, 0, 4, 7, 8)),
     balanced([4, 1, 1], "brush"),
-]  # fmt: skip
+]
 
 
 def cases(default, more=()):

@@ -47,7 +47,7 @@ OTHER_KEYS = {
     "problem_type": ["regression"],
     "transformers_version": ["4.0.0"],
     "dtype": ["bfloat16"],
-}  # fmt: skip
+}
 
 
 def other_values(name, value):
@@ -155,7 +155,7 @@ PUBLISHED = {
         {"use_shared_mlp_adapter": False},
     ),
     "qwen3_next": ({"use_sliding_window": False}, {"use_sliding_window": True}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -89,7 +89,7 @@ def test_keys_that_are_left_out_have_the_values_of_transformers(num_layers):
     few = dict(
         model_type="olmo_hybrid", vocab_size=100352, hidden_size=3840,
         num_hidden_layers=num_layers, eos_token_id=100257, pad_token_id=100277,
-    )  # fmt: skip
+    )
     whole = json.loads(OlmoHybridConfig(**few).to_json_string(use_diff=False))
     assert len(whole) > 3 * len(few)
     got, wanted = (

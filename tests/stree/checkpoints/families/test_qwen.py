@@ -23,7 +23,7 @@ DENSE, EXPERTS = 0, 1  # seeds of Qwen3.5
 VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2,
     "num_position_embeddings": 16,
-}  # fmt: skip
+}
 
 
 def relative(got, wanted):
@@ -48,7 +48,7 @@ def that_also_sees(seed):
         text_config=text.config.to_dict(),
         vision_config={**VISION, "out_hidden_size": text.config.hidden_size},
         tie_word_embeddings=text.config.tie_word_embeddings,
-    ))  # fmt: skip
+    ))
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model.eval()
@@ -95,7 +95,7 @@ def test_published_configs_are_read(tmp_path):
         **{name: value for name, value in usual.items() if name != "rope_parameters"},
         "num_hidden_layers": 4, "full_attention_interval": 2, "layer_types": None,
         "rope_theta": 10000000, "rope_scaling": None, "partial_rotary_factor": 0.25,
-    }))  # fmt: skip
+    }))
     config = load_config(tmp_path)
     assert [kind.split()[0] for kind in config.layer_types] == ["gated_delta", "attention"] * 2
     assert (config.rope_theta, config.rotary_dim) == (1e7, config.head_dim // 4)
@@ -105,7 +105,7 @@ def test_published_configs_are_read(tmp_path):
         "attn_output_gate": True, "output_gate_type": "swish", "full_attention_interval": 4,
         "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
-    }  # fmt: skip
+    }
     edit_json(path, text_config={**text, **published})
     assert load_config(tmp_path) == usual
 

@@ -28,7 +28,7 @@ def test_a_cpu_has_a_mask():
     ("head_dim", "dtype", "takes"),
     [(64, torch.bfloat16, True), (20, torch.bfloat16, False), (264, torch.bfloat16, False),
      (64, torch.float32, False)],
-)  # fmt: skip
+)
 def test_what_the_kernel_takes(head_dim, dtype, takes):
     assert takes_packed(head_dim, dtype, GPU) == takes
 

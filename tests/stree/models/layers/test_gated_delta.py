@@ -32,7 +32,7 @@ def mixer_of(shape, conv_bias=False):
         num_delta_heads=shape.num_heads, num_delta_key_heads=shape.num_key_heads,
         delta_key_dim=shape.key_dim, delta_value_dim=shape.value_dim, d_conv=shape.width,
         conv_bias=conv_bias, gated_norm_eps=1e-6, chunk_size=8,
-    ))  # fmt: skip
+    ))
 
 
 def theirs(shape, family):
@@ -45,7 +45,7 @@ def theirs(shape, family):
         linear_num_value_heads=shape.num_heads, linear_num_key_heads=shape.num_key_heads,
         linear_key_head_dim=shape.key_dim, linear_value_head_dim=shape.value_dim,
         linear_conv_kernel_dim=shape.width, hidden_act="silu", rms_norm_eps=1e-6,
-    )  # fmt: skip
+    )
     layer = getattr(modeling, f"{name}GatedDeltaNet")(config, 0)
     randomise(layer)
     return layer
@@ -98,7 +98,7 @@ def new_cache(shape, batch=1, num_nodes=13, dtype=torch.float64):
     return GatedDeltaCache.empty(
         shape, batch, num_nodes, torch.zeros(1, dtype=torch.long, device=DEVICE), device=DEVICE,
         dtype=dtype,
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def test_norms_after_blocks_and_of_all_heads(blocks, backtracking, num_kv_heads)
     model = tiny_model(
         1, num_layers=2, attn_layers=(), layer_types=BLOCKS[blocks], num_kv_heads=num_kv_heads,
         qk_norm=True, qk_norm_whole=True, shared_intermediate_size=24,
-    )  # fmt: skip
+    )
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 1.5)
