@@ -7,9 +7,12 @@ A line names the rows of its figures in a comment, which no reader of the page s
 
 The folder or file is one of docs/results. Values with commas (and no blank) are several rows, `;`
 begins another choice of rows in the same folder, and without `benchmark=` all benchmarks are
-pooled. All numbers with a decimal point before the comment must be these figures, in this order,
-each with its interval or without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt;
-`NAME@each` is the geometric mean over benchmarks of each one's figure.
+pooled; `benchmark=!NAME` are the others. All numbers with a decimal point or a unit before the
+comment must be these figures, in this order and as rounded there, each with its interval or
+without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt, `speedup%METHOD` its gain in
+percent; a METHOD with `*` is several seeds. `NAME@each` is the geometric mean over benchmarks of
+each one's figure. A field of a benchmark may be divided (`us_tree/1000`); measured several times,
+it is the median.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import itertools
 import json
 import re
 import shlex
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from statistics import geometric_mean
@@ -34,7 +38,7 @@ REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs/results"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAMED = re.compile(r"<!-- (?P<kind>rows|bench): (?P<where>\S+) (?P<what>.+?) -->")
-NUMBER = re.compile(r"[+−-]?\d+\.\d+")
+NUMBER = re.compile(r"(?<![\w-])[+−-]?(?:\d+\.\d+|\d+(?= (?:%|µs|ms|MiB)))")
 NO_FIGURE = re.compile(r"T = [\d.]+(, [\d.]+)*( and [\d.]+)?|\]\([^)]*\)")  # nor are links
 INTERVALS = {
     "acceptance_length": lambda samples, plain: metrics.acceptance_length_interval(samples),
@@ -68,18 +72,22 @@ def choices(text):
         yield dict(zip(names, values, strict=True))
 
 
-def samples_of(folder, method, T, step=None, benchmark=None, **unknown):
+def seeds_of(folder, method, T, step=None, benchmark="*", **unknown):
+    """Return the samples of each method that the name fits."""
     assert not unknown, f"{unknown} is no part of a row's name"
     store = store_of(folder)
+    others, benchmark = benchmark.startswith("!"), benchmark.removeprefix("!")
     rows = [
         row for row in store.results()
-        if row.method == method and row.temperature == float(T)
-        and step in (None, str(row.step)) and benchmark in (None, row.benchmark)
+        if fnmatchcase(row.method, method) and row.temperature == float(T)
+        and step in (None, str(row.step)) and fnmatchcase(row.benchmark, benchmark) != others
     ]
     assert rows, f"{folder} has no row of {method} at T = {T}, step {step}"
-    samples = [sample for row in rows for sample in store.samples(row)]
-    assert len(samples) == sum(row.num_prompts for row in rows)
-    return samples
+    samples = {}
+    for row in rows:
+        samples.setdefault(row.method, []).extend(store.samples(row))
+    assert sum(map(len, samples.values())) == sum(row.num_prompts for row in rows)
+    return list(samples.values())
 
 
 def from_rows(folder, chosen, name):
@@ -91,32 +99,33 @@ def from_rows(folder, chosen, name):
             for benchmark in benchmarks
         )
         return geometric_mean(each), None
-    samples = samples_of(folder, **chosen)
-    plain = [sample.baseline for sample in samples]
-    name, _, other = name.partition("/")
+    seeds = seeds_of(folder, **chosen)
+    name, ratio, other = re.fullmatch(r"(\w+)(?:([/%])(.+))?", name).groups()
     if other:
-        mine, theirs = (
-            Answers.of([each])
-            for each in (samples, samples_of(folder, **{**chosen, "method": other}))
-        )
-        gain = mine.over(theirs, getattr(figures, name), np.divide)
-        return gain.value, gain.interval
+        theirs = Answers.of(seeds_of(folder, **{**chosen, "method": other}))
+        gain = Answers.of(seeds).over(theirs, getattr(figures, name), np.divide)
+        told = [100 * (each - 1) if ratio == "%" else each for each in (gain.value, *gain.interval)]
+        return told[0], told[1:]
+    (samples,) = seeds
+    plain = [sample.baseline for sample in samples]
     value = metrics.summarise(samples, plain)[name]
     return value, INTERVALS[name](samples, plain) if name in INTERVALS else None
 
 
 def from_bench(file, chosen, name):
-    """Return the figure that all fitting rows share."""
+    """Return the figure of the one row that fits, or of all if they share it."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text("utf-8").splitlines()]
     fitting = [
         row for row in rows if all(str(row.get(key)) == value for key, value in chosen.items())
     ]
-    inverse = name.startswith("1/")
-    values = [row[name.removeprefix("1/")] for row in fitting]
+    inverse, field, by = re.fullmatch(r"(1/)?(\w+)(?:/(\d+))?", name).groups()
+    values = [row[field] for row in fitting]
     assert values, f"{file} has no row with {chosen}"
-    shown = {f"{1 / value if inverse else value:.2f}" for value in values}
+    values = [value["median"] if isinstance(value, dict) else value for value in values]
+    values = [1 / value if inverse else value / int(by or 1) for value in values]
+    shown = {f"{value:.2f}" for value in values}
     assert len(shown) == 1, f"rows of {file} with {chosen} differ: {shown}"
-    return float(shown.pop()), None
+    return values[0], None
 
 
 def recomputed(found):
@@ -124,7 +133,7 @@ def recomputed(found):
     for group in found["what"].split(";"):
         rows, _, names = group.partition(":")
         for chosen in choices(rows):
-            for name in names.split():
+            for name in shlex.split(names):
                 of = from_rows if found["kind"] == "rows" else from_bench
                 yield of(found["where"], chosen, name)
 
@@ -146,7 +155,9 @@ def test_a_figure_is_what_its_rows_say(line, found):
     told = [each.replace("−", "-") for each in NUMBER.findall(before)]
     rest, wanted = told, []
     for value, interval in recomputed(found):
-        figure, *ends = (f"{each:.2f}" for each in (value, *(interval or ())))
+        places = len(rest[0].partition(".")[2]) if rest else 2
+        signed = "+" if rest and rest[0].startswith("+") else ""
+        figure, *ends = (f"{each:{signed}.{places}f}" for each in (value, *(interval or ())))
         wanted += [figure, *ends]
         assert rest[:1] == [figure], f"recomputed: {wanted}"
         rest = rest[1:]
@@ -155,8 +166,18 @@ def test_a_figure_is_what_its_rows_say(line, found):
     assert rest == [], f"recomputed: {wanted}"
 
 
-def test_a_stale_figure_does_not_pass():
-    rows = "h200-sharegpt/ba8f615 method=stree T=0 step=3200: speedup"
-    line = f"| 1.63× [1.55, 1.73] <!-- rows: {rows} -->"
-    with pytest.raises(AssertionError, match=r"recomputed: \['1.63', '1.55', '1.74'\]"):
+SHAREGPT = "rows: h200-sharegpt/ba8f615 method=stree T=0 step=3200"
+
+
+@pytest.mark.parametrize(
+    ("figure", "rows", "recomputed"),
+    [
+        ("1.63× [1.55, 1.73]", f"{SHAREGPT}: speedup", "'1.63', '1.55', '1.74'"),
+        ("+8 %", f"{SHAREGPT}: speedup%vanilla_sd", "'+7', "),
+        ("4.28 ms", "bench: h200-step/5237370/8b.jsonl num_nodes=16: us_tree/1000", "'4.29'"),
+    ],
+)
+def test_a_stale_figure_does_not_pass(figure, rows, recomputed):
+    line = f"| {figure} <!-- {rows} -->"
+    with pytest.raises(AssertionError, match=re.escape(f"recomputed: [{recomputed}")):
         test_a_figure_is_what_its_rows_say(line, NAMED.search(line))
