@@ -109,11 +109,13 @@ def test_output_distribution_of_an_expansion_is_the_targets(verifier):
 
 
 MISTAKES = {
-    "drafts do not count": lambda self, rows, tokens: None,
-    "the parent's, without the node": lambda self, rows, tokens: tokens.gather(
+    "drafts do not count": lambda self, tokens, penalised: None,
+    "the parent's, without the node": lambda self, tokens, penalised: tokens.gather(
         1, self.parents.clamp(min=0)
     )[..., None],
-    "all of the tree's": lambda self, rows, tokens: tokens[:, None].expand(-1, tokens.shape[1], -1),
+    "all of the tree's": lambda self, tokens, penalised: tokens[:, None].expand(
+        -1, tokens.shape[1], -1
+    ),
 }
 
 
