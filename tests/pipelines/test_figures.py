@@ -11,8 +11,8 @@ pooled; `benchmark=!NAME` are the others. All numbers with a decimal point or a 
 comment must be these figures, in this order and as rounded there, each with its interval or
 without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt, `speedup%METHOD` its gain in
 percent; a METHOD with `*` is several seeds. `NAME@each` is the geometric mean over benchmarks of
-each one's figure. A field of a benchmark may be divided (`us_tree/1000`); measured several times,
-it is the median.
+each one's figure; `prefill_ms` is the median. A field of a benchmark may be divided or multiplied
+(`us_tree/1000`); measured several times, it is the median.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import shlex
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 import numpy as np
 import pytest
@@ -38,12 +38,23 @@ REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs/results"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAMED = re.compile(r"<!-- (?P<kind>rows|bench): (?P<where>\S+) (?P<what>.+?) -->")
-NUMBER = re.compile(r"(?<![\w-])[+−-]?(?:\d+\.\d+|\d+(?= (?:%|µs|ms|MiB)))")
+NUMBER = re.compile(
+    r"(?<![\w.-])[+−-]?(?:\d+\.\d+(?!\.?\d)|\d+(?= (?:%|µs|ms|MiB)))"  # no version 0.1.0
+)
 NO_FIGURE = re.compile(r"T = [\d.]+(, [\d.]+)*( and [\d.]+)?|\]\([^)]*\)")  # nor are links
 INTERVALS = {
     "acceptance_length": lambda samples, plain: metrics.acceptance_length_interval(samples),
     "speedup": metrics.speedup_interval,
     "tokens_per_second": lambda samples, plain: metrics.tokens_per_second_interval(samples),
+}
+TIMES = {
+    "step_ms": lambda samples, plain: 1000 * (
+        sum(each.decode_s for each in samples) / sum(each.num_calls for each in samples)
+    ),
+    "prefill_ms": lambda samples, plain: 1000 * median(each.prefill_s for each in samples),
+    "speedup_e2e": lambda samples, plain: (
+        metrics.tokens_per_second_e2e(samples) / metrics.tokens_per_second_e2e(plain)
+    ),
 }
 
 
@@ -106,8 +117,12 @@ def from_rows(folder, chosen, name):
         gain = Answers.of(seeds).over(theirs, getattr(figures, name), np.divide)
         told = [100 * (each - 1) if ratio == "%" else each for each in (gain.value, *gain.interval)]
         return told[0], told[1:]
+    if len(seeds) > 1:
+        return Answers.of(seeds).value(getattr(figures, name)), None
     (samples,) = seeds
     plain = [sample.baseline for sample in samples]
+    if name in TIMES:
+        return TIMES[name](samples, plain), None
     value = metrics.summarise(samples, plain)[name]
     return value, INTERVALS[name](samples, plain) if name in INTERVALS else None
 
@@ -118,11 +133,12 @@ def from_bench(file, chosen, name):
     fitting = [
         row for row in rows if all(str(row.get(key)) == value for key, value in chosen.items())
     ]
-    inverse, field, by = re.fullmatch(r"(1/)?(\w+)(?:/(\d+))?", name).groups()
+    inverse, field, times, by = re.fullmatch(r"(1/)?(\w+)(?:([/*])(\d+))?", name).groups()
     values = [row[field] for row in fitting]
     assert values, f"{file} has no row with {chosen}"
     values = [value["median"] if isinstance(value, dict) else value for value in values]
-    values = [1 / value if inverse else value / int(by or 1) for value in values]
+    factor = int(by or 1) if times == "*" else 1 / int(by or 1)
+    values = [1 / value if inverse else value * factor for value in values]
     shown = {f"{value:.2f}" for value in values}
     assert len(shown) == 1, f"rows of {file} with {chosen} differ: {shown}"
     return values[0], None
