@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 
 from stree import metrics
+from stree_pipelines import suggest_tree
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.result_store import ResultStore
@@ -187,6 +188,14 @@ def test_a_figure_is_what_its_rows_say(line, found):
         if ends and rest[:2] == ends:  # not every figure's interval is told
             rest = rest[2:]
     assert rest == [], f"recomputed: {wanted}"
+
+
+def test_predictions_of_the_profile_s_page_are_what_the_command_prints(capsys):
+    suggest_tree.main([str(RESULTS / "cpu-quickstart"), "--nodes", "16"])
+    printed = re.findall(r"\d\.\d{3}", capsys.readouterr().out)
+    page = (REPOSITORY / "docs/drafter-profile.md").read_text(encoding="utf-8")
+    table = page.partition("| tree | predicted τ |")[2]
+    assert re.findall(r"\d\.\d{3}", table) == printed[3:] + printed[:3]  # the suggestion last
 
 
 SHAREGPT = "rows: h200-sharegpt/ba8f615 method=stree T=0 step=3200"
