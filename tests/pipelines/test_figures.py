@@ -28,12 +28,15 @@ from statistics import geometric_mean, median
 
 import numpy as np
 import pytest
+import torch
 
 from stree import metrics
+from stree_kernels import ops
 from stree_pipelines import suggest_tree
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.result_store import ResultStore
+from stree_pipelines.lab.benches import calls, models
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs/results"
@@ -196,6 +199,17 @@ def test_predictions_of_the_profile_s_page_are_what_the_command_prints(capsys):
     page = (REPOSITORY / "docs/drafter-profile.md").read_text(encoding="utf-8")
     table = page.partition("| tree | predicted τ |")[2]
     assert re.findall(r"\d\.\d{3}", table) == printed[3:] + printed[:3]  # the suggestion last
+
+
+def test_what_the_chat_target_s_trees_keep_is_told_as_counted(monkeypatch):
+    monkeypatch.setattr(ops, "fused", lambda *given, **named: True)  # as on a GPU
+    target, mib = models.random_target("chat", torch.device("cpu")), 2**20
+    page = (REPOSITORY / "docs/trees-drafters-verifiers.md").read_text(encoding="utf-8")
+    for num_nodes in (13, 64):
+        (row,) = calls.memory(target, num_nodes)
+        kept = (f"{row[name] / mib:.2f} MiB" for name in ("kept_bytes", "kept_bytes_joint"))
+        state = f"{row['state_bytes'] / mib:.2f} MiB"
+        assert " | ".join(("| chat", state, str(num_nodes), *kept)) in page
 
 
 SHAREGPT = "rows: h200-sharegpt/ba8f615 method=stree T=0 step=3200"
