@@ -123,32 +123,15 @@ def serve(
             decoder.release(row)
 
 
-class RequestServer:
+class RequestServer(BatchDecoderLike):
     """Methods of a batch decoder that serve whole requests, by its rows and steps.
 
-    Any batch decoder that has the attributes and the methods below can inherit them.
+    A batch decoder inherits them; it brings the attributes and what raises NotImplementedError.
     """
 
     num_rows: int
     tokenizer: Any
     lock: RLock
-
-    @property
-    def num_free_rows(self) -> int:
-        """Number of free rows."""
-        raise NotImplementedError
-
-    def admit(self, request: Request) -> int:
-        """Give a request a row, and return the row."""
-        raise NotImplementedError
-
-    def step(self) -> list[StepOutput]:
-        """Decode one step of all rows."""
-        raise NotImplementedError
-
-    def release(self, row: int, keep: bool = False) -> GenerationOutput:
-        """Free a row and return its output."""
-        raise NotImplementedError
 
     def prepare(self) -> None:
         """Capture the graphs that the taken rows need."""
