@@ -17,10 +17,7 @@ from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.renamed import Renamed
 from stree.common.words import ends_of
-from stree.drafters import Drafter
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec
-from stree.drafters.model import ModelDrafterSpec
-from stree.drafters.ngram import NGram
+from stree.drafters import Drafter, DrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.model_words import described, placed
 from stree.models.model import HybridModel
@@ -72,12 +69,7 @@ class Decoder(Renamed):
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel
-        | ModelDrafterSpec
-        | NGram
-        | CrossTokenizerSpec
-        | Drafter
-        | None = None,
+        drafter: HybridModel | DrafterSpec | Drafter | None = None,
         tree: TokenTree | AdaptiveTrees | str | None = None,
         *,
         max_length: int = 2048,
@@ -419,7 +411,7 @@ def generate(
     inputs: Sequence[int],
     generation_config: Any = None,
     *,
-    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -434,7 +426,7 @@ def generate(
     inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
     generation_config: Any = None,
     *,
-    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -449,7 +441,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -464,7 +456,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -478,7 +470,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None = None,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,

@@ -25,11 +25,8 @@ from stree.batching.step_timing import length_to_time
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import UsageError, one_line
-from stree.drafters import Drafter
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec
-from stree.drafters.model import ModelDrafterSpec
+from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.names import DrafterName
-from stree.drafters.ngram import NGram
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.loading import checkpoint_folder
 from stree.model_words import described, placed
@@ -117,17 +114,16 @@ def _require_tensor(ids: Any) -> None:
     )
 
 
-def _drafter(
-    given: Any, target: HybridModel
-) -> HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec | Drafter | None:
+def _drafter(given: Any, target: HybridModel) -> HybridModel | DrafterSpec | Drafter | None:
     if isinstance(given, str | os.PathLike):
         name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
         own = None
         if name.folder is not None:
             own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
         return name.make(own, None)
-    made = HybridModel | ModelDrafterSpec | NGram | CrossTokenizerSpec
-    if given is None or isinstance(given, made) or hasattr(given, "draft"):
+    if given is None or isinstance(given, HybridModel):
+        return given
+    if hasattr(given, "for_decoder") or hasattr(given, "draft"):
         return given
     return shared_model(given)
 
@@ -143,12 +139,7 @@ class TransformersDecoder:
         self,
         model: Any,
         target: HybridModel,
-        drafter: HybridModel
-        | ModelDrafterSpec
-        | NGram
-        | CrossTokenizerSpec
-        | Drafter
-        | None = None,
+        drafter: HybridModel | DrafterSpec | Drafter | None = None,
         tree: TokenTree | AdaptiveTrees | None = None,
         verifier: str | Verifier = "coupled",
         *,

@@ -48,8 +48,7 @@ from stree.common.errors import UsageError
 from stree.common.lru import LRUCache
 from stree.common.renamed import Renamed
 from stree.common.words import counted
-from stree.drafters import Drafter
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.generation import (
@@ -120,12 +119,7 @@ class BatchDecoder(RequestServer, Renamed):
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel
-        | ModelDrafterSpec
-        | NGram
-        | CrossTokenizerSpec
-        | Drafter
-        | None = None,
+        drafter: HybridModel | DrafterSpec | Drafter | None = None,
         tree: TokenTree | AdaptiveTrees | str | None = None,
         *,
         num_rows: int = 8,

@@ -7,7 +7,7 @@ and a row that is idle stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,9 +19,7 @@ from stree.batching.checks import require_fillable
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.drafters import Drafter, FeatureDrafter, Proposal
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec
-from stree.drafters.model import ModelDrafter, ModelDrafterSpec
-from stree.drafters.ngram import NGram
+from stree.drafters.model import ModelDrafter
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
@@ -52,7 +50,7 @@ class Step:
         target: Any,
         drafter: Any,
         verifier: Verifier,
-        trees: Iterable[TokenTree],
+        trees: Sequence[TokenTree],
         *,
         num_rows: int,
         max_length: int,
@@ -63,8 +61,8 @@ class Step:
 
         Args:
             target: A `HybridModel`, or another model with `new_cache` and `tree_batch_forward`.
-            drafter: A drafter, or the specification of one (`ModelDrafterSpec`, `NGram`,
-                `CrossTokenizerSpec`), which is made here; None for autoregressive decoding.
+            drafter: A drafter, or the specification of one (`DrafterSpec`), which is made here;
+                None for autoregressive decoding.
             verifier: Accepts or rejects the drafts.
             trees: All trees that steps may have.
             num_rows: Rows of the caches.
@@ -77,7 +75,6 @@ class Step:
                 backtracking of a target that is no `HybridModel`.
             OutOfMemory: When the caches do not fit.
         """
-        trees = tuple(trees)
         new_cache = target.new_cache
         if require_backtracking(backtracking) == "joint" and drafter is not None:
             if not isinstance(target, HybridModel):
@@ -91,7 +88,7 @@ class Step:
             f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
             f"{num_rows} × buffers for {max_length} tokens and {max_nodes} nodes",
         ):
-            if isinstance(drafter, ModelDrafterSpec | NGram | CrossTokenizerSpec):
+            if hasattr(drafter, "for_decoder"):
                 read = [each.num_inner for each in trees if isinstance(each, BeamTree)]
                 most = max([max_nodes, *read])
                 drafter = drafter.for_decoder(target, num_rows, max_length, most)

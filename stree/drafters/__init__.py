@@ -104,3 +104,21 @@ class FeatureDrafter(Drafter, Protocol):
 
         The lengths of the paths are those of the rows' blocks.
         """
+
+
+class DrafterSpec(Protocol):
+    """Specification of a drafter, by which a decoder makes the drafter for its rows.
+
+    `ModelDrafterSpec`, `NGram` and `CrossTokenizerSpec` are specifications.
+    """
+
+    def for_decoder(self, target: Any, num_rows: int, max_length: int, max_nodes: int) -> Drafter:
+        """Return the drafter of a decoder.
+
+        Args:
+            target: The decoder's target.
+            num_rows: Sequences at once.
+            max_length: Tokens of the longest sequence.
+            max_nodes: Nodes of the largest tree, or those that a dynamic tree draws from.
+        """
+        ...
