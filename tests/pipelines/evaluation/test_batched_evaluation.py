@@ -14,7 +14,6 @@ from lanes import quick_first
 from tiny_evaluation import (
     PROMPTS,
     export,
-    make_world,
     quiet,
     row_of,
     samples_without_timings,
@@ -41,11 +40,6 @@ OF_THE_BATCH = {
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 class OneRow:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from damage import flip_last_byte
-from tiny_evaluation import Lies, export, make_world, quiet, row_of, settings_for, without_timings
+from tiny_evaluation import Lies, export, quiet, row_of, settings_for, without_timings
 
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.common.errors import CheckpointRefused, InvariantBroken
@@ -25,21 +25,6 @@ from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.run_data import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def complete(world, tmp_path_factory):
-    """All three checkpoints at T = 0 and 1, in one process."""
-    out = tmp_path_factory.mktemp("complete")
-    evaluation = quiet(settings_for(world, out, temperatures=(0.0, 1.0)))
-    for step in (1, 10, 100):
-        evaluation.evaluate(export(world, step))
-    return ResultStore(out)
 
 
 def test_answers_with_and_without_ignore_eos_are_rows_apart_in_one_folder(world, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from tiny_evaluation import export, make_world, quiet, settings_for, tiny_model
+from tiny_evaluation import export, quiet, settings_for, tiny_model
 
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
@@ -27,11 +27,6 @@ from stree_pipelines.evaluation.result_store import ResultStore
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def test_a_target_of_which_no_eos_is_known_is_refused_unless_eos_is_ignored(world, tmp_path):

@@ -7,18 +7,13 @@ import weakref
 
 import pytest
 import torch
-from tiny_evaluation import export, heard_by, is_warm_up, make_world, quiet, settings_for
+from tiny_evaluation import export, heard_by, is_warm_up, quiet, settings_for
 
 from stree.common.errors import InvariantBroken, OutOfMemory
 from stree_pipelines.evaluation.answering import decoders
 from stree_pipelines.evaluation.result_store import ResultStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def test_everything_is_warmed_up_before_anything_is_timed(world, tmp_path):

@@ -15,7 +15,6 @@ from tiny_evaluation import (
     export,
     heard_by,
     is_warm_up,
-    make_world,
     quiet,
     samples_without_timings,
     settings_for,
@@ -29,21 +28,6 @@ from stree_pipelines.evaluation.result_store import ResultStore
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def complete(world, tmp_path_factory):
-    """All three checkpoints at T = 0 and 1, in one process."""
-    out = tmp_path_factory.mktemp("complete")
-    evaluation = quiet(settings_for(world, out, temperatures=(0.0, 1.0)))
-    for step in (1, 10, 100):
-        evaluation.evaluate(export(world, step))
-    return ResultStore(out)
 
 
 class Killed(Exception):

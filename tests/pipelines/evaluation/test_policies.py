@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_evaluation import export, make_world, quiet, settings_for
+from tiny_evaluation import export, quiet, settings_for
 
 import stree
 from stree import GenerationConfig, TokenTree
@@ -14,11 +14,6 @@ from stree.drafters.names import DrafterName
 from stree_pipelines.evaluation.estimates import memory_of
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable
 from stree_pipelines.reports import settings
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from hand_made_run import make_run, relabelled
-from tiny_evaluation import Lies, export, make_world, quiet, row_of, settings_for
+from tiny_evaluation import Lies, export, quiet, row_of, settings_for
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from stree.common.errors import InvariantBroken, UsageError
@@ -34,11 +34,6 @@ SERVED = {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
 PENALTY = {"repetition_penalty": 1.3}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from dry_runs import (
     CONFIG,
-    PROMPTS,
     TINY,
     architecture_options,
     evaluation_of,
@@ -21,7 +20,7 @@ from dry_runs import (
     options_of,
 )
 from lightning.pytorch.accelerators import CPUAccelerator
-from tiny_run import ARCHITECTURE, VOCAB_SIZE, make_workspace
+from tiny_run import ARCHITECTURE, VOCAB_SIZE
 
 from stree.common.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
 from stree.models.model import HybridModel
@@ -43,22 +42,6 @@ from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
 from stree_pipelines.training.run import estimates as needs
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def finished(workspace, tmp_path_factory) -> Path:
-    """A run that keeps two checkpoints and has three exports."""
-    run_dir = tmp_path_factory.mktemp("finished")
-    distill.main(options_of(workspace, run_dir))
-    return run_dir
-
 
 # What is missing is all told at once, each with what asks for it
 

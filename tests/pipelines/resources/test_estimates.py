@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dry_runs import CONFIG, PROMPTS, bytes_under, evaluation_of, options_of
-from tiny_run import ARCHITECTURE, make_workspace
+from dry_runs import CONFIG, bytes_under, evaluation_of, options_of
+from tiny_run import ARCHITECTURE
 
 from stree.checkpoints.load_save import save_model
 from stree.checkpoints.tokenizer import load_tokenizer
@@ -44,21 +44,6 @@ GATED_DELTA = CONFIG.replace(
     attention_gate=True, num_experts=4, experts_per_token=2, expert_intermediate_size=8,
     shared_intermediate_size=8, shared_gate=True,
 )
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def finished(workspace, tmp_path_factory) -> Path:
-    """A run that keeps two checkpoints and has three exports."""
-    run_dir = tmp_path_factory.mktemp("finished")
-    distill.main(options_of(workspace, run_dir))
-    return run_dir
 
 
 # The estimates

@@ -25,24 +25,13 @@ from stree.tree_policy.step_times import StepTimes
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
 from stree_pipelines.comparison.gate import gate
-from stree_pipelines.evaluation.answering import stalls
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.run_data import told_shares
-from stree_pipelines.reports.tables import answer_notes
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 STEPS = {"worse": 1, "fair": 10, "better": 100}
 TAU = "acceptance_length=-3%"
 pytestmark = pytest.mark.usefixtures("one_thread", "calm")
-
-
-@pytest.fixture(scope="module")
-def calm():
-    """Mark no rows: a machine that runs many tests holds answers up."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stalls, "LEAST_ANSWERS", 10**9)
-        patch.setattr(answer_notes, "MOST_WAITING", 1.0)
-        yield
 
 
 @pytest.fixture(scope="module")

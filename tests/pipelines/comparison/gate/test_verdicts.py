@@ -18,15 +18,6 @@ TAU = "acceptance_length=-3%"
 pytestmark = pytest.mark.usefixtures("one_thread", "calm")
 
 
-@pytest.fixture(scope="module")
-def calm():
-    """Mark no rows: a machine that runs many tests holds answers up."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stalls, "LEAST_ANSWERS", 10**9)
-        patch.setattr(answer_notes, "MOST_WAITING", 1.0)
-        yield
-
-
 def sample(prompt: int, accepted: tuple[int, ...], decode_s: float = 1.0, **changes) -> SampleRow:
     values = dict(
         checkpoint_sha256="c", step=1, method="stree", tree="paper", benchmark="sums",
