@@ -1,27 +1,24 @@
-"""Make the papers' tables in their layout, with our numbers next to theirs.
+"""Make the papers' tables from rows of `eval_spec.py` and `compare.py`.
 
-Ours come from rows of benchmarks and evaluations.
+A builder gets the folder of the rows and the paper's table, heads first. It returns all lines of
+ours, and the rows that their numbers come from, None where one is missing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from stree.common.errors import NotFound
 from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import BANDIT
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
-from stree_pipelines.lab.bench_report import read_rows
-from stree_pipelines.lab.papers import numbers as theirs
-from stree_pipelines.lab.papers.numbers import Cells
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.settings import require_one_ending
 from stree_pipelines.reports.tables import by_length
@@ -32,6 +29,10 @@ BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K
 LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
 ALL_BEAMS = "beam-3-4-31"  # M = 3, N = 4, with all that was drawn
 OURS = "ours"
+
+Cells = Sequence[str]
+Rows = Iterable[ResultRow | dict[str, Any] | None]
+Builder = Callable[[Path, Sequence[Cells]], tuple[list[Cells], Rows]]
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,21 @@ class Made:
         return f"{self.table.to_markdown()}\nOurs: {ours}.{self.answered}\n"
 
 
-def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int = 1) -> Made:
+def made(title: str, lines: Iterable[Cells], used: Rows, num_left: int = 1) -> Made:
     """Make the table, given all rows that it took numbers from."""
-    used = list(used)
-    environments = dict.fromkeys(map(_environment, used))
-    results = [row for row in used if isinstance(row, ResultRow)]
+    there = [row for row in used if row is not None]
+    results = [row for row in there if isinstance(row, ResultRow)]
     require_one_ending(results, title)
-    return Made(
-        Table(title, tuple(lines), num_left), tuple(environments),
-        _answered(results) if results else "", tuple(results),
-    )
+    table = Table(title, tuple(map(tuple, lines)), num_left)
+    environments = tuple(dict.fromkeys(map(_environment, there)))
+    return Made(table, environments, _answered(results) if results else "", tuple(results))
 
 
 def with_notes(made: Made, folder: Path) -> Made:
     """Add below a table how its answers ended, and which of them the machine held up."""
     if not made.results:
         return made
-    stamp = (folder / RESULTS_NAME).stat().st_mtime_ns
-    store = _store(folder, stamp)
+    store = _store(folder, (folder / RESULTS_NAME).stat().st_mtime_ns)
     samples = {f"{number}": store.samples(row) for number, row in enumerate(made.results)}
     every = [sample for rows in samples.values() for sample in rows]
     note = " ".join([*endings({"": every}), *marks(samples)])
@@ -78,116 +76,107 @@ def _store(folder: Path, stamp: int) -> ResultStore:
     return ResultStore(folder)
 
 
+def of_paper(lines: Iterable[Cells]) -> list[Cells]:
+    """Return the paper's lines, labelled so."""
+    return [(f"{name}, paper", *cells) for name, *cells in lines]
+
+
 # From rows of `eval_spec.py`
 
 
-def speeds(paper: dict[float, tuple[Cells, ...]], title: str) -> Callable[[Path], Made]:
-    """Return a builder in the layout of STree's Tables 3 and 7, of the drafter trained longest."""
-
-    def build(folder: Path) -> Made:
-        rows = _results(folder)
-        last = max((row.step or 0 for row in rows), default=0)
-        found = {
-            (row.method, row.benchmark, row.temperature): row
-            for row in rows
-            if row.step in (None, last) and row.benchmark in BENCHMARKS and row.method in LABELS
-        }
-        require_rows(found, "evaluation", folder)
-        heads = [
-            "",
-            *(f"{name}, {what}" for name in BENCHMARKS.values() for what in ("speed", "τ")),
-        ]
-        lines: list[Cells] = [tuple(heads)]
-        for temperature, published in paper.items():
-            for (method, label), cells in zip(LABELS.items(), published, strict=True):
-                assert cells[0] == label
-                lines.append((f"T = {temperature:g}, {label}, paper", *cells[1:]))
-                mine: list[str] = []
-                for benchmark in BENCHMARKS:
-                    mine += _speed_and_tau(found.get((method, benchmark, temperature)))
-                lines.append((f"T = {temperature:g}, {label}, {OURS}", *mine))
-        return made(title, lines, found.values())
-
-    return build
-
-
-def drafters_3(folder: Path) -> Made:
-    """Make the table; our columns are prompt lengths to the nearest 1,024 tokens, also further
-    ones."""
-    data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
-    rungs = by_length.ladders(data)[:1] if data is not None else []
-    require_rows(rungs, "prompts of several lengths", folder)
-    assert data is not None
-    found = {f"{round(rung.num_tokens / 1024)}k": rung for rung in rungs[0]}
-    head, *paper = theirs.DRAFTERS_3
-    lengths = [*head[1:], *(length for length in found if length not in (*head, "0k"))]
-    lines: list[Cells] = [("Method", *lengths)]
-    lines += [
-        (f"{name}, paper", *cells, *[MISSING] * (len(lengths) - len(cells)))
-        for name, *cells in paper
-    ]
-    used = {
-        (row.method, row.benchmark): row
-        for row in data.rows
-        if row.temperature == 0 and row.step in (None, data.steps.get(data.last))
-        and row.benchmark in {rung.benchmark for rung in found.values()}
+def speeds(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build STree's Tables 3 and 7, of the drafter trained longest."""
+    head, *lines_of_paper = paper
+    rows = _results(folder)
+    last = max((row.step or 0 for row in rows), default=0)
+    found = {
+        (f"T = {row.temperature:g}, {LABELS[row.method]}", row.benchmark): row
+        for row in rows
+        if row.step in (None, last) and row.benchmark in BENCHMARKS and row.method in LABELS
     }
-    require_rows(used, "prompts of several lengths at T = 0", folder)
-    for method, label in LABELS.items():
-        cells = []
-        for length in lengths:
-            row = used.get((method, found[length].benchmark)) if length in found else None
-            tau = (
-                ""
-                if row is None or method == AUTOREGRESSIVE
-                else (f" ({figure(row.acceptance_length)})")
-            )
-            cells.append(figure(row.tokens_per_second if row else None) + tau)
-        lines.append((f"{label}, {OURS}", *cells))
-    return made("Mamba Drafters, Table 3: tokens/s (τ) by prompt length", lines, used.values())
+    lines: list[Cells] = [head]
+    for line in lines_of_paper:
+        ours = _speeds_and_taus(found, [(line[0], benchmark) for benchmark in BENCHMARKS])
+        lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *ours)]
+    return lines, found.values()
 
 
-def stree_6(folder: Path) -> Made:
+def stree_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     rows = [
         row for row in _results(folder)
         if row.step is not None and row.benchmark == "mt_bench" and row.temperature == 1.0
     ]
     found = {(row.step, row.method): row for row in rows}
-    require_rows(found, "mt_bench at T = 1", folder)
     steps = sorted({step for step, _ in found if step is not None})
-    head, *paper = theirs.STREE_6
+    head, *lines_of_paper = paper
     lines: list[Cells] = [(*head, *(f"{step} step, {OURS}" for step in steps))]
-    methods = (CHAIN, CHAIN, TREE, TREE)
-    for at, (cells, method) in enumerate(zip(paper, methods, strict=True)):
+    methods = (CHAIN, CHAIN, TREE, TREE)  # speed and τ of either
+    for at, (cells, method) in enumerate(zip(lines_of_paper, methods, strict=True)):
         mine = [_speed_and_tau(found.get((step, method)))[at % 2] for step in steps]
         lines.append((*cells, *mine))
-    return made("STree, Table 6: speed and τ against distillation steps", lines, rows)
+    return lines, rows
+
+
+def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table; our columns are prompt lengths to the nearest 1,024 tokens, also further
+    ones."""
+    data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
+    ladders = by_length.ladders(data) if data is not None else []
+    if data is None or not ladders:
+        return [], []
+    found = {f"{round(rung.num_tokens / 1024)}k": rung.benchmark for rung in ladders[0]}
+    head, *lines_of_paper = paper
+    lengths = [*head[1:], *(length for length in found if length not in (*head, "0k"))]
+    missing = [MISSING] * (len(lengths) - len(head) + 1)
+    lines: list[Cells] = [("Method", *lengths)]
+    lines += [(*cells, *missing) for cells in of_paper(lines_of_paper)]
+    used = {
+        (row.method, row.benchmark): row
+        for row in data.rows
+        if row.temperature == 0 and row.step in (None, data.steps.get(data.last))
+        and row.benchmark in found.values()
+    }
+    for method, label in LABELS.items():
+        cells = []
+        for length in lengths:
+            row = used.get((method, found[length])) if length in found else None
+            drafted = row is not None and method != AUTOREGRESSIVE
+            tau = f" ({figure(row.acceptance_length)})" if row and drafted else ""
+            cells.append(figure(row.tokens_per_second if row else None) + tau)
+        lines.append((f"{label}, {OURS}", *cells))
+    return lines, used.values()
 
 
 # From rows of `compare.py`
 
 
-def stree_8(folder: Path) -> Made:
+def stree_8(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     rows = [row for row in _arms(folder) if row.benchmark == "mt_bench" and not row.temperature]
-    models = [row for row in rows if _is_model(row)]
-    picked = [
-        _one(row for row in rows if row.tree is None),
-        _one(row for row in models if row.tree and row.tree.name == "chain-4"),
-        _one(row for row in models if row.tree and row.tree.name == "paper"),
-        _one(row for row in models if row.tree and row.tree.name == ALL_BEAMS),
+    kinds = [
+        [row for row in rows if row.tree is None],
+        *([row for row in rows if _is_model(row) and _tree_name(row) == tree]
+          for tree in ("chain-4", "paper", ALL_BEAMS)),
     ]
-    used = [row for row in picked if row]
-    require_rows(used, "mt_bench at T = 0", folder)
-    head, speed, tau = theirs.STREE_8
-    mine = [_speed_and_tau(row) for row in picked]
-    lines = [
-        head, ("Speed, paper", *speed[1:]), (f"Speed, {OURS}", *(each[0] for each in mine)),
-        ("τ, paper", *tau[1:]), (f"τ, {OURS}", *(each[1] for each in mine)),
-    ]
-    return made("STree, Table 8: static and grown trees, greedy", lines, used)
+    return _columns(paper, [_fastest(kind) for kind in kinds])
 
 
-def stree_figure_4(folder: Path) -> Made:
+def stree_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = _by_tree(folder, "mt_bench", 1.0, "multi_step")
+    trees = ("paper", "stree-b", "stree-c", "stree-d", "stree-e")
+    return _columns(paper, [rows.get(tree) for tree in trees])
+
+
+def _columns(
+    paper: Sequence[Cells], picked: Sequence[ResultRow | None]
+) -> tuple[list[Cells], Rows]:
+    """Put our speeds and τ below the paper's, which are its last two lines; a row has a column."""
+    lines = list(paper[:-2])
+    for line, ours in zip(paper[-2:], zip(*map(_speed_and_tau, picked), strict=True), strict=True):
+        lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *ours)]
+    return lines, picked
+
+
+def stree_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     drawn, top = SiblingSampling.WITHOUT_REPLACEMENT, SiblingSampling.DETERMINISTIC
     ways = {
         "Vanilla SD": ("chain-4", "multi_step", drawn),
@@ -201,149 +190,120 @@ def stree_figure_4(folder: Path) -> Made:
         if row.benchmark == "mt_bench" and _is_model(row, siblings)
         and [_tree_name(row), row.verifier] == way
     }
-    require_rows(found, "mt_bench", folder)
-    ways = {name: way for name, way in ways.items() if name in {each for each, _ in found}}
-    lines: list[Cells] = [("T", *(f"{name}, {w}" for name in ways for w in ("speed", "τ")))]
+    names = [name for name in ways if name in {each for each, _ in found}]
+    lines: list[Cells] = [("T", *(f"{name}, {what}" for name in names for what in ("speed", "τ")))]
     for temperature in sorted({temperature for _, temperature in found}):
-        cells = [_speed_and_tau(found.get((name, temperature))) for name in ways]
-        lines.append((f"{temperature:g}", *(text for each in cells for text in each)))
-    return made("STree, Figure 4: speed and τ against temperature", lines, found.values())
+        cells = _speeds_and_taus(found, [(name, temperature) for name in names])
+        lines.append((f"{temperature:g}", *cells))
+    return lines, found.values()
 
 
-def stree_4(folder: Path) -> Made:
-    rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 1.0, "multi_step")}
-    trees = ("paper", "stree-b", "stree-c", "stree-d", "stree-e")
-    picked = [rows.get(tree) for tree in trees]
-    used = [row for row in picked if row]
-    require_rows(used, "mt_bench at T = 1", folder)
-    *heads, speed, tau = theirs.STREE_4
-    mine = [_speed_and_tau(row) for row in picked]
-    lines = [
-        *heads, ("Speed, paper", *speed[1:]), (f"Speed, {OURS}", *(each[0] for each in mine)),
-        ("τ, paper", *tau[1:]), (f"τ, {OURS}", *(each[1] for each in mine)),
-    ]
-    return made("STree, Table 4: static trees at T = 1", lines, used)
-
-
-def drafters_4(folder: Path) -> Made:
-    """Make the table; our lines have the names of the comparison's arms."""
+def drafters_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table; our lines have the names of the comparison's arms."""
     rows = [row for row in _arms(folder) if not row.temperature and _tree_name(row) == "chain-5"]
-    require_rows(rows, "chain-5 at T = 0", folder)
-    head, *paper = theirs.DRAFTERS_4
-    lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper)]
+    lines = [paper[0], *of_paper(paper[1:])]
     for row in rows:
         speed, tau = _speed_and_tau(row)
         lines.append((f"Mamba-2, {OURS}", row.method, tau, speed))
-    title = "Mamba Drafters, Table 4: a drafter of another tokenizer, T = 0"
-    return made(title, lines, rows, 2)
+    return lines, rows
 
 
-def drafters_5(folder: Path) -> Made:
-    rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 0.0)}
-    used, ours = [], []
-    head, *paper = theirs.DRAFTERS_5
-    for (mark, *_), tree in zip(paper, ("chain-5", "drafters-3-2-2-1-1"), strict=True):
-        row = rows.get(tree)
-        used += [row] if row else []
+def drafters_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = _by_tree(folder, "mt_bench", 0.0)
+    head, *lines_of_paper = paper
+    picked = [rows.get(tree) for tree in ("chain-5", "drafters-3-2-2-1-1")]
+    lines = [head, *of_paper(lines_of_paper)]
+    for (mark, *_), row in zip(lines_of_paper, picked, strict=True):
         speed, tau = _speed_and_tau(row)
-        ours.append(
-            (f"{mark}, {OURS}", tau, figure(row.time_ms.get("draft") if row else None), speed)
-        )
-    require_rows(used, "mt_bench at T = 0", folder)
-    lines = [head, *((f"{mark}, paper", *cells) for mark, *cells in paper), *ours]
-    return made("Mamba Drafters, Table 5: a chain and a tree on MT-Bench", lines, used)
+        latency = figure(row.time_ms.get("draft") if row else None)
+        lines.append((f"{mark}, {OURS}", tau, latency, speed))
+    return lines, picked
 
 
-def drafters_6(folder: Path) -> Made:
-    rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 0.0)}
-    head, *paper = theirs.DRAFTERS_6
+def drafters_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = _by_tree(folder, "mt_bench", 0.0)
+    head, *lines_of_paper = paper
     trees = [f"drafters-{title.strip('()').replace(',', '-')}" for title in head[1:]]
-    used = [rows[tree] for tree in trees if tree in rows]
-    require_rows(used, "mt_bench at T = 0", folder)
-    mine = (f"Mamba, {OURS}", *(_speed_and_tau(rows.get(tree))[0] for tree in trees))
-    lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper), mine]
-    return made("Mamba Drafters, Table 6: tokens/s by tree", lines, used)
+    picked = [rows.get(tree) for tree in trees]
+    ours = (f"Mamba, {OURS}", *(_speed_and_tau(row)[0] for row in picked))
+    return [head, *of_paper(lines_of_paper), ours], picked
 
 
-def drafters_7(folder: Path) -> Made:
-    used, columns = [], []
-    head, *paper = theirs.DRAFTERS_7
-    for benchmark in ("mt_bench", "humaneval"):
-        rows = _at(folder, benchmark, 0.0)
-        fixed = _one(row for row in rows if _tree_name(row) == "drafters-3-3-2-1")
-        chosen = _one(row for row in rows if (_tree_name(row) or "").startswith(BANDIT))
-        used += [row for row in (fixed, chosen) if row]
-        columns.append([_speed_and_tau(row)[0] for row in (fixed, chosen)])
-    require_rows(used, "T = 0", folder)
-    lines = [head, *((f"{mark}, paper", *cells) for mark, *cells in paper)]
-    lines += [
-        (f"{mark}, {OURS}", *(column[at] for column in columns))
-        for at, (mark, *_) in enumerate(paper)
-    ]
-    return made("Mamba Drafters, Table 7: tokens/s with a fixed tree and a chosen one", lines, used)
-
-
-def snakes_5(folder: Path) -> Made:
-    rows = [row for row in _arms(folder) if not row.temperature]
-    head, *paper = theirs.SNAKES_5
-    order = {name: key for key, name in BENCHMARKS.items()}
-    used, lines = [], [head]
-    lines += [(f"{name}, paper", *cells) for name, *cells in paper]
-    ours = {
-        "Baseline": lambda row: row.tree is None,
-        "Joint + PNG(6,2)": lambda row: _is_png(row) and row.backtracking == "joint",
-        "ARP + PNG(6,2)": lambda row: _is_png(row) and row.backtracking == "replay",
+def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    kinds: dict[str, Callable[[str], bool]] = {
+        "×": lambda tree: tree == "drafters-3-3-2-1", "✓": lambda tree: tree.startswith(BANDIT),
     }
-    for name, fits in ours.items():
+    picked = {
+        (mark, benchmark): _fastest(
+            row for row in _of_models(folder, benchmark, 0.0) if is_kind(_tree_name(row) or "")
+        )
+        for benchmark in ("mt_bench", "humaneval") for mark, is_kind in kinds.items()
+    }
+    return _with_speeds(paper, kinds, ("mt_bench", "humaneval"), picked)
+
+
+def snakes_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    def is_png(row: ResultRow, backtracking: str) -> bool:
+        of_ngrams = (row.checkpoint or "").startswith("ngram") and _tree_name(row) == "png-6-2"
+        return of_ngrams and row.backtracking == backtracking
+
+    kinds: dict[str, Callable[[ResultRow], bool]] = {
+        "Baseline": lambda row: row.tree is None,
+        "Joint + PNG(6,2)": lambda row: is_png(row, "joint"),
+        "ARP + PNG(6,2)": lambda row: is_png(row, "replay"),
+    }
+    rows = [row for row in _arms(folder) if not row.temperature]
+    benchmarks = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's heads
+    picked = {
+        (name, benchmark): _fastest(
+            row for row in rows if is_kind(row) and row.benchmark == benchmark
+        )
+        for name, is_kind in kinds.items() for benchmark in benchmarks
+    }
+    return _with_speeds(paper, kinds, benchmarks, picked)
+
+
+def _with_speeds(
+    paper: Sequence[Cells], names: Iterable[str], benchmarks: Sequence[str],
+    picked: Mapping[tuple[str, str], ResultRow | None],
+) -> tuple[list[Cells], Rows]:
+    """Put a line of our speeds per name below the paper's table, a column per benchmark."""
+    lines = [paper[0], *of_paper(paper[1:])]
+    for name in names:
+        ours = (_speed_and_tau(picked[name, benchmark])[0] for benchmark in benchmarks)
+        lines.append((f"{name}, {OURS}", *ours))
+    return lines, picked.values()
+
+
+def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build DySpec's Tables 1 and 2, for the data sets that we have."""
+    keys = {"GSM8k": "gsm8k", "MT-Bench": "mt_bench"}
+    (*labels, _, _, _), *lines_of_paper = paper
+    rows = [row for row in _arms(folder) if _is_model(row)]
+    arms = sorted({
+        (name, row.verifier or "") for row in rows
+        if (name := _tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-"))
+    })
+    theirs = (f"{name}, paper" for name in paper[0][len(labels):])
+    ours = (f"{tree}, {verifier}, {OURS}" for tree, verifier in arms)
+    lines: list[Cells] = [(*labels, *theirs, *ours)]
+    used: list[ResultRow | None] = []
+    for cells in lines_of_paper:
+        wanted = keys[cells[0]], float(cells[1])
         picked = [
-            _one(row for row in rows if fits(row) and row.benchmark == order[title])
-            for title in head[1:]
+            _fastest(
+                row for row in rows
+                if (row.benchmark, row.temperature) == wanted
+                and (_tree_name(row), row.verifier) == arm
+            )
+            for arm in arms
         ]
-        used += [row for row in picked if row]
-        lines.append((f"{name}, {OURS}", *(_speed_and_tau(row)[0] for row in picked)))
-    require_rows(used, "T = 0", folder)
-    return made("Snakes and Ladders, Table 5: tokens/s with n-grams", lines, used)
-
-
-def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
-    """Return a builder in the layout of DySpec's Tables 1 and 2, for the data sets that we have."""
-
-    def build(folder: Path) -> Made:
-        keys = {"GSM8k": "gsm8k", "MT-Bench": "mt_bench"}
-        rows = [row for row in _arms(folder) if _is_model(row) and row.tree]
-        grown = ("beam-", "dyspec-", "expand-")
-        arms = sorted({
-            (row.tree.name, row.verifier or "") for row in rows
-            if row.tree and row.tree.name.startswith(grown)
-        })
-        used: list[ResultRow] = []
-        lines: list[Cells] = [
-            ("Dataset", "Temp", "DySpec, paper", "Sequoia, paper", "SpecInfer, paper",
-             *(f"{tree}, {verifier}, {OURS}" for tree, verifier in arms))
-        ]
-        for data, temperature, *cells in paper:
-            mine = []
-            for tree, verifier in arms:
-                row = _one(
-                    row for row in rows
-                    if row.tree and row.tree.name == tree and row.benchmark == keys[data]
-                    and row.verifier == verifier and row.temperature == float(temperature)
-                )
-                used += [row] if row else []
-                mine.append(
-                    f"{figure(row.speedup)}× ({figure(row.acceptance_length)})" if row else MISSING
-                )
-            lines.append((data, temperature, *cells, *mine))
-        require_rows(used, "trees that grow", folder)
-        return made(title, lines, used, 2)
-
-    return build
-
-
-def bench_rows(folder: Path, **wanted: Any) -> list[dict[str, Any]]:
-    """Read the benchmark rows that have these values."""
-    rows = read_rows(folder) if folder.is_dir() else []
-    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+        used += picked
+        lines.append((*cells, *(
+            f"{figure(row.speedup)}× ({figure(row.acceptance_length)})" if row else MISSING
+            for row in picked
+        )))
+    return lines, used
 
 
 def _results(folder: Path) -> list[ResultRow]:
@@ -355,16 +315,21 @@ def _arms(folder: Path) -> list[ResultRow]:
     return [row for row in _results(folder) if not row.method.endswith(f": {_tree_name(row)}")]
 
 
-def _at(
-    folder: Path, benchmark: str, temperature: float, verifier: str | None = None
-) -> list[ResultRow]:
-    """Read a comparison's rows of a model drafter, by benchmark, temperature and any given
-    verifier."""
+def _of_models(folder: Path, benchmark: str, temperature: float) -> list[ResultRow]:
+    """Read a comparison's rows of a model drafter, by benchmark and temperature."""
+    wanted = benchmark, temperature
     return [
         row for row in _arms(folder)
-        if (row.benchmark, row.temperature) == (benchmark, temperature)
-        and _is_model(row) and verifier in (None, row.verifier)
+        if (row.benchmark, row.temperature) == wanted and _is_model(row)
     ]
+
+
+def _by_tree(
+    folder: Path, benchmark: str, temperature: float, verifier: str | None = None
+) -> dict[str | None, ResultRow]:
+    """Read a model drafter's rows by tree, of any verifier if none is given."""
+    rows = _of_models(folder, benchmark, temperature)
+    return {_tree_name(row): row for row in rows if verifier in (None, row.verifier)}
 
 
 def _tree_name(row: ResultRow) -> str | None:
@@ -380,12 +345,7 @@ def _is_model(
     return alone and row.backtracking != "joint"
 
 
-def _is_png(row: ResultRow) -> bool:
-    return (row.checkpoint or "").startswith("ngram") and _tree_name(row) == "png-6-2"
-
-
-def _one(rows: Iterable[ResultRow]) -> ResultRow | None:
-    """Return the fastest row; None without any."""
+def _fastest(rows: Iterable[ResultRow]) -> ResultRow | None:
     return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
 
 
@@ -396,12 +356,8 @@ def _speed_and_tau(row: ResultRow | None) -> tuple[str, str]:
     return figure(row.tokens_per_second, form=".1f") + over, figure(row.acceptance_length)
 
 
-def require_rows(found: Sequence[Any] | Any, what: str, folder: Path) -> None:
-    if not found:
-        raise NotFound(
-            f"{folder} has no rows of {what}: run the command that --list names, or give its "
-            f"folder as --rows (*.jsonl of a benchmark, {RESULTS_NAME} of an evaluation)"
-        )
+def _speeds_and_taus(found: Mapping[Any, ResultRow], keys: Iterable[Hashable]) -> list[str]:
+    return [cell for key in keys for cell in _speed_and_tau(found.get(key))]
 
 
 def _environment(row: Any) -> str:

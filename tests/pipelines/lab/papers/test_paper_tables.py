@@ -18,7 +18,6 @@ from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.evaluation.sources import SOURCES
 from stree_pipelines.lab import paper_tables
 from stree_pipelines.lab.bench_report import read_rows
-from stree_pipelines.lab.papers import numbers as paper_numbers
 from stree_pipelines.lab.papers import order_bench as orders
 from stree_pipelines.lab.papers.registry import ENTRIES
 
@@ -267,14 +266,14 @@ def test_serving_in_the_paper_s_layout(tmp_path, capsys):
 
 
 def test_the_shipped_trees_have_the_papers_numbers():
-    _, widths, depths, counts, *_ = paper_numbers.STREE_4
+    _, widths, depths, counts, *_ = ENTRIES["stree-table-4"].paper
     trees = [TokenTree.paper()]
     trees += [TokenTree.load(REPOSITORY / f"configs/trees/stree-{name}.yaml") for name in "bcde"]
     shapes = [(max(map(len, tree.levels)), tree.max_depth, tree.num_nodes) for tree in trees]
     assert shapes == [
         tuple(map(int, row)) for row in zip(widths[1:], depths[1:], counts[1:], strict=True)
     ]
-    for title in paper_numbers.DRAFTERS_6[0][1:]:
+    for title in ENTRIES["drafters-table-6"].paper[0][1:]:
         branching = [int(count) for count in title.strip("()").split(",")]
         name = f"drafters-{'-'.join(map(str, branching))}"
         tree = TokenTree.load(REPOSITORY / f"configs/trees/{name}.yaml")
@@ -283,7 +282,7 @@ def test_the_shipped_trees_have_the_papers_numbers():
 
 def test_what_cannot_be_made_says_why(tmp_path, capsys):
     for name, entry in ENTRIES.items():
-        if entry.build is None:
+        if not entry.is_made:
             with pytest.raises(NotFound, match="cannot be made: ") as refused:
                 paper_tables.main([name])
             assert entry.note in str(refused.value) and "\n" not in str(refused.value)
