@@ -37,7 +37,7 @@ from stree.generation import DecodingStats, GenerationConfig
 from stree.model_words import described, placed
 from stree.prompts import chat_ids, text_ids
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
-from stree.verifiers import NAMES as VERIFIERS
+from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"

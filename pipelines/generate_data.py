@@ -32,8 +32,7 @@ from stree.drafters.ngram import NGram
 from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of, largest_of, trees_of
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.trees.token_tree import TokenTree
-from stree.verifiers import NAMES as VERIFIERS
-from stree.verifiers import named, require_tree
+from stree.verifiers import VERIFIERS, named, require_tree
 from stree_pipelines.console.command_line import CommandParser, input_path
 from stree_pipelines.console.input_checks import drafter as drafter_there
 from stree_pipelines.console.input_checks import folder, require_there, source, template

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from stree.batching.sequences import Request, samples_of
 from stree.common import threads
 from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
-from stree.common.renamed import Renamed
 from stree.common.words import ends_of
 from stree.drafters import Drafter, DrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput
@@ -31,7 +30,7 @@ from stree.verifiers import Verifier
 from stree_kernels import ops
 
 
-class Decoder(Renamed):
+class Decoder:
     """Decoder of one sequence: a target, optionally a drafter and a tree, and their caches.
 
     Several threads may call it: each answer waits for the end of the one before.
@@ -64,8 +63,6 @@ class Decoder(Renamed):
         4
     """
 
-    RENAMED: ClassVar[dict[str, str]] = {"measure_costs": "measure_step_times"}
-
     def __init__(
         self,
         target: Any,
@@ -97,60 +94,31 @@ class Decoder(Renamed):
 
     @overload
     def generate(
-        self,
-        inputs: Sequence[int],
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        streamer: Any = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, inputs: Sequence[int], generation_config: Any = None, *,
+        num_return_sequences: None = None, **options: Any,
     ) -> GenerationOutput: ...
 
     @overload
     def generate(
-        self,
-        inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        streamer: Any = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
+        generation_config: Any = None, *, num_return_sequences: None = None, **options: Any,
     ) -> list[GenerationOutput]: ...
 
     @overload
     def generate(
-        self,
-        inputs: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        streamer: Any = None,
-        num_return_sequences: int,
-        **options: Any,
+        self, inputs: Any = None, generation_config: Any = None, *,
+        num_return_sequences: int, **options: Any,
     ) -> list[GenerationOutput]: ...
 
     @overload
     def generate(
-        self,
-        inputs: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        streamer: Any = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, inputs: Any = None, generation_config: Any = None, *,
+        num_return_sequences: None = None, **options: Any,
     ) -> GenerationOutput | list[GenerationOutput]: ...
 
     def generate(
-        self,
-        inputs: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
-        streamer: Any = None,
-        **options: Any,
+        self, inputs: Any = None, generation_config: Any = None, *,
+        attention_mask: Any = None, streamer: Any = None, **options: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
         """Generate after a prompt, or after several, one after the other.
 
@@ -176,51 +144,31 @@ class Decoder(Renamed):
             OutOfMemory: When the caches do not fit.
         """
 
-        def read() -> Asked:
-            return asked_for(inputs, generation_config, attention_mask, options, self.tokenizer)
-
-        return self._serve(read, streamer)
+        return self._serve(
+            streamer, asked_for, inputs, generation_config, attention_mask, options
+        )
 
     @overload
     def complete(
-        self,
-        text: str,
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, text: str, generation_config: Any = None, *,
+        num_return_sequences: None = None, **options: Any,
     ) -> GenerationOutput: ...
 
     @overload
     def complete(
-        self,
-        text: Sequence[str],
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, text: Sequence[str], generation_config: Any = None, *,
+        num_return_sequences: None = None, **options: Any,
     ) -> list[GenerationOutput]: ...
 
     @overload
     def complete(
-        self,
-        text: str | Sequence[str],
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        num_return_sequences: int,
-        **options: Any,
+        self, text: str | Sequence[str], generation_config: Any = None, *,
+        num_return_sequences: int, **options: Any,
     ) -> list[GenerationOutput]: ...
 
     def complete(
-        self,
-        text: str | Sequence[str],
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        **options: Any,
+        self, text: str | Sequence[str], generation_config: Any = None, *,
+        streamer: Any = None, **options: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
         """Continue a text, or each text of a list, as `generate` continues tokens.
 
@@ -229,65 +177,32 @@ class Decoder(Renamed):
         """
         several = isinstance(text, list | tuple)
         return self._serve(
-            partial(self._read, text_ids, text, several, generation_config, options), streamer
+            streamer, asked_of_texts, text_ids, text, several, generation_config, options
         )
 
     @overload
     def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, messages: str | Sequence[Mapping[str, Any]], generation_config: Any = None, *,
+        num_return_sequences: None = None, **options: Any,
     ) -> GenerationOutput: ...
 
     @overload
     def chat(
-        self,
-        messages: Sequence[str | Sequence[Mapping[str, Any]]],
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        num_return_sequences: None = None,
-        **options: Any,
+        self, messages: Sequence[str | Sequence[Mapping[str, Any]]], generation_config: Any = None,
+        *, num_return_sequences: None = None, **options: Any,
     ) -> list[GenerationOutput]: ...
 
     @overload
     def chat(
-        self,
-        messages: Any,
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        num_return_sequences: int,
-        **options: Any,
+        self, messages: Any, generation_config: Any = None, *,
+        num_return_sequences: int, **options: Any,
     ) -> list[GenerationOutput]: ...
 
     def chat(
-        self,
-        messages: str | Sequence[Any],
-        generation_config: Any = None,
-        *,
-        streamer: Any = None,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, messages: str | Sequence[Any], generation_config: Any = None, *,
+        streamer: Any = None, tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None, enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> GenerationOutput | list[GenerationOutput]:
         """Answer a conversation in the form of the tokenizer's chat template, or several.
 
@@ -312,27 +227,17 @@ class Decoder(Renamed):
         encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
         several = is_several_chats(messages)
         return self._serve(
-            partial(self._read, encode, messages, several, generation_config, options), streamer
+            streamer, asked_of_texts, encode, messages, several, generation_config, options
         )
 
-    def _read(
-        self,
-        encode: Callable[[Any, Any], list[int]],
-        given: Any,
-        several: bool,
-        generation_config: Any,
-        options: dict[str, Any],
-    ) -> Asked:
-        """Return what is asked for texts or chats, which the tokenizer encodes first."""
-        return asked_of_texts(encode, given, several, generation_config, options, self.tokenizer)
-
     def _serve(
-        self, read: Callable[[], Asked], streamer: Any
+        self, streamer: Any, read: Callable[..., Asked], *given: Any
     ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer the requests that `read(*given, tokenizer)` finds in a call's arguments."""
         with ExitStack() as stack:
             if streamer is not None:
                 stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
-            asked, several = read()
+            asked, several = read(*given, self.tokenizer)
             requests = [
                 sample
                 for prompt, config in asked
@@ -404,88 +309,3 @@ class Decoder(Renamed):
         """Return the number of a prompt's tokens that would not be read again now."""
         return self.batch.num_reusable(prompt)
 
-
-@overload
-def generate(
-    target: Any,
-    inputs: Sequence[int],
-    generation_config: Any = None,
-    *,
-    drafter: HybridModel | DrafterSpec | Drafter | None = None,
-    tree: TokenTree | None = None,
-    tokenizer: Any = None,
-    streamer: Any = None,
-    num_return_sequences: None = None,
-    **options: Any,
-) -> GenerationOutput: ...
-
-
-@overload
-def generate(
-    target: Any,
-    inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
-    generation_config: Any = None,
-    *,
-    drafter: HybridModel | DrafterSpec | Drafter | None = None,
-    tree: TokenTree | None = None,
-    tokenizer: Any = None,
-    streamer: Any = None,
-    num_return_sequences: None = None,
-    **options: Any,
-) -> list[GenerationOutput]: ...
-
-
-@overload
-def generate(
-    target: Any,
-    inputs: Any,
-    generation_config: Any = None,
-    *,
-    drafter: HybridModel | DrafterSpec | Drafter | None = None,
-    tree: TokenTree | None = None,
-    tokenizer: Any = None,
-    streamer: Any = None,
-    num_return_sequences: int,
-    **options: Any,
-) -> list[GenerationOutput]: ...
-
-
-@overload
-def generate(
-    target: Any,
-    inputs: Any,
-    generation_config: Any = None,
-    *,
-    drafter: HybridModel | DrafterSpec | Drafter | None = None,
-    tree: TokenTree | None = None,
-    tokenizer: Any = None,
-    streamer: Any = None,
-    num_return_sequences: None = None,
-    **options: Any,
-) -> GenerationOutput | list[GenerationOutput]: ...
-
-
-def generate(
-    target: Any,
-    inputs: Any,
-    generation_config: Any = None,
-    *,
-    drafter: HybridModel | DrafterSpec | Drafter | None = None,
-    tree: TokenTree | None = None,
-    tokenizer: Any = None,
-    streamer: Any = None,
-    **options: Any,
-) -> GenerationOutput | list[GenerationOutput]:
-    """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
-    with ExitStack() as stack:
-        if streamer is not None:
-            stack.callback(end_of(streamer))
-        mask = options.pop("attention_mask", None)
-        asked, several = asked_for(inputs, generation_config, mask, options, tokenizer)
-        depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
-        longest = max(len(prompt) + config.max_new_tokens for prompt, config in asked)
-        decoder = Decoder(
-            target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer
-        )
-        stack.pop_all()  # from here on the decoder ends it
-    return decoder._serve(lambda: (asked, several), streamer)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from stree.tree_policy.names import TREE_POLICIES
-from stree.verifiers import NAMES as VERIFIERS
+from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import CommandParser, PlainParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS, EvaluationSettings

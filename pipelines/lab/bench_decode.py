@@ -39,7 +39,7 @@ import torch
 from stree.common.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree.models.model import HybridModel
 from stree.trees.token_tree import FORMS, as_tree
-from stree.verifiers import NAMES
+from stree.verifiers import VERIFIERS
 from stree_kernels import ops
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.lab.benches import calls
@@ -92,7 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
     add(
         "--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows, joint and serve"
     )
-    add("--verifiers", type=list[str], default=["coupled"], help=f"for graphs: {', '.join(NAMES)}")
+    known_verifiers = ", ".join(VERIFIERS)
+    add("--verifiers", type=list[str], default=["coupled"], help=f"for graphs: {known_verifiers}")
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
@@ -115,12 +116,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = device_of(options.device)
     shapes = options.shape.split(",")
-    for names, known in ((shapes, SHAPES), (options.what, WHAT), (options.verifiers, NAMES)):
+    for names, known in ((shapes, SHAPES), (options.what, WHAT), (options.verifiers, VERIFIERS)):
         for name in names:
             if name not in known:
                 raise UsageError(f"{name!r} is not one of {', '.join(known)}")
     if not options.verifiers:
-        raise UsageError(f"--verifiers: wanted some of {', '.join(NAMES)}, got none")
+        raise UsageError(f"--verifiers: wanted some of {', '.join(VERIFIERS)}, got none")
     without = [each for each in shapes if not target_config(each).attn_layers]
     if without and options.what == ["orders"]:
         raise UsageError(f"orders time attention, which {', '.join(without)} has none of")

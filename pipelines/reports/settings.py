@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from stree.common.errors import UsageError
 from stree.common.words import counted
-from stree.verifiers import NAMES as VERIFIERS
+from stree.verifiers import VERIFIERS
 from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import OFF, sampling_of, told_sampling

@@ -1,4 +1,4 @@
-"""Verifiers, a file each, and the protocol by which a step lets them accept or reject drafts.
+"""Verifiers by name, and the protocol by which a step lets them accept or reject drafts.
 
 Every one of them keeps the target's distribution exactly. `named` returns them by name.
 """
@@ -14,8 +14,8 @@ from stree.common.errors import UsageError
 from stree.drafters import Drafter, Proposal, SiblingSampling
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree.trees.tree_batch import TreeBatch
-
-NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
+from stree.verifiers.coupled import Coupled
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
 
 class Verifier(Protocol):
@@ -38,13 +38,8 @@ class Verifier(Protocol):
     by_slots: bool
 
     def accept(
-        self,
-        logits: Tensor,
-        proposal: Proposal,
-        tree_batch: TreeBatch,
-        rows: BatchState,
-        cache: Any,
-        report: Tensor,
+        self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState,
+        cache: Any, report: Tensor,
     ) -> None:
         """Accept a path of each tree, and write it to cache, rows and report.
 
@@ -58,26 +53,26 @@ class Verifier(Protocol):
         """
 
 
+VERIFIERS: dict[str, type[Verifier]] = {
+    "coupled": Coupled, "naive": Naive, "multi_step": MultiStep, "block": Block,
+    "traversal": Traversal,
+}
+
+
 def named(verifier: str | Verifier) -> Verifier:
-    """Return a verifier as it is, or that of a name of `NAMES`.
+    """Return a verifier as it is, or that of a name of `VERIFIERS`.
 
     Raises `UsageError` for another name.
     """
-    from stree.verifiers.block import Block
-    from stree.verifiers.coupled import Coupled
-    from stree.verifiers.multi_step import MultiStep
-    from stree.verifiers.naive import Naive
-    from stree.verifiers.traversal import Traversal
-
     if not isinstance(verifier, str) and callable(getattr(verifier, "accept", None)):
         return verifier
-    if verifier not in NAMES:
+    if not isinstance(verifier, str) or verifier not in VERIFIERS:
         greedy = "; at T = 0 each of them is greedy, and coupled is the default"
         raise UsageError(
-            f"verifier is {verifier!r}, wanted one of {', '.join(NAMES)}"
+            f"verifier is {verifier!r}, wanted one of {', '.join(VERIFIERS)}"
             + (greedy if verifier == "greedy" else "")
         )
-    return dict(zip(NAMES, (Coupled, Naive, MultiStep, Block, Traversal), strict=True))[verifier]()
+    return VERIFIERS[verifier]()
 
 
 def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:

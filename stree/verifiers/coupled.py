@@ -33,13 +33,8 @@ class Coupled:
     by_slots = True
 
     def accept(
-        self,
-        logits: Tensor,
-        proposal: Proposal,
-        tree_batch: TreeBatch,
-        rows: BatchState,
-        cache: Any,
-        report: Tensor,
+        self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState,
+        cache: Any, report: Tensor,
     ) -> None:
         logits = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.penalised))
         best, highest = self.choose(logits, proposal, tree_batch, rows)

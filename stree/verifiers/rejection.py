@@ -1,4 +1,4 @@
-"""Rejection sampling: base of the verifiers that judge drafts by their probabilities."""
+"""Rejection sampling: verifiers that judge drafts by their probabilities, a class for each rule."""
 
 from __future__ import annotations
 
@@ -32,13 +32,8 @@ class RejectionSampling:
         self.choose = choose
 
     def accept(
-        self,
-        logits: Tensor,
-        proposal: Proposal,
-        tree_batch: TreeBatch,
-        rows: BatchState,
-        cache: Any,
-        report: Tensor,
+        self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState,
+        cache: Any, report: Tensor,
     ) -> None:
         sampling = rows.sampling
         if sampling is None:  # all rules follow the best tokens
@@ -47,11 +42,54 @@ class RejectionSampling:
             proposal.tokens, tree_batch.parents, tree_batch.children.contiguous(),
             tree_batch.judged, proposal.logits,
             None if proposal.logits is None else tree_batch.drawn_by, proposal.points,
-            proposal.finite,
-            proposal.independent,
+            proposal.finite, proposal.independent,
         )
         logits = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.penalised))
         ops.accept_drafts(
             self.rule, logits, drafts, sampling, rows.active,
             cache.path, cache.path_length, rows.block, rows.root, report, self.choose,
         )
+
+
+class Naive(RejectionSampling):
+    """Verifier that samples the target, and goes on if a child is that token.
+
+    It is the simplest exact rule, and nearly always accepts least: only where a late sibling alone
+    has children may `multi_step` accept less. It judges drafts of any origin.
+    """
+
+    rule = "naive"
+    reads_logits = False
+    any_dynamic_tree = True
+
+
+class MultiStep(RejectionSampling):
+    """Verifier that judges siblings in turn, by the distribution that rejected ones have left.
+
+    For independent siblings it is SpecInfer's Algorithm 2, for siblings without replacement that of
+    Jeon et al. 2024. On a chain it is token-level speculative sampling, which accepts as often as
+    any rule that judges a draft before it looks at the next; on trees `coupled` accepts more.
+    """
+
+    rule = "multi_step"
+
+
+class Traversal(RejectionSampling):
+    """Verifier that tries nodes in post-order, and accepts the path to the first that passes.
+
+    Traversal verification (Weng et al. 2025) judges trees from their leaves up: a draft that every
+    top-down rule would reject may still be accepted together with the drafts below it. Of all rules
+    except `coupled` it accepts most. Because a draft is judged with all drafts below it, siblings
+    of different nodes, and of different steps, must be drawn independently (`Drafter.draft`).
+    """
+
+    rule = "traversal"
+
+
+class Block(Traversal):
+    """Traversal verification of chains, which is block verification (Sun et al. 2024).
+
+    It accepts more than token-level sampling, whose first rejection ends the block.
+    """
+
+    chains_only = True

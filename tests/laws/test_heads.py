@@ -34,10 +34,7 @@ from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import BeamTree
-from stree.verifiers.block import Block
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
-from stree.verifiers.traversal import Traversal
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 from stree_kernels import ops
 
 IDS = [0, 3, 4, 7, 11, 12, 13, 20, 21, 22, 23, 30, 31, 33, 40, 41, 42, 50, 55, 60]

@@ -24,11 +24,12 @@ from toys import (
     tiny_model,
 )
 
-import stree.verifiers.coupled
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.runners import GraphRunner
 from stree.drafters import Proposal
 from stree.trees.token_tree import balanced
+from stree.verifiers import VERIFIERS
+from stree.verifiers.coupled import Coupled
 from stree_kernels import naive, ops
 from stree_pipelines.lab.papers.node_order import heavy_path
 
@@ -170,7 +171,7 @@ def test_trees_of_more_than_256_nodes_change_nothing(tree):
 # Mistakes that are planted; each must change some tokens, or never accept.
 
 
-class ByNode(stree.verifiers.coupled.Coupled):
+class ByNode(Coupled):
     """The target's noise is of the node's place in the tree, not of its position."""
 
     def choose(self, logits, proposal, tree_batch, rows):
@@ -178,7 +179,7 @@ class ByNode(stree.verifiers.coupled.Coupled):
         return ops.choose_best(logits, places.contiguous(), rows.sampling)
 
 
-class OneBehind(stree.verifiers.coupled.Coupled):
+class OneBehind(Coupled):
     """What is chosen after a node is what belongs after its parent."""
 
     def choose(self, logits, proposal, tree_batch, rows):
@@ -186,7 +187,7 @@ class OneBehind(stree.verifiers.coupled.Coupled):
         return best.gather(1, tree_batch.parents.clamp(min=0)), highest
 
 
-class Unfiltered(stree.verifiers.coupled.Coupled):
+class Unfiltered(Coupled):
     """Forgets top-k and top-p in trees."""
 
     def accept(self, logits, proposal, tree_batch, rows, cache, report):
@@ -195,7 +196,7 @@ class Unfiltered(stree.verifiers.coupled.Coupled):
         super().accept(logits, proposal, tree_batch, rows, cache, report)
 
 
-class AlwaysFirst(stree.verifiers.coupled.Coupled):
+class AlwaysFirst(Coupled):
     """Accepts the first child whatever the target chooses."""
 
     def choose(self, logits, proposal, tree_batch, rows):
@@ -229,7 +230,7 @@ def test_drafts_change_nothing_of_what_graphs_sample(captured_on_cpu, monkeypatc
 
 @pytest.mark.parametrize("mistake", [ByNode, OneBehind, Unfiltered, AlwaysFirst])
 def test_planted_mistake_of_the_verifier_is_caught_in_graphs(mistake, captured_on_cpu, monkeypatch):
-    monkeypatch.setattr(stree.verifiers.coupled, "Coupled", mistake)
+    monkeypatch.setitem(VERIFIERS, "coupled", mistake)
     assert parts_by_graphs(monkeypatch)
 
 
@@ -246,7 +247,7 @@ class Stale(TableTarget):
 
 @pytest.mark.parametrize("mistake", [ByNode, OneBehind, Unfiltered, AlwaysFirst])
 def test_planted_mistake_of_the_verifier_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(stree.verifiers.coupled, "Coupled", mistake)
+    monkeypatch.setitem(VERIFIERS, "coupled", mistake)
     assert any(differences())
 
 

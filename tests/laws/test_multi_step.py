@@ -24,8 +24,7 @@ from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_dist
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.drafters import Proposal, SiblingSampling
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.traversal import Traversal
+from stree.verifiers.rejection import MultiStep, Traversal
 from stree_kernels import ops
 from stree_kernels.naive.sampling import verification
 

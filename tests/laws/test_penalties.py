@@ -18,10 +18,7 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
 from stree.drafters.ngram import NGram
 from stree.trees.tree_batch import TreeBatch
-from stree.verifiers.block import Block
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
-from stree.verifiers.traversal import Traversal
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
 TREES = [
     TokenTree.chain(3), TokenTree.paper(), TokenTree.load("beam-3-3-9"),

@@ -23,10 +23,7 @@ from stree.drafters.ngram import NGram
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
 from stree.trees.tree_batch import FAR, Level
-from stree.verifiers.block import Block
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
-from stree.verifiers.traversal import Traversal
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 from stree_kernels import ops
 
 INDEPENDENT, POINT = SiblingSampling.INDEPENDENT, SiblingSampling.DETERMINISTIC

@@ -25,10 +25,7 @@ from stree.trees import dynamic as grown_trees
 from stree.trees.build import make_tree_batch
 from stree.trees.dynamic import SlotTreeBatch
 from stree.trees.token_tree import SlotTree, balanced
-from stree.verifiers.block import Block
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
-from stree.verifiers.traversal import Traversal
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 from stree_kernels import ops
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from lanes import quick_first
 from toys import TableDrafter, TableTarget, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters import Proposal, SiblingSampling
@@ -284,10 +284,8 @@ def test_streamer_gets_prompt_and_blocks():
             self.ended = True
 
     target, streamer = counting_target(), Streamer()
-    generate(
-        target, [0, 1], GenerationConfig(max_new_tokens=6),
-        drafter=TableDrafter(target.table), tree=TokenTree.chain(2), streamer=streamer,
-    )
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(2), max_length=16)
+    decoder.generate([0, 1], GenerationConfig(max_new_tokens=6), streamer=streamer)
     assert streamer.values == [[0, 1], [2], [3, 4, 5], [6, 7]] and streamer.ended
 
 
@@ -312,10 +310,9 @@ def test_whoever_reads_a_streamer_is_told_of_the_end_after_an_error_too():
 
     fails(Decoder(target, max_length=99).generate, "hello", generation)
     fails(Decoder(target, max_length=9).generate, [1, 2], generation)
-    fails(generate, target, [], generation)
-    fails(generate, target, [1, 2], generation, tree=TokenTree.paper())  # no drafter
+    fails(Decoder(target, max_length=99).generate, [], generation)
     target.model.norm.weight.data[0] = torch.nan
-    fails(generate, target, [1, 2], generation)
+    fails(Decoder(target, max_length=99).generate, [1, 2], generation)
     streamer = Ended()
     Decoder(tiny_model(1), max_length=99).generate([1, 2], generation, streamer=streamer)
     assert streamer.times == 1
@@ -402,7 +399,8 @@ def test_a_slow_streamer_is_not_decoding_time():
 def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
     decoder = Decoder(target, drafter, TokenTree.chain(0), max_length=99)
+    alone = Decoder(target, max_length=99)
     got = decoder.generate(torch.tensor([[1, 2, 3]]), GenerationConfig(8))
     for prompt in ([1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]])):
-        assert got.tokens == generate(target, prompt, GenerationConfig(8)).tokens
+        assert got.tokens == alone.generate(prompt, GenerationConfig(8)).tokens
     assert got.stats.accepted_per_call == [0] * 7

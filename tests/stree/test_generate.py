@@ -11,7 +11,7 @@ import torch
 import transformers
 from toys import right_now_and_then, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, load
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
@@ -89,8 +89,6 @@ def test_several_prompts_give_a_list_whoever_decodes_them(decoder, prompts, mask
     for way in (decoder.generate, rows.generate):
         outputs = way(prompts, EIGHT, attention_mask=mask)
         assert [each.tokens for each in outputs] == wanted
-    (first, second) = generate(decoder.target, prompts, EIGHT, attention_mask=mask)
-    assert [first.tokens, second.tokens] == wanted
 
 
 def test_a_tokenizer_s_batch_is_answered_as_its_texts_alone(shipped, tokenizer):

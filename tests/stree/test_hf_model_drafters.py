@@ -19,7 +19,7 @@ from stree.hf_model import generate
 from stree.models.model import HybridModel
 from stree.models.slicing import slice_drafter
 from stree.tree_policy.adaptive import deepest_of
-from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.rejection import MultiStep
 
 
 @pytest.fixture(scope="module")

@@ -145,15 +145,6 @@ def test_what_no_decoder_could_use_is_one_line_before_anything_is_read(options, 
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_papers_word_for_a_tree_is_answered_and_others_are_python_s_error(workspace):
-    with pytest.raises(UsageError, match=r"growth is called tree: load\(…, tree='paper'\)"):
-        stree.load(workspace / "target", growth="paper")
-    with pytest.raises(UsageError, match=r"tree: from_transformers\(…, tree='chain-2'\)"):
-        stree.from_transformers(None, growth="chain-2")
-    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'shape'"):
-        stree.load(workspace / "target", shape="paper")
-
-
 def test_a_tree_may_be_a_path(workspace, drafter, tmp_path):
     (tmp_path / "tree.yaml").write_text("parents: [-1, 0, 0]")
     decoder = load_quietly(workspace / "target", drafter, tree=tmp_path / "tree.yaml")

@@ -20,8 +20,7 @@ from stree.drafters.names import DrafterName
 from stree.speculation_profile import PROFILE_NAME, Recommendation, SpeculationProfile, Tree
 from stree.trees.token_tree import TokenTree
 from stree.verifiers.coupled import Coupled
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
+from stree.verifiers.rejection import MultiStep, Naive
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from toys import tiny_model
 
-from stree import Decoder, GenerationConfig, TokenTree, generate
+from stree import Decoder, GenerationConfig, TokenTree
 from stree.common.errors import OutOfMemory, UsageError
 from stree.models.config import HybridConfig
 from stree.trees.token_tree import balanced
@@ -68,12 +68,11 @@ def test_nothing_goes_beyond_the_target_s_positions():
         decoder.generate([1, 2, 3], GenerationConfig(14))
     with pytest.raises(UsageError, match=refusal):
         decoder.generate([1, 2, 3], max_length=17)
-    with pytest.raises(UsageError, match=refusal):
-        generate(target, [1, 2, 3], GenerationConfig(14))
-    drafter, last = tiny_model(2, attn_layers=()), GenerationConfig(13)
+    drafting = Decoder(target, tiny_model(2, attn_layers=()), max_length=40)
+    last = GenerationConfig(13)
     wanted = decoder.generate([1, 2, 3], last).tokens
     assert len(wanted) == 13
-    assert generate(target, [1, 2, 3], last, drafter=drafter).tokens == wanted
+    assert drafting.generate([1, 2, 3], last).tokens == wanted
     for changes in (dict(attn_layers=()), dict(rotary_dim=0)):
         unbounded = tiny_model(1, max_position_embeddings=16, **changes)
         Decoder(unbounded, max_length=40).generate([1, 2, 3], GenerationConfig(30))

@@ -20,8 +20,7 @@ from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.drafters import Proposal, SiblingSampling
 from stree.trees.build import make_tree_batch
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.rejection import RejectionSampling
+from stree.verifiers.rejection import MultiStep, RejectionSampling
 from stree_kernels import ops
 
 TREES = [

@@ -15,7 +15,7 @@ from stree.speculation_profile import (
     StepTimesRecord,
     SuggestedTree,
 )
-from stree.verifiers import NAMES as VERIFIERS
+from stree.verifiers import VERIFIERS
 from stree_pipelines.evaluation.arms import without_trials
 from stree_pipelines.evaluation.plan import METHODS, form_sha256
 from stree_pipelines.evaluation.records import ResultRow

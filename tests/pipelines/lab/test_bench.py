@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES, random_reference
 from torch import nn
 
-from stree import generate
+from stree import Decoder
 from stree.common.errors import CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.models.layers.mlp import Experts
 from stree_pipelines.lab import (
@@ -148,7 +148,7 @@ def test_decoding_on_a_cpu_beside_transformers(tmp_path):
     for layout in shape.layouts:
         theirs, ours = bench_cpu.same_weights(layout, shape)
         prompt = bench_cpu._tokens(shape)
-        tokens = generate(ours, prompt, max_new_tokens=7, ignore_eos=True).tokens
+        tokens = Decoder(ours).generate(prompt, max_new_tokens=7, ignore_eos=True).tokens
         with torch.no_grad():  # its own steps with a cache go astray from this for Mamba-2
             logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         assert tokens == logits.argmax(-1).tolist()

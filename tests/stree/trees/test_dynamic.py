@@ -30,8 +30,7 @@ from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
 from stree.trees.dynamic import DynamicTreeBatch
 from stree.trees.token_tree import BeamTree
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
+from stree.verifiers.rejection import MultiStep, Naive
 from stree_kernels import naive, ops
 
 NAMES = ["beam-1-3-4", "beam-3-1-4", "beam-2-4-7", "beam-3-4-13", "beam-4-2-12"]

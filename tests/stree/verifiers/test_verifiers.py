@@ -32,11 +32,8 @@ from toys import TableDrafter, TableTarget, Undrawn, tiny_model
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
 from stree.trees.token_tree import balanced
-from stree.verifiers import NAMES, named
-from stree.verifiers.block import Block
-from stree.verifiers.multi_step import MultiStep
-from stree.verifiers.naive import Naive
-from stree.verifiers.traversal import Traversal
+from stree.verifiers import VERIFIERS, named
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 from stree_kernels import ops
 from stree_kernels.naive.sampling import verification as rules
 
@@ -260,7 +257,7 @@ def test_a_tree_that_branches_is_refused_for_chains():
 
 
 def test_every_name_is_a_verifier():
-    assert [type(named(name)).__name__ for name in NAMES] == [
+    assert [type(named(name)).__name__ for name in VERIFIERS] == [
         "Coupled", "Naive", "MultiStep", "Block", "Traversal"
     ]
     with pytest.raises(UsageError, match="wanted one of coupled, naive"):
