@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from stree.common.errors import InvariantBroken
 
 Interval = tuple[float, float]
+Figure = Callable[[NDArray[np.int64]], NDArray[np.float64]]  # prompt indices (R, Q) to figures (R,)
 
 STEP_PARTS = ("draft", "verify", "accept", "host")  # older records have a "commit", always 0
 NUM_RESAMPLES = 2000
@@ -233,10 +234,7 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
 
 
 def bootstrap_interval(
-    statistic: Callable[[NDArray[np.int64]], NDArray[np.float64]],
-    num_prompts: int,
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
+    statistic: Figure, num_prompts: int, seed: int = 0, num_resamples: int = NUM_RESAMPLES,
     level: float = LEVEL,
 ) -> Interval | None:
     """Return a bootstrap interval over prompts, between `quantiles_of` the resampled figures.
@@ -273,37 +271,6 @@ def quantiles_of(num_prompts: int, level: float = LEVEL) -> tuple[float, float]:
     return tail, 1 - tail
 
 
-def acceptance_length_interval(prompts: Sequence[PromptCounts], seed: int = 0) -> Interval | None:
-    """Return the interval of pooled τ."""
-    tokens_Q, calls_Q = _column(prompts, "num_new_tokens"), _column(prompts, "num_calls")
-    return bootstrap_interval(
-        lambda i_RQ: tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1), len(prompts), seed
-    )
-
-
-def tokens_per_second_interval(prompts: Sequence[Timing], seed: int = 0) -> Interval | None:
-    """Return the interval of tokens_per_second."""
-    tokens_Q, seconds_Q = _column(prompts, "num_new_tokens"), _column(prompts, "decode_s")
-    return bootstrap_interval(
-        lambda i_RQ: tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1), len(prompts), seed
-    )
-
-
-def speedup_interval(
-    prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int = 0
-) -> Interval | None:
-    """Return the interval of the ratio of two speeds; element q of both is the same prompt."""
-    return _ratio_to_speed_interval("num_new_tokens", prompts, baseline, seed)
-
-
-def speedup_per_tau_interval(
-    prompts: Sequence[PromptCounts], baseline: Sequence[Timing], seed: int = 0
-) -> Interval | None:
-    """Return the interval of speedup_per_tau, paired as in `speedup_interval`."""
-    # speedup / τ = (tokens / s) / baseline / (tokens / calls): the method's own tokens cancel.
-    return _ratio_to_speed_interval("num_calls", prompts, baseline, seed)
-
-
 def summarise(
     prompts: Sequence[PromptCounts], baseline: Sequence[Timing] | None = None, seed: int = 0
 ) -> dict[str, Any]:
@@ -311,6 +278,10 @@ def summarise(
 
     Without a baseline, figures relative to it are None.
     """
+
+    def relative(figure: Callable[..., float | None]) -> float | None:
+        return None if baseline is None else figure(prompts, baseline)
+
     return {
         "acceptance_length": acceptance_length(prompts),
         "acceptance_length_prompt_mean": acceptance_length_prompt_mean(prompts),
@@ -322,46 +293,49 @@ def summarise(
         "rows_per_call": rows_per_call(prompts),
         "tokens_per_second": tokens_per_second(prompts),
         "tokens_per_second_e2e": tokens_per_second_e2e(prompts),
-        "speedup": None if baseline is None else speedup(prompts, baseline),
-        "speedup_prompt_median": None
-        if baseline is None
-        else speedup_prompt_median(prompts, baseline),
-        "speedup_per_tau": None if baseline is None else speedup_per_tau(prompts, baseline),
+        "speedup": relative(speedup),
+        "speedup_prompt_median": relative(speedup_prompt_median),
+        "speedup_per_tau": relative(speedup_per_tau),
         "time_ms": time_ms(prompts),
         "baseline_time_ms": {} if baseline is None else time_ms(baseline),
         "confidence_intervals": confidence_intervals(prompts, baseline, seed),
     }
 
 
+# Figures that have an interval, as ratios of two sums over prompts
+_RATIOS = {
+    "acceptance_length": ("num_new_tokens", "num_calls"),
+    "tokens_per_second": ("num_new_tokens", "decode_s"),
+}
+# Those that are divided by the baseline's tokens per second. In speedup_per_tau, which is
+# (tokens / s) / baseline / (tokens / calls), the method's own tokens cancel.
+_RATIOS_TO_SPEED = {
+    "speedup": ("num_new_tokens", "decode_s"), "speedup_per_tau": ("num_calls", "decode_s"),
+}
+
+
 def confidence_intervals(
-    prompts: Sequence[PromptCounts], baseline: Sequence[Timing] | None = None, seed: int = 0
+    prompts: Sequence[Timing], baseline: Sequence[Timing] | None = None, seed: int = 0
 ) -> dict[str, Interval | None]:
-    """Return the interval of each figure that has one; without a baseline of no relative one."""
-    intervals = {
-        "acceptance_length": acceptance_length_interval(prompts, seed),
-        "tokens_per_second": tokens_per_second_interval(prompts, seed),
-    }
+    """Return the interval of each figure that has one; without a baseline of no relative one.
+
+    Element q of prompts and baseline is the same prompt.
+    """
+
+    def ratios(rows: Sequence[Timing], names: tuple[str, str]) -> Figure:
+        over_Q, under_Q = (np.array([getattr(p, n) for p in rows], np.float64) for n in names)
+        return lambda i_RQ: over_Q[i_RQ].sum(1) / under_Q[i_RQ].sum(1)
+
+    figures = {name: ratios(prompts, names) for name, names in _RATIOS.items()}
     if baseline is not None:
-        intervals["speedup"] = speedup_interval(prompts, baseline, seed)
-        intervals["speedup_per_tau"] = speedup_per_tau_interval(prompts, baseline, seed)
-    return intervals
-
-
-def _ratio_to_speed_interval(
-    counted: str, prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int
-) -> Interval | None:
-    """Return the interval of `counted` per second over the baseline's tokens per second."""
-    _require_pairs(prompts, baseline)
-    counts_Q, seconds_Q = _column(prompts, counted), _column(prompts, "decode_s")
-    others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")
-    return bootstrap_interval(
-        lambda i_RQ: (
-            (counts_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1))
-            / (others_Q[i_RQ].sum(1) / their_seconds_Q[i_RQ].sum(1))
-        ),
-        len(prompts),
-        seed,
-    )
+        _require_pairs(prompts, baseline)
+        theirs = ratios(baseline, _RATIOS["tokens_per_second"])
+        for name, names in _RATIOS_TO_SPEED.items():
+            mine = ratios(prompts, names)
+            figures[name] = lambda i_RQ, mine=mine: mine(i_RQ) / theirs(i_RQ)
+    return {
+        name: bootstrap_interval(figure, len(prompts), seed) for name, figure in figures.items()
+    }
 
 
 @lru_cache
@@ -391,10 +365,6 @@ def _student_quantile(probability: float, freedom: int) -> float:
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
-
-
-def _column(prompts: Sequence[Any], name: str) -> NDArray[np.float64]:
-    return np.array([getattr(p, name) for p in prompts], dtype=np.float64)
 
 
 def _require_pairs(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> None:

@@ -46,11 +46,6 @@ NUMBER = re.compile(  # with a point (no version 0.1.0), or with a unit
     r"(?<![\w.-])[+−-]?(?:\d+\.\d+(?!\.?\d)|\d+(?= (?:to \d+ )?(?:%|µs|ms|MiB)))"
 )
 NO_FIGURE = re.compile(r"T = [\d.]+(, [\d.]+)*( and [\d.]+)?|\]\([^)]*\)")  # nor are links
-INTERVALS = {
-    "acceptance_length": lambda samples, plain: metrics.acceptance_length_interval(samples),
-    "speedup": metrics.speedup_interval,
-    "tokens_per_second": lambda samples, plain: metrics.tokens_per_second_interval(samples),
-}
 TIMES = {
     "step_ms": lambda samples, plain: 1000 * (
         sum(each.decode_s for each in samples) / sum(each.num_calls for each in samples)
@@ -129,8 +124,8 @@ def from_rows(folder, chosen, name):
     plain = [sample.baseline for sample in samples]
     if name in TIMES:
         return TIMES[name](samples, plain), None
-    value = metrics.summarise(samples, plain)[name]
-    return value, INTERVALS[name](samples, plain) if name in INTERVALS else None
+    summary = metrics.summarise(samples, plain)
+    return summary[name], summary["confidence_intervals"].get(name)
 
 
 def from_bench(file, chosen, name):

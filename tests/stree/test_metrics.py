@@ -33,6 +33,10 @@ LONG = Counts(9, 3, [2, 0, 4], num_nodes=15, decode_s=0.3, prefill_s=0.1)
 SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1)
 
 
+def tau_interval(prompts, seed=0):
+    return metrics.confidence_intervals(prompts, seed=seed)["acceptance_length"]
+
+
 def test_acceptance_length_pools_calls_and_the_mean_weighs_prompts_alike():
     assert metrics.acceptance_length([LONG, SHORT]) == 13 / 4
     assert metrics.acceptance_length_prompt_mean([LONG, SHORT]) == (3 + 4) / 2
@@ -155,8 +159,8 @@ def test_first_difference(mine, theirs, position):
 
 
 def test_interval_of_identical_prompts_has_no_width_and_of_one_prompt_is_unknown():
-    assert metrics.acceptance_length_interval([LONG] * 5) == (3.0, 3.0)
-    assert metrics.acceptance_length_interval([LONG]) is None
+    assert tau_interval([LONG] * 5) == (3.0, 3.0)
+    assert tau_interval([LONG]) is None
 
 
 def test_an_interval_is_what_lies_between_the_quantiles():
@@ -174,17 +178,12 @@ def test_intervals_weigh_prompts_by_their_calls_as_the_figures_do():
     short = Counts(1, 1, [0], decode_s=0.1)
     plain = [Counts(300, 300, [], decode_s=30.0), Counts(1, 1, [], decode_s=0.025)]
     prompts, baseline = [long, short] * 20, plain * 20
-    for figure, interval in (
-        (metrics.acceptance_length(prompts), metrics.acceptance_length_interval(prompts)),
-        (metrics.tokens_per_second(prompts), metrics.tokens_per_second_interval(prompts)),
-        (metrics.speedup(prompts, baseline), metrics.speedup_interval(prompts, baseline)),
-        (
-            metrics.speedup_per_tau(prompts, baseline),
-            metrics.speedup_per_tau_interval(prompts, baseline),
-        ),
-    ):
-        low, high = interval
-        assert 0.98 * figure < low < figure < high < 1.02 * figure
+    summary = metrics.summarise(prompts, baseline)
+    assert summary["confidence_intervals"].keys() == {
+        "acceptance_length", "tokens_per_second", "speedup", "speedup_per_tau"
+    }
+    for name, (low, high) in summary["confidence_intervals"].items():
+        assert 0.98 * summary[name] < low < summary[name] < high < 1.02 * summary[name]
 
 
 def test_interval_covers_the_truth_about_as_often_as_it_says():
@@ -196,7 +195,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     for seed in range(300):
         kept = rng.integers(0, 2, size=60)
         prompts = [Counts(1 + int(k), 1, [int(k)]) for k in kept]
-        low, high = metrics.acceptance_length_interval(prompts, seed=seed)
+        low, high = tau_interval(prompts, seed=seed)
         missed += not low <= 1.5 <= high
     assert 5 <= missed <= 35
 
@@ -206,17 +205,17 @@ def test_pairing_cancels_what_prompts_share():
     unpaired, the interval would be wide; paired it is a point."""
     baseline = [Counts(100, 100, [0] * 100, decode_s=0.1 * (1 + q)) for q in range(10)]
     faster = [Counts(100, 50, [1] * 50, decode_s=b.decode_s / 1.5) for b in baseline]
-    assert metrics.speedup_interval(faster, baseline) == pytest.approx((1.5, 1.5))
-    assert metrics.speedup_per_tau_interval(faster, baseline) == pytest.approx((0.75, 0.75))
-    low, high = metrics.tokens_per_second_interval(faster)
+    intervals = metrics.confidence_intervals(faster, baseline)
+    assert intervals["speedup"] == pytest.approx((1.5, 1.5))
+    assert intervals["speedup_per_tau"] == pytest.approx((0.75, 0.75))
+    low, high = intervals["tokens_per_second"]
     assert high > 1.2 * low
 
 
 def test_intervals_are_seeded():
     prompts = [Counts(5 + q, 5, [0] * 5) for q in range(6)]
-    assert metrics.acceptance_length_interval(prompts, seed=3) == (
-        metrics.acceptance_length_interval(prompts, seed=3)
-    )
+    first, again = (metrics.confidence_intervals(prompts, seed=3) for _ in range(2))
+    assert first == again
 
 
 def test_summary_has_the_published_names():
