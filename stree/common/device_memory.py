@@ -1,7 +1,7 @@
 """Free memory and disk of this machine for a command, within the limits of its control groups.
 
-Slurm, containers and systemd limit a job's memory by control groups (cgroups, version 1 or 2); a
-process above its group's limit is killed, however much the machine has.
+Slurm, containers and systemd limit a job's memory by control groups; a process above its group's
+limit is killed, however much the machine has.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from stree.common.control_groups import control_groups, lines_of
+
 
 def free_memory_bytes(on_cuda: bool) -> int:
     """Return the free bytes of the current GPU, or of the host for this process.
@@ -21,7 +23,7 @@ def free_memory_bytes(on_cuda: bool) -> int:
     """
     if on_cuda:
         return torch.cuda.mem_get_info()[0] + _unused_bytes(torch.cuda.current_device())
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    lines = lines_of(Path("/proc/meminfo"))
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     return min([free, *granted_memory_bytes()])
 
@@ -40,31 +42,25 @@ def _unused_bytes(device: int) -> int:
     )
 
 
-def granted_memory_bytes(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[int]:
+# Of a control group's version: files with limit and use, and the statistic of unused file pages
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def granted_memory_bytes(root: Path = Path("/")) -> Iterator[int]:
     """Yield the bytes that each control group of this process leaves of its limit, if it has one.
 
     File pages that were not used lately do not count as taken: the kernel frees them.
     """
-    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, limit, taken, old = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, old = root / "memory", "total_inactive_file"
-            limit, taken = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            granted = _number(folder / limit)
-            if granted is not None:
-                used = (_number(folder / taken) or 0) - _statistic(folder / "memory.stat", old)
-                yield max(0, granted - max(0, used))
-            if folder == top:
-                break
+    for version, folder in control_groups("memory", root):
+        limit, taken, unused = _FILES[version]
+        granted, statistics = lines_of(folder / limit), lines_of(folder / "memory.stat")
+        if granted and granted[0].isdigit():  # not "max"
+            used = sum(int(each) for each in lines_of(folder / taken))
+            freed = sum(int(line.split()[1]) for line in statistics if line.split()[0] == unused)
+            yield max(0, int(granted[0]) - max(0, used - freed))
 
 
 def free_disk_bytes(path: str | os.PathLike[str]) -> int:
@@ -73,19 +69,3 @@ def free_disk_bytes(path: str | os.PathLike[str]) -> int:
     folder = next(each for each in (absolute, *absolute.parents) if each.is_dir())
     return shutil.disk_usage(folder).free
 
-
-def _number(file: Path) -> int | None:
-    """Read a number; None for "max" or no file (a container may not see its group's folder)."""
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _statistic(file: Path, name: str) -> int:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

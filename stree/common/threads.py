@@ -16,42 +16,25 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
+from stree.common.control_groups import control_groups, lines_of
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 SHARED_FROM_BYTES = 2**28  # weights that a decoding step reads, from which on threads share them
 
 
 def granted_cores(root: Path = Path("/")) -> float | None:
-    """Return the cores that the control group (v2 or v1) of this process may use.
+    """Return the cores that the control groups of this process may use; None without a quota.
 
-    Returns None without a quota. Containers and batch systems grant a share of a machine this way,
-    which OpenMP does not see. root is the folder of /proc and /sys.
+    Containers and batch systems grant a share of a machine this way, which OpenMP does not see.
     """
     shares = []
-    names: tuple[str, ...]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            folder, names = root / "sys/fs/cgroup", ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            folder, names = root / "sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
-            continue
-        group = group.lstrip("/")
-        for parent in (folder / group, *(folder / group).parents):  # each limits those below it
-            numbers = " ".join(text for name in names for text in _lines(parent / name)).split()
-            if len(numbers) == 2 and numbers[0].isdigit():  # "max" and -1 are no limits
-                shares.append(int(numbers[0]) / int(numbers[1]))
-            if parent == folder:
-                break
+    for version, folder in control_groups("cpu", root):
+        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        numbers = " ".join(text for name in names for text in lines_of(folder / name)).split()
+        if len(numbers) == 2 and numbers[0].isdigit():  # "max" and -1 are no limits
+            shares.append(int(numbers[0]) / int(numbers[1]))
     return min(shares, default=None)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _limit() -> None:

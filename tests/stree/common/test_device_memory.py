@@ -18,39 +18,40 @@ def write(folder, **files):
 
 
 def granted(tmp_path, membership):
-    (tmp_path / "cgroup").write_text(membership)
-    return list(granted_memory_bytes(tmp_path / "cgroup", tmp_path / "fs"))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(membership)
+    return list(granted_memory_bytes(tmp_path))
 
 
 def test_version_2_and_every_group_above(tmp_path):
     """A step within a job within a machine: any of them may be the narrowest."""
-    top = tmp_path / "fs"
+    top = tmp_path / "sys/fs/cgroup"
     write(top / "job/step", memory__max="max", memory__current=GIB)
     write(
         top / "job", memory__max=4 * GIB, memory__current=3 * GIB,
         memory__stat=f"anon {GIB}\ninactive_file {GIB}\nactive_file 0",
     )
     write(top, memory__max=9 * GIB, memory__current=4 * GIB)
-    assert granted(tmp_path, "0::/job/step\n") == [2 * GIB, 5 * GIB]
+    assert granted(tmp_path, "0::/job/step") == [2 * GIB, 5 * GIB]
 
 
 def test_version_1(tmp_path):
-    folder = tmp_path / "fs/memory"
+    folder = tmp_path / "sys/fs/cgroup/memory"
     write(
         folder / "slurm/job_7", memory__limit_in_bytes=2 * GIB, memory__usage_in_bytes=GIB // 2,
         memory__stat="total_inactive_file 0",
     )
     write(folder, memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
-    lines = "12:cpu,cpuacct:/slurm\n4:memory:/slurm/job_7\n0::/\n"
+    lines = "12:cpu,cpuacct:/slurm\n4:memory:/slurm/job_7\n0::/"
     assert granted(tmp_path, lines)[0] == 3 * GIB // 2
 
 
 def test_a_container_sees_its_own_group_as_the_top(tmp_path):
-    write(tmp_path / "fs", memory__max=GIB, memory__current=2 * GIB)
-    assert granted(tmp_path, "0::/../../elsewhere/of/the/host\n") == [0]
+    write(tmp_path / "sys/fs/cgroup", memory__max=GIB, memory__current=2 * GIB)
+    assert granted(tmp_path, "0::/../../elsewhere/of/the/host") == [0]
 
 
-@pytest.mark.parametrize("membership", ["", "3:cpu:/a\n", "0::/a:b/c\n"])
+@pytest.mark.parametrize("membership", ["", "3:cpu:/a", "0::/a:b/c"])
 def test_where_nothing_is_granted(tmp_path, membership):
     assert granted(tmp_path, membership) == []
 
