@@ -26,7 +26,6 @@ from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
     require_no_labels_outside,
-    require_reference_of,
     require_same_vocabulary,
 )
 from stree_pipelines.training.drafter_head import (
@@ -75,21 +74,17 @@ class DistillCLI(TrainingCLI):
         )
         require_no_labels_outside(trained, options["ce_weight"])
         dtype = held_dtype(options["target_dtype"])
-        loss = options["loss"]
         features = features_of(
-            trained, options["features"], options["teacher_cache"], loss,
+            trained, options["features"], options["teacher_cache"],
             options["activation_checkpointing"],
         )
-        reference = None if loss.reference is None else load_config(loss.reference)
-        if reference is not None:
-            require_reference_of(target, loss.reference, reference)
         cached = options["teacher_cache"] is not None
         if not cached:
             require_placeable(options["target_dtype"], options["target_placement"])
         return ModelPlan(
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,
-            activation_checkpointing=options["activation_checkpointing"], reference=reference,
+            activation_checkpointing=options["activation_checkpointing"],
             passes=1 if features is None else 1 + features.ahead,
             compiled=options["compile_layers"] and not (features and features.ahead),
             optimizer=options["optimizer"].kind,
@@ -98,9 +93,8 @@ class DistillCLI(TrainingCLI):
     def _prepare_data(self, vocab_size: int) -> None:
         super()._prepare_data(vocab_size)
         model = self.options["model"]
-        for drafter in (model["start_from"], model["loss"]["reference"]):
-            if drafter is not None:
-                require_same_tokenizer(str(self.target_path), drafter)
+        if model["start_from"] is not None:
+            require_same_tokenizer(str(self.target_path), model["start_from"])
         if model["teacher_cache"] is not None:
             cache = TeacherCache(model["teacher_cache"])
             cache.require(

@@ -25,7 +25,6 @@ Look = tuple[str, Callable[[], object]]
 # Inputs in the configuration of a training
 TRAINING_INPUTS = (
     ("model", "target"), ("model", "teacher_cache"), ("model", "start_from"),
-    ("model.loss", "reference"),
     ("data", "train"), ("data", "valid"), ("data", "tokenizer"), ("data", "template"),
     ("evaluation", "config"),
 )

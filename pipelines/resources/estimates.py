@@ -97,8 +97,7 @@ class ModelPlan:
     """Architectures of a training, and the options that decide its memory.
 
     `target` runs with the trained model; `cached` says that its outputs come from a cache instead,
-    `beside` that it has a GPU of its own. `reference` is the drafter that tokens are chosen by;
-    `passes`, how often the trained model reads each token.
+    `beside` that it has a GPU of its own. `passes` is how often the trained model reads each token.
     """
 
     trained: HybridConfig
@@ -107,7 +106,6 @@ class ModelPlan:
     cached: bool = False
     beside: bool = False
     activation_checkpointing: bool = False
-    reference: HybridConfig | None = None
     passes: int = 1
     compiled: bool = False  # whether the trained model's layers are compiled
     optimizer: OptimizerKind = "adamw"
@@ -122,16 +120,14 @@ def training_memory(
 ) -> dict[str, int]:
     """Count the bytes by part of a training on one device, in micro-batches of `shape` (B, T).
 
-    They are those of the fullest of three moments: while the target runs, while tokens are chosen,
-    and in the loss, where the drafter's activations wait. Gradients are there in each, of the step
-    or micro-batch before. A target on a GPU of its own is not counted (`forward_memory` is its
-    part), but its head is, which the loss reads.
+    They are those of the fuller of two moments: while the target runs, and in the loss, where the
+    drafter's activations wait. Gradients are there in both, of the step or micro-batch before. A
+    target on a GPU of its own is not counted (`forward_memory` is its part), but its head is, which
+    the loss reads.
     """
     trained, target = plan.trained, plan.live_target
     kept = checkpoint_bytes(trained, plan.optimizer) + GRADIENT_BYTES * num_parameters(trained)
     always = {"weights, gradients, moments": kept}
-    if plan.reference is not None:
-        always["reference"] = 4 * num_parameters(plan.reference)
     head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
     loss = {"the head's gradient": 4 * head_numbers}
     dtype = AUTOCAST[precision]
@@ -147,9 +143,6 @@ def training_memory(
     elif target is not None:
         always["target"] = held_bytes(target, plan.target_dtype)
         moments.insert(0, {"target's activations": _one_layer_bytes(target, shape, precision)})
-    if plan.reference is not None:
-        chosen = _one_layer_bytes(plan.reference, shape, precision)
-        moments.append({**activations, "reference's activations": chosen})
     return always | max(moments, key=lambda parts: sum(parts.values()))
 
 

@@ -25,12 +25,11 @@ from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.hidden_states import FeatureConfig, features_of
 from stree_pipelines.training.losses.config import LossConfig
 from stree_pipelines.training.losses.distillation_loss import (
+    LossSpec,
     LossTerms,
     chunked_distillation_loss,
     live_teacher,
-    measure_rows,
 )
-from stree_pipelines.training.losses.token_weights import token_weights
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.parallel.sharding import own_part
@@ -46,8 +45,6 @@ from stree_pipelines.training.teachers.teachers import Teacher, TopK
 
 class Distillation(Training):
     """A drafter learns its frozen target's next-token distribution on the assistant's tokens."""
-
-    has_drafter = True
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class Distillation(Training):
             features: hidden states of the target that the drafter reads with the tokens
                 (docs/features.md); null is none.
             head: tokens and rank of the drafter's head (docs/losses.md).
-            loss: the divergence from the target, and which tokens count (docs/losses.md).
+            loss: the divergence from the target (docs/losses.md).
             ce_weight: weight of the cross-entropy to the data, added to the divergence.
             temperature: of both softmaxes in the divergence.
             optimizer: AdamW or Muon, with a learning rate that is a function of the step.
@@ -99,19 +96,16 @@ class Distillation(Training):
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
+        loss_spec = LossSpec(loss.divergence, ce_weight, temperature, chunk_tokens, compile_layers)
+        super().__init__(optimizer, loss_spec, activation_checkpointing)
         self.target_path = target
         self.teacher_cache = teacher_cache
-        self.ce_weight = ce_weight
-        self.has_two_terms = ce_weight > 0
-        self.temperature = temperature
-        self.loss_config = loss
         target_config = load_config(target) if _target is None else _target.config
         config = drafter_config_of(
             target_config, drafter, drafter_layers, start_from, features, head
         )
         require_no_labels_outside(config, ce_weight)
-        self.features = features_of(config, features, teacher_cache, loss, activation_checkpointing)
+        self.features = features_of(config, features, teacher_cache, activation_checkpointing)
         self._micro_batch: tuple[int, ...] = ()  # seeds all random draws of its step
         is_sliced = drafter is None and start_from is None
         model = _target
@@ -137,11 +131,6 @@ class Distillation(Training):
         if teacher_cache is None:
             assert model is not None
             self.frozen = FrozenTarget(model, target_placement, target_dtype)
-        self.reference: FrozenTarget | None = None
-        if loss.reference is not None:
-            reference = load_model(loss.reference)
-            require_reference_of(config, loss.reference, reference.config)
-            self.reference = FrozenTarget(reference, "replicated")
 
     @classmethod
     def from_model(cls, target: HybridModel, **options: Any) -> Distillation:
@@ -168,8 +157,6 @@ class Distillation(Training):
         super().on_fit_start()
         if self.frozen is not None:
             self.frozen.place(self.device, self.trainer.device_ids, self.trainer.world_size)
-        if self.reference is not None:
-            self.reference.place(self.device, self.trainer.device_ids, self.trainer.world_size)
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
@@ -190,39 +177,33 @@ class Distillation(Training):
         return batch["loss_mask"]
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
-        """Compute the loss of a batch; token weights apply only where a gradient is computed.
-
-        A validation weighs all tokens alike, so that runs with other weights compare.
-        """
-        tokens, mask = batch["tokens"], shift_left(self.counted_mask(batch))
         # The target runs first: the drafter's activations stay in memory for the backward pass.
         features = HiddenStateTap(self.exported.config.feature_layers)
         target_hidden = self._target_hidden(batch, features)
         hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
-        head = self.exported.head_weight
-        teacher = self._teacher(batch, mask, hidden, target_hidden).over(self.exported.head_ids)
-        options: dict[str, Any] = dict(
-            divergence=self.loss_config.divergence,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            compiled=self.compile_layers,
-        )
-        weights = accepted = None
-        if self.loss_config.weighs_tokens and torch.is_grad_enabled():
-            weights, accepted = self._weights(
-                batch, mask, hidden, head, teacher, target_hidden, options
-            )
-        terms = chunked_distillation_loss(
-            hidden, head, teacher, mask, ce_labels=shift_left(tokens), ce_weight=self.ce_weight,
-            weights=weights, normalizer=normalizer, **options,
-        )
+        mask = shift_left(self.counted_mask(batch))
+        terms = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
         if ahead:
-            terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer, options)
-        if accepted is None:
-            return terms
-        # Averaged over all tokens, so that runs with other weights can be compared.
-        num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer
-        return replace(terms, simulated_acceptance=accepted.sum() / num_tokens)
+            terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer)
+        return terms
+
+    def _loss_of(
+        self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None,
+        normalizer: Tensor | None,
+    ) -> LossTerms:
+        """Compare drafter and target where `mask` counts; target_hidden None: from the cache."""
+        teacher: Teacher
+        if target_hidden is None:
+            teacher = TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
+        else:
+            assert self.frozen is not None
+            temperature = self.loss_spec.temperature
+            head = self.frozen.head_weight
+            teacher = live_teacher(target_hidden, head, mask, hidden, temperature)
+        return chunked_distillation_loss(
+            hidden, self.exported.head_weight, teacher.over(self.exported.head_ids), mask,
+            self.loss_spec, shift_left(batch["tokens"]), normalizer,
+        )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
@@ -265,7 +246,7 @@ class Distillation(Training):
 
     def _with_drafts(
         self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor | None,
-        normalizer: Tensor | None, options: dict[str, Any],
+        normalizer: Tensor | None,
     ) -> LossTerms:
         """Add the loss of each token as a drafted one, at a depth drawn anew for each token."""
         assert self.features is not None
@@ -273,48 +254,13 @@ class Distillation(Training):
         mask = shift_left(self.counted_mask(batch)) & there
         index = (depths - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
         hidden = torch.stack(ahead).gather(0, index)[0]
-        teacher = self._teacher(batch, mask, hidden, target_hidden).over(self.exported.head_ids)
-        drafts = chunked_distillation_loss(
-            hidden, self.exported.head_weight, teacher, mask,
-            ce_labels=shift_left(batch["tokens"]), ce_weight=self.ce_weight,
-            normalizer=normalizer, **options,
-        )
+        drafts = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
         weight = self.features.ahead_weight
         mixed = {
             name: (getattr(terms, name) + weight * getattr(drafts, name)) / (1 + weight)
             for name in ("loss", "divergence", "cross_entropy")
         }
         return replace(terms, **mixed)  # the acceptance stays that of first drafts
-
-    def _teacher(
-        self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None
-    ) -> Teacher:
-        """Make the teacher of the counted tokens."""
-        if target_hidden is None:
-            return TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
-        assert self.frozen is not None
-        head = self.frozen.head_weight
-        return live_teacher(target_hidden, head, mask, hidden, self.temperature)
-
-    def _weights(
-        self, batch: Batch, mask: Tensor, hidden: Tensor, head: Tensor, teacher: Teacher,
-        target_hidden: Tensor | None, options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """Return weight and acceptance of each token (B, T).
-
-        Takes a pass over the vocabulary for the drafter, and one for the reference.
-        """
-        drafter = measure_rows(hidden, head, teacher, mask, **options)
-        assert self.reference is not None
-        inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
-        model = self.reference.model
-        reference_hidden = self.reference.hidden_states(inputs, hidden.device)
-        reference = measure_rows(
-            model.head_inputs(reference_hidden), model.head_weight,
-            self._teacher(batch, mask, hidden, target_hidden).over(model.head_ids), mask,
-            **options,
-        )
-        return token_weights(self.loss_config, mask, drafter, reference), drafter.accepted
 
 
 def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:
@@ -332,15 +278,6 @@ def require_drafter_of(
         raise UsageError(
             f"model.{option} {folder} has a vocabulary of {drafter.vocab_size} tokens, the target "
             f"one of {target.vocab_size}: name a drafter distilled from this target"
-        )
-
-
-def require_reference_of(target: HybridConfig, folder: str, reference: HybridConfig) -> None:
-    require_drafter_of(target, "loss.reference", folder, reference)
-    if reference.feature_layers:
-        raise UsageError(
-            f"model.loss.reference {folder} reads features of its target: name one that reads "
-            "tokens alone"
         )
 
 

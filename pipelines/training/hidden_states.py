@@ -19,7 +19,6 @@ from torch import Tensor
 from stree.common.errors import UsageError, require_fitting
 from stree.models.config import HybridConfig
 from stree.models.multi_step import require_ahead
-from stree_pipelines.training.losses.config import LossConfig
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,6 @@ def features_of(
     drafter: HybridConfig,
     given: FeatureConfig | None,
     teacher_cache: str | None,
-    loss: LossConfig,
     activation_checkpointing: bool,
 ) -> FeatureConfig | None:
     """Return how the drafter learns its features; None when it reads none.
@@ -162,11 +160,6 @@ def features_of(
         raise UsageError(
             "model.teacher_cache has the target's distribution and no features of it: leave it "
             "out, or model.features"
-        )
-    if features.ahead and loss.weighs_tokens:
-        raise UsageError(
-            "model.features.ahead shares out what tokens count, and so does model.loss.reference: "
-            "leave one of them out"
         )
     if features.ahead and activation_checkpointing:
         raise UsageError(

@@ -27,7 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from stree.common.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree_pipelines.training.losses.distillation_loss import LossTerms, chunked_cross_entropy
+from stree_pipelines.training.losses.distillation_loss import (
+    LossSpec,
+    LossTerms,
+    chunked_cross_entropy,
+)
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
 from stree_pipelines.training.parallel.host_memory import keep_freed_memory
 from stree_pipelines.training.parallel.sharding import own_part, shard, whole
@@ -40,22 +44,18 @@ class Training(pl.LightningModule):
 
     exported: HybridModel
     loss_on: Literal["assistant", "all"] = "assistant"  # whose tokens count
-    has_two_terms = False  # True when the loss is a sum whose parts get a column each
-    has_drafter = False  # True when acceptance is logged
 
     def __init__(
         self,
         optimizer: OptimizerConfig,
-        chunk_tokens: int | None,
-        compile_layers: bool,
+        loss_spec: LossSpec,
         activation_checkpointing: bool,
     ) -> None:
         super().__init__()
         self.last_step: int | None = None  # end of the learning rate's schedule; None: max_steps
-        self.compile_layers = compile_layers
         self.activation_checkpointing = activation_checkpointing
         self.optimizer_config = optimizer
-        self.chunk_tokens = chunk_tokens
+        self.loss_spec = loss_spec
         self.tokens_seen = 0  # tokens trained on, without padding, over all ranks
         self.untimed_s = 0.0  # spent in `untimed`
         # The last step's, this rank's share, on the device: reading them is a host sync.
@@ -108,13 +108,13 @@ class Training(pl.LightningModule):
         if self.activation_checkpointing:
             for layer in self.exported.model.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
-        if self.compile_layers:
+        if self.loss_spec.compiled:
             for model in self.compiled_models():
                 for layer in model.model.layers:
                     layer.compile(dynamic=False)
 
     def compiled_models(self) -> list[HybridModel]:
-        """Return the models whose layers `compile_layers` compiles."""
+        """Return the models whose layers model.compile_layers compiles."""
         return [self.exported]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -124,12 +124,7 @@ class Training(pl.LightningModule):
         # that the mean over all tokens, even when micro-batches have different numbers of them.
         share = max(totals[self.loss_on], 1) / (accumulate * self.trainer.world_size)
         terms = self.loss_terms(batch, torch.full((), share, device=self.device))
-        metrics = {"loss": terms.loss.detach()}
-        if self.has_drafter:
-            metrics["simulated_acceptance"] = terms.simulated_acceptance
-        if self.has_two_terms:
-            metrics |= {"divergence": terms.divergence, "cross_entropy": terms.cross_entropy}
-        metrics = {name: value / accumulate for name, value in metrics.items()}
+        metrics = {name: value / accumulate for name, value in terms.logged().items()}
         if batch_idx % accumulate:
             metrics = {name: self.step_metrics[name] + value for name, value in metrics.items()}
         else:
@@ -241,7 +236,7 @@ class Training(pl.LightningModule):
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
         loss, acceptance, count = sums.tolist()
         self.validation_metrics = {"val_loss": loss / max(count, 1.0)}
-        if self.has_drafter:
+        if self.loss_spec.divergence is not None:
             self.validation_metrics["val_simulated_acceptance"] = acceptance / max(count, 1.0)
 
     # State beyond the weights
@@ -288,7 +283,10 @@ class TargetTraining(Training):
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
+        loss_spec = LossSpec(
+            None, ce_weight=1.0, chunk_tokens=chunk_tokens, compiled=compile_layers
+        )
+        super().__init__(optimizer, loss_spec, activation_checkpointing)
         self.loss_on = loss_on
         require_whole_vocabulary(architecture)
         self.exported = HybridModel(architecture)
@@ -304,14 +302,10 @@ class TargetTraining(Training):
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         hidden = self.exported.hidden_states(batch["tokens"], batch["segment_ids"])
         hidden = self.exported.head_inputs(hidden)
+        mask = shift_left(self.counted_mask(batch))
         return chunked_cross_entropy(
-            hidden,
-            self.exported.head_weight,
-            shift_left(batch["tokens"]),
-            shift_left(self.counted_mask(batch)),
-            chunk_tokens=self.chunk_tokens,
-            normalizer=normalizer,
-            compiled=self.compile_layers,
+            hidden, self.exported.head_weight, shift_left(batch["tokens"]), mask, self.loss_spec,
+            normalizer,
         )
 
 

@@ -9,17 +9,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stree_pipelines.training.losses.distillation_loss import (
+    LossSpec,
     chunked_distillation_loss,
     live_teacher,
 )
 from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
 
 
+def distillation_loss(
+    student_hidden, student_head, teacher, mask, labels=None, normalizer=None, **spec
+):
+    """Return `chunked_distillation_loss` by a `LossSpec` of the options `spec`."""
+    return chunked_distillation_loss(
+        student_hidden, student_head, teacher, mask, LossSpec(**spec), labels, normalizer
+    )
+
+
 def live_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):
-    """Return `chunked_distillation_loss` for a teacher of hidden states (a `LiveTeacher`)."""
+    """Return the same for a teacher of hidden states (a `LiveTeacher`)."""
     temperature = options.get("temperature", 1.0)
     teacher = live_teacher(teacher_hidden, teacher_head, mask, student_hidden, temperature)
-    return chunked_distillation_loss(student_hidden, student_head, teacher, mask, **options)
+    return distillation_loss(student_hidden, student_head, teacher, mask, **options)
 
 
 def make_case(shape=(3, 21), vocab=97, student_width=12, teacher_width=20, seed=0):

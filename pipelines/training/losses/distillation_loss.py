@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,29 @@ _MIN_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True)
+class LossSpec:
+    """Settings of a loss over a vocabulary.
+
+    Args:
+        divergence: from the teacher; None leaves the cross-entropy alone.
+        ce_weight: weight of the cross-entropy to the labels.
+        temperature: τ > 0, of teacher and student in the divergence.
+        chunk_tokens: rows whose logits exist at once; None chooses by device and vocabulary.
+        compiled: compile the element-wise work of a chunk.
+    """
+
+    divergence: Divergence | None = field(default_factory=ForwardKL)
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise UsageError(f"temperature is {self.temperature}; wanted more than 0")
+
+
+@dataclass(frozen=True)
 class LossTerms:
     """Terms of a loss, each a scalar: loss = divergence + ce_weight · cross_entropy.
 
@@ -44,17 +67,16 @@ class LossTerms:
     divergence: Tensor
     cross_entropy: Tensor
     simulated_acceptance: Tensor
+    spec: LossSpec
 
-
-@dataclass(frozen=True)
-class MeasuredRows:
-    """Divergence and acceptance Σ_v min(p_v, q_v) of each row, fp32 without gradient.
-
-    Both have the shape of the mask, and 0 outside it.
-    """
-
-    divergence: Tensor
-    accepted: Tensor
+    def logged(self) -> dict[str, Tensor]:
+        """Return the terms that a training logs, by their columns in metrics.csv."""
+        values = {"loss": self.loss.detach()}
+        if self.spec.divergence is not None:
+            values["simulated_acceptance"] = self.simulated_acceptance
+            if self.spec.ce_weight:
+                values |= {"divergence": self.divergence, "cross_entropy": self.cross_entropy}
+        return values
 
 
 def live_teacher(
@@ -80,22 +102,17 @@ def chunked_distillation_loss(
     student_head: Tensor,
     teacher: Teacher,
     mask: Tensor,
-    divergence: Divergence = ForwardKL(),
-    ce_labels: Tensor | None = None,
-    ce_weight: float = 0.0,
-    temperature: float = 1.0,
-    weights: Tensor | None = None,
-    chunk_tokens: int | None = None,
+    spec: LossSpec,
+    labels: Tensor | None = None,
     normalizer: Tensor | None = None,
-    compiled: bool = False,
 ) -> LossTerms:
     """Average a student's divergence from its teacher over the tokens in `mask`, plus CE.
 
-    loss = mean_m w_m [ D(p_m, q_m)  +  ce_weight · (−log q¹_m[label_m]) ]
+    loss = mean_m [ D(p_m, q_m)  +  ce_weight · (−log q¹_m[label_m]) ]
 
     with p and q the softmax of the teacher's and the student's logits divided by the temperature
     τ, D as in divergences.py (forward KL: τ² Σ_v p_v (log p_v − log q_v)), and q¹ the student at
-    τ = 1. The simulated acceptance is mean_m w_m Σ_v min(p_mv, q_mv): the chance that a token drawn
+    τ = 1. The simulated acceptance is mean_m Σ_v min(p_mv, q_mv): the chance that a token drawn
     from the student passes speculative sampling (Leviathan et al. 2023, corollary 3.6).
 
     When the teacher knows its top k only, D is the divergence after all tokens outside the top k
@@ -110,63 +127,30 @@ def chunked_distillation_loss(
         teacher: of the rows that count, in the mask's order, at the same temperature, restricted
             (`Teacher.over`) to the tokens of the student's head.
         mask: (…) bool, the rows that count; the others are not computed at all.
-        ce_labels: (…) int64, read where the mask is True; needed when `ce_weight` is not 0.
-        temperature: τ > 0.
-        weights: (…) fp32, not negative, w of the rows that count; None is 1 for each. Rows of
-            weight 0 are not computed.
-        chunk_tokens: rows per chunk; None chooses by device and vocabulary.
+        labels: (…) int64, read where the mask is True; needed when `spec.ce_weight` is not 0.
         normalizer: scalar to divide the sums by in place of the number of rows (the global mean
             over ranks that hold different numbers of tokens).
-        compiled: compile the element-wise work of a chunk.
 
     Logits, softmax and sums are fp32; under autocast the matrix products run in its dtype.
     A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0 to a forward KL,
     so logits of −inf on both sides are fine; p > 0 where q = 0 gives inf, as it should.
 
     Raises:
-        UsageError: shapes that do not fit, CE without labels, a temperature that is not positive.
+        UsageError: shapes that do not fit, CE without labels.
     """
     rows_M = _rows_of(mask, student_hidden=student_hidden)
-    _require_teacher(teacher, len(rows_M), student_head)
-    return _loss_of(
-        student_hidden, student_head, teacher, rows_M, divergence, ce_labels, ce_weight,
-        temperature, weights, chunk_tokens, normalizer, compiled,
-    )
-
-
-@torch.no_grad()
-def measure_rows(
-    student_hidden: Tensor,
-    student_head: Tensor,
-    teacher: Teacher,
-    mask: Tensor,
-    divergence: Divergence = ForwardKL(),
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    compiled: bool = False,
-) -> MeasuredRows:
-    """Measure each row's divergence and acceptance by itself, without gradient.
-
-    Arguments as for `chunked_distillation_loss`.
-    """
-    rows_M = _rows_of(mask, student_hidden=student_hidden)
-    _require_teacher(teacher, len(rows_M), student_head)
-    student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
-    if chunk_tokens is None:
-        chunk_tokens = _chunk_rows_of(teacher, student_head)
-    dtype = product_dtype(student_hidden)
-    compare = _compiled(_compare) if compiled else _compare
-    measured = student_MD.new_zeros(2, mask.numel(), dtype=torch.float32)
-    with torch.autocast(student_MD.device.type, enabled=False):
-        head_VD = student_head.to(dtype)
-        for start in range(0, len(rows_M), chunk_tokens):
-            rows = slice(start, min(start + chunk_tokens, len(rows_M)))
-            logits_CV = (student_MD[rows].to(dtype) @ head_VD.T).float()
-            accepted_C, terms, _ = compare(
-                logits_CV, teacher.of(rows), divergence, temperature, with_grad=False
+    if len(teacher) != len(rows_M):
+        raise UsageError(f"the teacher has {len(teacher)} rows, the mask {len(rows_M)}")
+    if isinstance(teacher, LiveTeacher):
+        num_tokens = len(teacher.head if teacher.ids is None else teacher.ids)
+        if num_tokens != len(student_head):
+            raise UsageError(
+                f"the teacher's head has {num_tokens} tokens, the student's "
+                f"{len(student_head)}; a drafter needs its target's vocabulary"
             )
-            measured[:, rows_M[rows]] = torch.stack([terms.value, accepted_C])
-    return MeasuredRows(*measured.reshape(2, *mask.shape).unbind())
+    if spec.ce_weight and labels is None:
+        raise UsageError(f"ce_weight is {spec.ce_weight} but there are no labels")
+    return _loss_of(student_hidden, student_head, teacher, rows_M, spec, labels, normalizer)
 
 
 def chunked_cross_entropy(
@@ -174,20 +158,16 @@ def chunked_cross_entropy(
     head: Tensor,
     labels: Tensor,
     mask: Tensor,
-    chunk_tokens: int | None = None,
+    spec: LossSpec,
     normalizer: Tensor | None = None,
-    compiled: bool = False,
 ) -> LossTerms:
     """Average the cross-entropy to `labels` (nats) over the tokens in `mask`.
 
-    hidden (…, D), head (V, D), labels (…) int64, mask (…) bool. The simulated acceptance is the
-    mean probability of the label: Σ_v min(p, q) with p the one-hot data. Otherwise as
-    `chunked_distillation_loss`.
+    hidden (…, D), head (V, D), labels (…) int64, mask (…) bool; `spec` has no divergence and a
+    ce_weight of 1. The simulated acceptance is the mean probability of the label: Σ_v min(p, q)
+    with p the one-hot data. Otherwise as `chunked_distillation_loss`.
     """
-    rows_M = _rows_of(mask, hidden=hidden)
-    return _loss_of(
-        hidden, head, None, rows_M, None, labels, 1.0, 1.0, None, chunk_tokens, normalizer, compiled
-    )
+    return _loss_of(hidden, head, None, _rows_of(mask, hidden=hidden), spec, labels, normalizer)
 
 
 def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
@@ -200,72 +180,23 @@ def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
     return mask.reshape(-1).nonzero().squeeze(1)
 
 
-def _require_teacher(teacher: Teacher, num_rows: int, student_head: Tensor) -> None:
-    if len(teacher) != num_rows:
-        raise UsageError(f"the teacher has {len(teacher)} rows, the mask {num_rows}")
-    if isinstance(teacher, LiveTeacher):
-        num_tokens = len(teacher.head if teacher.ids is None else teacher.ids)
-        if num_tokens != len(student_head):
-            raise UsageError(
-                f"the teacher's head has {num_tokens} tokens, the student's "
-                f"{len(student_head)}; a drafter needs its target's vocabulary"
-            )
-
-
-@dataclass(frozen=True)
-class _Settings:
-    divergence: Divergence | None  # None where there is no teacher
-    ce_weight: float
-    temperature: float
-    chunk_tokens: int
-    dtype: torch.dtype  # of the matrix products
-    is_compiled: bool
-
-
 def _loss_of(
     student_hidden: Tensor,
     student_head: Tensor,
     teacher: Teacher | None,
     rows_M: Tensor,
-    divergence: Divergence | None,
+    spec: LossSpec,
     labels: Tensor | None,
-    ce_weight: float,
-    temperature: float,
-    weights: Tensor | None,
-    chunk_tokens: int | None,
     normalizer: Tensor | None,
-    compiled: bool,
 ) -> LossTerms:
-    if temperature <= 0:
-        raise UsageError(f"temperature is {temperature}; wanted more than 0")
-    if ce_weight and labels is None:
-        raise UsageError(f"ce_weight is {ce_weight} but there are no ce_labels")
     if normalizer is None:
         normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_hidden.device)
-    weights_M = None
-    if weights is not None:
-        weights_M = weights.reshape(-1)[rows_M]
-        kept = weights_M.nonzero().squeeze(1)
-        rows_M, weights_M = rows_M[kept], weights_M[kept]
-        teacher = None if teacher is None else teacher.of(kept)
-    labels_M = labels.reshape(-1)[rows_M] if ce_weight and labels is not None else None
+    labels_M = labels.reshape(-1)[rows_M] if spec.ce_weight and labels is not None else None
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
-    if chunk_tokens is None:
-        chunk_tokens = _chunk_rows_of(teacher, student_head)
-    settings = _Settings(
-        divergence, ce_weight, temperature, chunk_tokens, product_dtype(student_MD), compiled
-    )
     loss, terms_3 = _ChunkedLoss.apply(
-        student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings,
-        torch.is_grad_enabled(),
+        student_MD, student_head, teacher, labels_M, normalizer, spec, torch.is_grad_enabled()
     )
-    return LossTerms(loss, *terms_3.unbind())
-
-
-def _chunk_rows_of(teacher: Teacher | None, student_head: Tensor) -> int:
-    """Choose the rows of a chunk by the wider head: a live teacher's logits span its vocabulary."""
-    wider = teacher.head if isinstance(teacher, LiveTeacher) else student_head
-    return chunk_rows(len(wider), student_head.is_cuda)
+    return LossTerms(loss, *terms_3.unbind(), spec=spec)
 
 
 def chunk_rows(vocab_size: int, on_cuda: bool) -> int:
@@ -278,25 +209,25 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and [divergence, cross entropy, acceptance]; the forward makes the gradients."""
 
     @staticmethod
-    def forward(
-        ctx, student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings, with_grad
-    ):
+    def forward(ctx, student_MD, student_head, teacher, labels_M, normalizer, spec, with_grad):
         needs_hidden = with_grad and ctx.needs_input_grad[0]
         needs_head = with_grad and ctx.needs_input_grad[1]
-        num_rows, dtype = student_MD.shape[0], settings.dtype
-        chunk_terms = _compiled(_chunk_terms) if settings.is_compiled else _chunk_terms
+        num_rows, dtype = student_MD.shape[0], product_dtype(student_MD)
+        # A live teacher's logits span its own vocabulary, which may be the wider one.
+        wider = teacher.head if isinstance(teacher, LiveTeacher) else student_head
+        chunk_tokens = spec.chunk_tokens or chunk_rows(len(wider), student_head.is_cuda)
+        chunk_terms = _compiled(_chunk_terms) if spec.compiled else _chunk_terms
         sums_3 = student_MD.new_zeros(3, dtype=torch.float32)
         grad_MD = torch.zeros_like(student_MD) if needs_hidden else None
         grad_VD = torch.zeros_like(student_head, dtype=torch.float32) if needs_head else None
         with torch.autocast(student_MD.device.type, enabled=False):
             student_VD = student_head.to(dtype)
-            for start in range(0, num_rows, settings.chunk_tokens):
-                rows = slice(start, min(start + settings.chunk_tokens, num_rows))
+            for start in range(0, num_rows, chunk_tokens):
+                rows = slice(start, min(start + chunk_tokens, num_rows))
                 student_CD = student_MD[rows].to(dtype)
                 grad_CV, chunk_sums_3 = chunk_terms(
                     student_CD, None if teacher is None else teacher.of(rows),
-                    None if labels_M is None else labels_M[rows],
-                    None if weights_M is None else weights_M[rows], student_VD, settings, with_grad,
+                    None if labels_M is None else labels_M[rows], student_VD, spec, with_grad,
                 )
                 sums_3 += chunk_sums_3
                 if grad_MD is not None:
@@ -309,7 +240,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.normalizer = normalizer
         ctx.head_dtype = student_head.dtype
         ctx.mark_non_differentiable(terms_3)
-        return terms_3[0] + settings.ce_weight * terms_3[1], terms_3
+        return terms_3[0] + spec.ce_weight * terms_3[1], terms_3
 
     @staticmethod
     @once_differentiable
@@ -322,7 +253,7 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_MD.mul_(scale)
         if grad_VD is not None:
             grad_VD = grad_VD.mul_(scale).to(ctx.head_dtype)
-        return grad_MD, grad_VD, *([None] * 6)
+        return grad_MD, grad_VD, *([None] * 5)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,13 +263,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     compiled = _compile(function)
 
-    def of_chunk(student_C: Tensor, teacher: Teacher | None, *others: Any, **options: Any) -> Any:
-        rows = [student_C, *(() if teacher is None else teacher.parts)]
-        rows += [other for other in others if isinstance(other, Tensor) and other.ndim == 1]
+    def of_chunk(
+        student_CD: Tensor, teacher: Teacher | None, labels_C: Tensor | None, *others: Any
+    ) -> Any:
+        rows = [student_CD, *(() if teacher is None else teacher.parts), labels_C]
         for each in rows:
-            if len(each) > 1:  # a single row has a graph of its own
+            if each is not None and len(each) > 1:  # a single row has a graph of its own
                 torch._dynamo.mark_dynamic(each, 0)
-        return compiled(student_C, teacher, *others, **options)
+        return compiled(student_CD, teacher, labels_C, *others)
 
     return of_chunk
 
@@ -350,9 +282,8 @@ def _chunk_terms(
     student_CD: Tensor,
     teacher: Teacher | None,
     labels_C: Tensor | None,
-    weights_C: Tensor | None,
     head_VD: Tensor,
-    settings: _Settings,
+    spec: LossSpec,
     with_grad: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """Compute a chunk's gradient and its sums of divergence, CE and acceptance (3,).
@@ -364,59 +295,50 @@ def _chunk_terms(
     divergence = cross_entropy = accepted = torch.zeros((), device=logits_CV.device)
     grad_CV = log_q_CV = None
     if teacher is not None:
-        assert settings.divergence is not None
-        accepted_C, terms, log_q_CV = _compare(
-            logits_CV, teacher, settings.divergence, settings.temperature, with_grad
-        )
-        divergence = _total(terms.value, weights_C)
-        accepted = _total(accepted_C, weights_C)
+        accepted_C, terms, log_q_CV = _compare(logits_CV, teacher, spec, with_grad)
+        divergence, accepted = terms.value.sum(), accepted_C.sum()
         grad_CV = terms.gradient
-        if grad_CV is not None and settings.temperature != 1.0:
-            grad_CV.div_(settings.temperature)
-        if settings.temperature != 1.0 and labels_C is not None:
+        if grad_CV is not None and spec.temperature != 1.0:
+            grad_CV.div_(spec.temperature)
+        if spec.temperature != 1.0 and labels_C is not None:
             # The logits once more, up to a constant in each row.
-            log_q_CV = torch.log_softmax(log_q_CV.mul_(settings.temperature), dim=-1)
+            log_q_CV = torch.log_softmax(log_q_CV.mul_(spec.temperature), dim=-1)
     elif labels_C is not None:
         log_q_CV = torch.log_softmax(logits_CV, dim=-1)
     if labels_C is not None:
         assert log_q_CV is not None
         picked_C = log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
-        cross_entropy = -_total(picked_C, weights_C)
+        cross_entropy = -picked_C.sum()
         if teacher is None:
-            accepted = _total(picked_C.exp(), weights_C)
+            accepted = picked_C.exp().sum()
         if with_grad:
-            ce_grad_CV = log_q_CV.exp_().mul_(settings.ce_weight)
+            ce_grad_CV = log_q_CV.exp_().mul_(spec.ce_weight)
             grad_CV = ce_grad_CV if grad_CV is None else grad_CV.add_(ce_grad_CV)
-            _subtract_one_hot(grad_CV, labels_C, settings.ce_weight)
+            _subtract_one_hot(grad_CV, labels_C, spec.ce_weight)
     if grad_CV is not None:
-        if weights_C is not None:
-            grad_CV.mul_(weights_C[:, None])
-        grad_CV = grad_CV.to(settings.dtype)
+        grad_CV = grad_CV.to(head_VD.dtype)
     return grad_CV, torch.stack([divergence, cross_entropy, accepted])
 
 
 def _compare(
-    logits_CV: Tensor,
-    teacher: Teacher,
-    divergence: Divergence,
-    temperature: float,
-    with_grad: bool,
+    logits_CV: Tensor, teacher: Teacher, spec: LossSpec, with_grad: bool
 ) -> tuple[Tensor, RowTerms, Tensor]:
     """Compare a chunk of student logits with the teacher; overwrites the logits.
 
     Returns acceptance (C,), the divergence with its gradient with respect to the logits divided by
     the temperature, and log q (C, V).
     """
-    if temperature != 1.0:
-        logits_CV.div_(temperature)
+    assert spec.divergence is not None
+    if spec.temperature != 1.0:
+        logits_CV.div_(spec.temperature)
     log_q_CV = torch.log_softmax(logits_CV, dim=-1)
     log_p_CV = teacher.log_distribution(log_q_CV)
     p_CV = log_p_CV.exp()
     q_CV = torch.exp(log_q_CV, out=logits_CV)
     accepted_C = teacher.overlap(p_CV, q_CV)
     inside_C = p_CV.sum(1) if teacher.is_partial else None
-    chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, temperature, inside_C)
-    return accepted_C, divergence(chunk, with_grad), log_q_CV
+    chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, spec.temperature, inside_C)
+    return accepted_C, spec.divergence(chunk, with_grad), log_q_CV
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
@@ -425,10 +347,6 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=torch.float32, out=total_VD)
     else:  # products of 16 bits that sum in 32 are there on GPUs only
         total_VD.addmm_(left_VC.float(), right_CD.float())
-
-
-def _total(values_C: Tensor, weights_C: Tensor | None) -> Tensor:
-    return values_C.sum() if weights_C is None else (values_C * weights_C).sum()
 
 
 def _subtract_one_hot(grad_CV: Tensor, labels_C: Tensor, weight: float) -> None:

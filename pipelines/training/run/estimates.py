@@ -87,8 +87,6 @@ def describe_training(
         yield model_line("target", plan.target) + cached
     if layers := plan.trained.feature_layers:
         yield f"features of the target: layers {', '.join(map(str, layers))}; {plan.passes} passes"
-    if plan.reference is not None:
-        yield model_line("reference", plan.reference)
     yield (
         f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
         + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "

@@ -48,7 +48,7 @@ from stree_pipelines.training.run import estimates as needs
 
 MISSING = {
     "distil": ("model.target: no folder T", "model.start_from: no folder S",
-               "data.valid: V.jsonl: no such file", "model.loss.reference: no folder R",
+               "data.valid: V.jsonl: no such file",
                "data.template: no chat template 'none.jinja'"),
     "cache": ("model.target: no folder T", "data.valid: V.jsonl: no such file",
               "data.template: no chat template 'none.jinja'"),
@@ -88,8 +88,7 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
     commands = {
         "distil": (distill.main, ["fit", "--config", str(config), "--run_dir", "r",
                    "--model.target", "T", "--model.start_from", "S", "--data.train", "starter",
-                   "--data.valid", "V.jsonl", "--model.loss.reference", "R",
-                   "--model.loss.keep", "0.5", "--data.template", "none.jinja"]),
+                   "--data.valid", "V.jsonl", "--data.template", "none.jinja"]),
         "cache": (cache_teacher.main, ["--config", str(config), "--out", "o", "--model.target", "T",
                   "--model.start_from", "not read here", "--data.train", "starter",
                   "--data.valid", "V.jsonl", "--data.template", "none.jinja"]),

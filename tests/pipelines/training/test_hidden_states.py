@@ -18,7 +18,6 @@ from stree.models.model import HybridModel
 from stree_pipelines import distill
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
 from stree_pipelines.training.hidden_states import FeatureConfig, default_layers
-from stree_pipelines.training.losses.config import LossConfig
 
 TARGET = HybridConfig(**ARCHITECTURE)
 DRAFTER = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
@@ -138,8 +137,6 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
     ahead = FeatureConfig(ahead=2)
     with pytest.raises(UsageError, match="Mamba-2 layers and MLPs, this one has attention"):
         Distillation(target, drafter_layers=[0, 1], features=ahead)
-    with pytest.raises(UsageError, match=r"model\.loss\.reference"):
-        Distillation(target, features=ahead, loss=LossConfig("lk", reference="r"))
     with pytest.raises(UsageError, match="activation_checkpointing"):
         Distillation(target, features=ahead, activation_checkpointing=True)
 

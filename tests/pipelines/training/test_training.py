@@ -25,10 +25,6 @@ from stree_pipelines import cache_teacher, distill, train_target
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
 from stree_pipelines.training.losses import distillation_loss as losses
-from stree_pipelines.training.losses.distillation_loss import (
-    chunked_distillation_loss,
-    live_teacher,
-)
 from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.parallel.precision import supported_precision
@@ -431,18 +427,3 @@ def _tiny_architecture():
     from stree.models.config import HybridConfig
 
     return HybridConfig(**ARCHITECTURE)
-
-
-def test_simulated_acceptance_is_logged_from_the_loss(workspace):
-    module = Distillation(str(workspace / "target"))
-    tokens = torch.randint(VOCAB_SIZE, (1, 6))
-    mask = torch.ones(1, 6, dtype=torch.bool)
-    batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens), "loss_mask": mask}
-    hidden, counted = module.exported.hidden_states(tokens), shift_left(mask)
-    teacher = live_teacher(
-        module.target.hidden_states(tokens), module.target.head_weight, counted, hidden
-    )
-    want = chunked_distillation_loss(hidden, module.exported.head_weight, teacher, counted)
-    torch.testing.assert_close(
-        module.loss_terms(batch).simulated_acceptance, want.simulated_acceptance
-    )

@@ -82,13 +82,13 @@ def test_a_drafter_that_reads_anothers_is_trained_after_it(tmp_path, stub, capsy
     """Also where it comes before it in the file, and alone where the other is there already."""
     out = tmp_path / "runs"
     read = f"{out}/first/seed-0/drafter/latest"
-    arms = [{"name": "second", "set": {"model.loss.reference": read}}, {"name": "first"}]
+    arms = [{"name": "second", "set": {"model.start_from": read}}, {"name": "first"}]
     path = written(tmp_path, content(out, arms=arms, seeds=[0]))
     study.main(["train", path, "--at_once", "2"])
     first, second = (out / name / "seed-0" / DONE for name in ("first", "second"))
     started = (out / "second/seed-0/given.txt").stat().st_mtime_ns
     assert first.stat().st_mtime_ns <= started <= second.stat().st_mtime_ns
-    assert f"--model.loss.reference {read}" in (out / "second/seed-0/given.txt").read_text()
+    assert f"--model.start_from {read}" in (out / "second/seed-0/given.txt").read_text()
     assert "2/2" in capsys.readouterr().err
 
 
@@ -99,7 +99,7 @@ def test_a_drafter_is_not_trained_on_what_a_failed_training_left(tmp_path, stub)
     read = f"{out}/first/seed-0/drafter/latest"
     arms = [
         {"name": "first", "set": {"fail": "yes"}},
-        {"name": "second", "set": {"model.loss.reference": read}},
+        {"name": "second", "set": {"model.start_from": read}},
         {"name": "third"},
     ]
     path = written(tmp_path, content(out, arms=arms, seeds=[0]))

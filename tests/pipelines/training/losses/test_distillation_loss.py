@@ -14,15 +14,15 @@ from functools import partial
 import pytest
 import torch
 from lanes import quick_first
-from loss_cases import live_loss, make_case, peak_bytes, top_k_case
+from loss_cases import distillation_loss, live_loss, make_case, peak_bytes, top_k_case
 
 from stree.common.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
 from stree_pipelines.training.losses import distillation_loss as losses
 from stree_pipelines.training.losses.distillation_loss import (
+    LossSpec,
     chunk_rows,
     chunked_cross_entropy,
-    chunked_distillation_loss,
 )
 from stree_pipelines.training.losses.divergences import LK, ForwardKL
 from stree_pipelines.training.teachers.teachers import TopK
@@ -30,53 +30,20 @@ from stree_pipelines.training.teachers.teachers import TopK
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def dense_distillation_loss(
-    student_hidden, student_head, teacher_hidden, teacher_head, mask, labels, ce_weight, temperature
-):
-    """Formula of the docstring, all logits at once."""
-    student_logits = (student_hidden[mask] @ student_head.T).float()
-    teacher_logits = (teacher_hidden[mask] @ teacher_head.T).float()
-    log_q = torch.log_softmax(student_logits / temperature, -1)
-    log_p = torch.log_softmax(teacher_logits / temperature, -1)
-    p = log_p.exp()
-    kl = torch.where(p > 0, p * (log_p - log_q), torch.zeros(())).sum(-1).mean()
-    cross_entropy = torch.nn.functional.cross_entropy(student_logits, labels[mask])
-    acceptance = torch.minimum(p, log_q.exp()).sum(-1).mean()
-    return kl * temperature**2 + ce_weight * cross_entropy, kl, cross_entropy, acceptance
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000, None])
-def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_tokens):
-    case, labels = make_case()
-    terms = live_loss(
-        **case, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
-        chunk_tokens=chunk_tokens,
-    )
-    leaves = case["student_hidden"], case["student_head"]
-    # A factor behind the loss (gradient accumulation) has to reach the gradients.
-    got = torch.autograd.grad(terms.loss * 3.0, leaves)
-    loss, kl, cross_entropy, acceptance = dense_distillation_loss(
-        *case.values(), labels, ce_weight, temperature
-    )
-    want = torch.autograd.grad(loss * 3.0, leaves)
-    torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(terms.divergence, kl * temperature**2, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(terms.simulated_acceptance, acceptance, rtol=1e-5, atol=1e-6)
-    if ce_weight:
-        torch.testing.assert_close(terms.cross_entropy, cross_entropy, rtol=1e-5, atol=1e-6)
-    for got_grad, want_grad in zip(got, want, strict=True):
-        torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-6)
+def dense_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask):
+    """Return the forward KL of the docstring, all logits at once."""
+    log_q = torch.log_softmax((student_hidden[mask] @ student_head.T).float(), -1)
+    log_p = torch.log_softmax((teacher_hidden[mask] @ teacher_head.T).float(), -1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
 def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
     case, labels, teacher, (hidden, head) = top_k_case(97, temperature)
-    options = dict(ce_labels=labels, ce_weight=ce_weight, temperature=temperature, chunk_tokens=7)
+    options = dict(labels=labels, ce_weight=ce_weight, temperature=temperature, chunk_tokens=7)
     leaves = case["student_hidden"], case["student_head"]
-    got = chunked_distillation_loss(**case, teacher=teacher, **options)
+    got = distillation_loss(**case, teacher=teacher, **options)
     want = live_loss(**case, teacher_hidden=hidden, teacher_head=head, **options)
     for name in ("loss", "divergence", "cross_entropy", "simulated_acceptance"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
@@ -86,40 +53,12 @@ def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("k", [1, 8, 96])
-@pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.4, 2.5)])
-def test_top_k_loss_and_its_gradients_are_the_formula_in_fp64(k, ce_weight, temperature):
-    """The tail bucket written out: 1 minus the sums, which fp64 affords."""
-    case, labels, teacher, (hidden, head) = top_k_case(k, temperature)
-    terms = chunked_distillation_loss(
-        **case, teacher=teacher, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
-        chunk_tokens=7,
-    )
-    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
-    mask, ids = case["mask"], teacher.ids.long()
-    leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
-              ("hidden", "head")]
-    logits = leaves[0][mask] @ leaves[1].T
-    p = (hidden[mask].double() @ head.double().T / temperature).softmax(-1)
-    q = (logits / temperature).softmax(-1)
-    top_p, top_q = p.gather(1, ids), q.gather(1, ids)
-    tail_p, tail_q = 1 - top_p.sum(1), 1 - top_q.sum(1)
-    kl = (top_p * (top_p / top_q).log()).sum(1) + tail_p * (tail_p / tail_q).log()
-    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[mask])
-    loss = kl.mean() * temperature**2 + ce_weight * cross_entropy
-    torch.testing.assert_close(terms.loss.double(), loss, rtol=1e-5, atol=1e-6)
-    acceptance = torch.minimum(top_p, top_q).sum(1).mean()
-    torch.testing.assert_close(terms.simulated_acceptance.double(), acceptance, rtol=1e-5, atol=0)
-    for mine, want in zip(got, torch.autograd.grad(loss, leaves), strict=True):
-        torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-6)
-
-
 def test_more_of_the_teacher_never_lowers_the_top_k_loss():
     """Data processing inequality, up to the full divergence; the acceptance grows likewise."""
     losses, acceptances = [], []
     for k in (1, 2, 8, 40, 97):
         case, _, teacher, _ = top_k_case(k, seed=3)
-        terms = chunked_distillation_loss(**case, teacher=teacher)
+        terms = distillation_loss(**case, teacher=teacher)
         losses.append(terms.loss.item())
         acceptances.append(terms.simulated_acceptance.item())
     case, _ = make_case(seed=3)
@@ -136,7 +75,7 @@ def test_a_tail_without_mass_stays_without():
         teacher.ids, torch.full_like(teacher.log_probs, 0.5).log(),
         torch.full_like(teacher.log_tail, -torch.inf),
     )
-    terms = chunked_distillation_loss(**case, teacher=certain)
+    terms = distillation_loss(**case, teacher=certain)
     terms.loss.backward()
     assert terms.loss.isfinite() and terms.loss > 0
     assert case["student_hidden"].grad.isfinite().all()
@@ -146,14 +85,15 @@ def test_a_teacher_of_other_rows_is_refused():
     case, _, teacher, _ = top_k_case(4)
     case["mask"] = torch.ones_like(case["mask"])
     with pytest.raises(UsageError, match=r"the teacher has \d+ rows, the mask 63"):
-        chunked_distillation_loss(**case, teacher=teacher)
+        distillation_loss(**case, teacher=teacher)
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, None])
 def test_cross_entropy_equals_the_dense_one(chunk_tokens):
     case, labels = make_case()
     hidden, head, mask = case["student_hidden"], case["student_head"], case["mask"]
-    terms = chunked_cross_entropy(hidden, head, labels, mask, chunk_tokens)
+    spec = LossSpec(None, ce_weight=1.0, chunk_tokens=chunk_tokens)
+    terms = chunked_cross_entropy(hidden, head, labels, mask, spec)
     logits = hidden[mask] @ head.T
     loss = torch.nn.functional.cross_entropy(logits, labels[mask])
     torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
@@ -175,10 +115,8 @@ def test_tied_head_and_hidden_add_their_gradients():
     rest = {k: v for k, v in case.items() if not k.startswith("student")}
     terms = live_loss(hidden, embedding, **rest, chunk_tokens=4)
     (got,) = torch.autograd.grad(terms.loss, embedding)
-    loss = dense_distillation_loss(embedding[labels], embedding, *rest.values(), labels, 0.0, 1.0)
-    torch.testing.assert_close(
-        got, torch.autograd.grad(loss[0], embedding)[0], rtol=1e-5, atol=1e-6
-    )
+    loss = dense_loss(embedding[labels], embedding, **rest)
+    torch.testing.assert_close(got, torch.autograd.grad(loss, embedding)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_equal_models_have_zero_loss_and_full_acceptance():
@@ -194,7 +132,7 @@ def test_equal_models_have_zero_loss_and_full_acceptance():
 def test_nothing_to_count_gives_zero_and_not_nan():
     case, labels = make_case()
     case["mask"] = torch.zeros_like(case["mask"])
-    terms = live_loss(**case, ce_labels=labels, ce_weight=0.5)
+    terms = live_loss(**case, labels=labels, ce_weight=0.5)
     terms.loss.backward()
     for value in (terms.loss, terms.divergence, terms.cross_entropy, terms.simulated_acceptance):
         assert value == 0
@@ -211,7 +149,7 @@ def test_rows_outside_the_mask_do_not_count_even_when_they_are_nan():
     )
     case["teacher_hidden"] = case["teacher_hidden"].masked_fill(~mask[..., None], torch.nan)
     labels = labels.masked_fill(~mask, -100)
-    assert live_loss(**case, ce_labels=labels).loss == clean
+    assert live_loss(**case, labels=labels).loss == clean
 
 
 def test_minus_infinity_on_both_sides_is_masked():
@@ -241,8 +179,8 @@ def test_a_student_that_rules_out_what_the_teacher_says_has_infinite_loss():
 
 
 def test_bf16_autocast_keeps_the_softmax_in_fp32():
-    case, labels = make_case(vocab=301)
-    want = dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0]
+    case, _ = make_case(vocab=301)
+    want = dense_loss(**case)
     with torch.autocast("cpu", torch.bfloat16):
         terms = live_loss(**case)
     assert terms.loss.dtype == torch.float32
@@ -272,9 +210,9 @@ def test_products_in_bf16_are_summed_in_fp32():
 @pytest.mark.parametrize(
     ("backend", "divergence", "k", "options"),
     quick_first(
-        [("aot_eager", ForwardKL(), None, {}), ("aot_eager", LK(3.0), None, {"weights": True})],
+        [("aot_eager", ForwardKL(), None, {}), ("aot_eager", LK(3.0), None, {})],
         [
-            ("inductor", LK(3.0), None, {"weights": True}),
+            ("inductor", LK(3.0), None, {}),
             ("inductor", ForwardKL(), 8, {"temperature": 2.0}),
             ("inductor", ForwardKL(), None, {"ce_weight": 0.3}),
         ],
@@ -293,15 +231,13 @@ def test_a_compiled_loss_is_the_same(backend, divergence, k, options, monkeypatc
     else:
         case, labels, case["teacher"], _ = top_k_case(k, options["temperature"])
         case["teacher"] = TopK(*(part.to(DEVICE) for part in case["teacher"].parts))
-        loss_of = chunked_distillation_loss
+        loss_of = distillation_loss
     on_device = {
         name: each.detach().to(DEVICE) if isinstance(each, torch.Tensor) else each
         for name, each in case.items()
     }
     leaves = [on_device[f"student_{part}"].requires_grad_() for part in ("hidden", "head")]
-    options = {**options, "ce_labels": labels.to(DEVICE), "divergence": divergence}
-    if options.pop("weights", False):
-        options["weights"] = torch.linspace(0.1, 1, labels.numel(), device=DEVICE).view_as(labels)
+    options = {**options, "labels": labels.to(DEVICE), "divergence": divergence}
     rows, got = int(case["mask"].sum()), []
     for chunk_tokens, compiled in ((rows - 1, False), (rows - 1, True), (7, True)):
         terms = loss_of(**on_device, chunk_tokens=chunk_tokens, compiled=compiled, **options)
@@ -323,9 +259,8 @@ def test_a_compiled_cross_entropy_is_the_same(backend, monkeypatch):
     hidden, head = (case[f"student_{part}"].detach().to(DEVICE) for part in ("hidden", "head"))
     leaves, got = (hidden.requires_grad_(), head.requires_grad_()), []
     for compiled in (False, True):
-        terms = chunked_cross_entropy(
-            *leaves, labels.to(DEVICE), case["mask"].to(DEVICE), chunk_tokens=7, compiled=compiled
-        )
+        spec = LossSpec(None, ce_weight=1.0, chunk_tokens=7, compiled=compiled)
+        terms = chunked_cross_entropy(*leaves, labels.to(DEVICE), case["mask"].to(DEVICE), spec)
         got.append((terms.loss, *torch.autograd.grad(terms.loss, leaves)))
     for one, other in zip(*got, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -348,7 +283,7 @@ def test_normalizer_replaces_the_number_of_rows():
     ("change", "message"),
     [
         ({"temperature": 0.0}, "temperature"),
-        ({"ce_weight": 1.0}, "ce_labels"),
+        ({"ce_weight": 1.0}, "no labels"),
         ({"teacher_head": torch.zeros(96, 20)}, "vocabulary"),
         ({"mask": torch.ones(3, 20, dtype=torch.bool)}, "mask"),
     ],
@@ -378,11 +313,7 @@ def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
 
 def test_the_memory_counter_sees_dense_logits():
     """The instrument itself: the dense loss on a small case needs more than its two logits."""
-    case, labels = make_case((1, 256), 2048)
+    case, _ = make_case((1, 256), 2048)
     case["mask"] = torch.ones_like(case["mask"])
     two_logits = 2 * 256 * 2048 * 4
-
-    def dense():
-        dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0].backward()
-
-    assert peak_bytes(dense) > two_logits
+    assert peak_bytes(lambda: dense_loss(**case).backward()) > two_logits

@@ -1,6 +1,6 @@
-"""Each kind of loss against its formula in fp64 with all logits at once, and which tokens count.
+"""Each kind of divergence equals its formula in fp64 with all logits at once.
 
-Tolerances: as in test_losses.py, 1e-5 for fp32 sums in another order.
+Tolerances: as in test_distillation_loss.py, 1e-5 for fp32 sums in another order.
 """
 
 from __future__ import annotations
@@ -8,19 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import live_loss, make_case, peak_bytes, top_k_case
+from loss_cases import distillation_loss, live_loss, make_case, peak_bytes, top_k_case
 
 from stree.common.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
 from stree_pipelines.training.losses.config import LossConfig
-from stree_pipelines.training.losses.distillation_loss import (
-    MeasuredRows,
-    chunked_distillation_loss,
-    live_teacher,
-    measure_rows,
-)
+from stree_pipelines.training.losses.distillation_loss import live_teacher
 from stree_pipelines.training.losses.divergences import LK, ForwardKL, JensenShannon, TotalVariation
-from stree_pipelines.training.losses.token_weights import largest, token_weights
 from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
 
 LOSSES = [
@@ -70,41 +64,52 @@ def teacher_distribution(hidden, head, mask, temperature):
 
 
 @pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.3, 1.0), (0.4, 2.5)])
-@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_a_live_teacher_s_loss_and_gradients_are_the_formula(loss, ce_weight, temperature):
+@pytest.mark.parametrize(
+    ("loss", "chunk_tokens"),
+    [*((loss, 7) for loss in LOSSES), *((LOSSES[0], size) for size in (1, 1000, None))],
+    ids=str,
+)
+def test_a_live_teacher_s_loss_and_gradients_are_the_formula(
+    loss, chunk_tokens, ce_weight, temperature
+):
     case, labels = make_case()
     terms = live_loss(
-        **case, divergence=loss.divergence, ce_labels=labels, ce_weight=ce_weight,
-        temperature=temperature, chunk_tokens=7,
+        **case, divergence=loss.divergence, labels=labels, ce_weight=ce_weight,
+        temperature=temperature, chunk_tokens=chunk_tokens,
     )
+    # A factor behind the loss (gradient accumulation) has to reach the gradients.
     got = torch.autograd.grad(terms.loss * 3.0, (case["student_hidden"], case["student_head"]))
     leaves, logits, q = in_fp64(case, temperature)
     p = teacher_distribution(
         case["teacher_hidden"], case["teacher_head"], case["mask"], temperature
     )
     divergence = dense(loss, p, q, temperature).mean()
-    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[case["mask"]])
+    cross_entropy = F.cross_entropy(logits, labels[case["mask"]])
     want = divergence + ce_weight * cross_entropy
     torch.testing.assert_close(terms.loss.double(), want, **EXACT)
     torch.testing.assert_close(terms.divergence.double(), divergence, **EXACT)
+    if ce_weight:
+        torch.testing.assert_close(terms.cross_entropy.double(), cross_entropy, **EXACT)
     acceptance = torch.minimum(p, q).sum(1).mean()
     torch.testing.assert_close(terms.simulated_acceptance.double(), acceptance, **EXACT)
     for mine, theirs in zip(got, torch.autograd.grad(want * 3.0, leaves), strict=True):
         torch.testing.assert_close(mine.double(), theirs, **EXACT)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.4, 2.5)])
 @pytest.mark.parametrize("k", [1, 8, 96])
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(loss, k, temperature):
-    """All tokens outside the top k as one bucket, written out: 1 minus the sums."""
-    case, _, teacher, (hidden, head) = top_k_case(k, temperature)
-    terms = chunked_distillation_loss(
-        **case, teacher=teacher, divergence=loss.divergence, temperature=temperature,
-        chunk_tokens=7,
+def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(
+    loss, k, ce_weight, temperature
+):
+    """All tokens outside the top k are one bucket, whose mass is 1 minus the sums."""
+    case, labels, teacher, (hidden, head) = top_k_case(k, temperature)
+    terms = distillation_loss(
+        **case, teacher=teacher, divergence=loss.divergence, labels=labels, ce_weight=ce_weight,
+        temperature=temperature, chunk_tokens=7,
     )
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
-    leaves, _, q = in_fp64(case, temperature)
+    leaves, logits, q = in_fp64(case, temperature)
     p, ids = teacher_distribution(hidden, head, case["mask"], temperature), teacher.ids.long()
     merged = [
         torch.cat([each.gather(1, ids), 1 - each.gather(1, ids).sum(1, keepdim=True)], 1)
@@ -112,6 +117,7 @@ def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(loss
     ]
     accepted = torch.minimum(merged[0], merged[1])[:, :-1].sum(1)  # of the top k only
     want = dense(loss, *merged, temperature, accepted).mean()
+    want = want + ce_weight * F.cross_entropy(logits, labels[case["mask"]])
     torch.testing.assert_close(terms.loss.double(), want, **EXACT)
     torch.testing.assert_close(terms.simulated_acceptance.double(), accepted.mean(), **EXACT)
     for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
@@ -171,7 +177,7 @@ def test_a_chunk_takes_the_buffers_that_dry_runs_count(loss, ce_weight):
 
     def step():
         live_loss(
-            **case, divergence=loss.divergence, ce_labels=labels, ce_weight=ce_weight,
+            **case, divergence=loss.divergence, labels=labels, ce_weight=ce_weight,
             temperature=2.0, chunk_tokens=chunk_tokens,
         ).loss.backward()
 
@@ -204,72 +210,6 @@ def test_the_ends_of_the_families():
     assert live_loss(**case).simulated_acceptance == pytest.approx(1 - tv.item(), abs=1e-5)
 
 
-# How much a token counts
-
-
-@pytest.mark.parametrize("kind", ["live", "cached"])
-@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_weights_count_tokens_and_leave_out_those_of_none(loss, kind):
-    case, labels, cached, (hidden, head) = top_k_case(97)
-    teacher = cached
-    if kind == "live":
-        teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"])
-    weights = torch.rand(case["mask"].shape) * (torch.rand(case["mask"].shape) < 0.5)
-    options = dict(divergence=loss.divergence, ce_labels=labels, ce_weight=0.3)
-    terms = chunked_distillation_loss(**case, teacher=teacher, weights=weights, **options)
-    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
-    leaves, logits, q = in_fp64(case, 1.0)
-    p = teacher_distribution(hidden, head, case["mask"], 1.0)
-    cross_entropy = torch.nn.functional.cross_entropy(
-        logits, labels[case["mask"]], reduction="none"
-    )
-    rows = dense(loss, p, q, 1.0) + 0.3 * cross_entropy
-    want = (weights[case["mask"]] * rows).mean()
-    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
-    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, **EXACT)
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_rows_are_measured_one_by_one(loss):
-    case, _ = make_case()
-    hidden, mask = case["student_hidden"], case["mask"]
-    teacher = live_teacher(case["teacher_hidden"], case["teacher_head"], mask, hidden, 2.0)
-    measured = measure_rows(
-        hidden, case["student_head"], teacher, mask, loss.divergence, 2.0, chunk_tokens=7
-    )
-    _, _, q = in_fp64(case, 2.0)
-    p = teacher_distribution(case["teacher_hidden"], case["teacher_head"], mask, 2.0)
-    torch.testing.assert_close(measured.divergence[mask].double(), dense(loss, p, q, 2.0), **EXACT)
-    torch.testing.assert_close(
-        measured.accepted[mask].double(), torch.minimum(p, q).sum(1), **EXACT
-    )
-    assert not any(each[~mask].any() for each in vars(measured).values())
-
-
-def test_the_largest_gaps_are_kept():
-    values = torch.tensor([[5.0, 1.0, 9.0], [3.0, 7.0, 2.0]])
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    assert largest(values, mask, 0.4).tolist() == [[1, 0, 0], [0, 1, 0]]
-    assert largest(values, mask, 1.0).tolist() == mask.float().tolist()
-    assert not largest(values, torch.zeros_like(mask), 0.4).any()
-
-
-def test_chosen_tokens_stand_for_all():
-    torch.manual_seed(0)
-    mask = torch.rand(3, 40) < 0.6
-    drafter, reference = (MeasuredRows(*torch.rand(2, 3, 40)) for _ in range(2))
-    config = LossConfig(reference="r", keep=0.25)
-    selected = token_weights(config, mask, drafter, reference)
-    assert selected.unique().tolist() == [0.0, 4.0]
-    assert selected.sum() == pytest.approx(mask.sum().item(), abs=4)
-    assert not selected[~mask].any()
-    gap = drafter.divergence - reference.divergence
-    assert gap[mask & (selected == 0)].max() < gap[selected > 0].min()
-    nothing = torch.zeros_like(mask)
-    assert not token_weights(config, nothing, drafter, reference).any()
-
-
 # The config
 
 
@@ -280,8 +220,6 @@ def test_chosen_tokens_stand_for_all():
         ({"eta": 1.0}, "loss.eta is an option of lk, model.loss.kind is forward_kl"),
         ({"kind": "jsd", "beta": 1.0}, "model.loss.beta is 1.0, wanted between 0 and 1"),
         ({"kind": "lk", "eta": -1.0}, "model.loss.eta is -1.0, wanted at least 0"),
-        ({"keep": 0.4}, "model.loss.keep is 0.4, and model.loss.reference is missing"),
-        ({"reference": "r", "keep": 0.0}, "model.loss.keep is 0.0, wanted above 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
@@ -326,7 +264,7 @@ def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temper
     case, ids = partial_case()
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
     teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], temperature)
-    terms = chunked_distillation_loss(
+    terms = distillation_loss(
         **case, teacher=teacher.over(ids), divergence=loss.divergence, temperature=temperature,
         chunk_tokens=7,
     )
@@ -349,7 +287,7 @@ def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids)
     case, ids = partial_case(num_ids)
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
     teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head), k, chunk_rows=5)
-    terms = chunked_distillation_loss(
+    terms = distillation_loss(
         **case, teacher=teacher.over(ids), divergence=loss.divergence, chunk_tokens=7
     )
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
@@ -388,7 +326,7 @@ def test_a_head_over_some_tokens_takes_no_more_memory():
 
     def step():
         teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], 2.0).over(ids)
-        chunked_distillation_loss(
+        distillation_loss(
             **case, teacher=teacher, divergence=LK(3.0), temperature=2.0, chunk_tokens=chunk_tokens
         ).loss.backward()
 
