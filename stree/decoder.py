@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from stree.batching.sequences import Request, samples_of
 from stree.common import threads
 from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
+from stree.common.renamed import Renamed
 from stree.common.words import ends_of
 from stree.drafters import Drafter, DrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput
@@ -30,7 +31,7 @@ from stree.verifiers import Verifier
 from stree_kernels import ops
 
 
-class Decoder:
+class Decoder(Renamed):
     """Decoder of one sequence: a target, optionally a drafter and a tree, and their caches.
 
     Several threads may call it: each answer waits for the end of the one before.
@@ -62,6 +63,8 @@ class Decoder:
         >>> len(decoder.generate([1, 2, 3], max_new_tokens=4).tokens)
         4
     """
+
+    RENAMED: ClassVar[dict[str, str]] = {"measure_costs": "measure_step_times"}
 
     def __init__(
         self,
@@ -309,3 +312,22 @@ class Decoder:
         """Return the number of a prompt's tokens that would not be read again now."""
         return self.batch.num_reusable(prompt)
 
+
+def generate(
+    target: Any, inputs: Any, generation_config: Any = None, *,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None, tree: TokenTree | None = None,
+    tokenizer: Any = None, streamer: Any = None, **options: Any,
+) -> GenerationOutput | list[GenerationOutput]:
+    """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
+    with ExitStack() as stack:
+        if streamer is not None:
+            stack.callback(end_of(streamer))
+        mask = options.pop("attention_mask", None)
+        read = asked_for(inputs, generation_config, mask, options, tokenizer)
+        depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
+        longest = max(len(prompt) + config.max_new_tokens for prompt, config in read[0])
+        decoder = Decoder(
+            target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer
+        )
+        stack.pop_all()  # from here on the decoder ends it
+    return decoder._serve(streamer, lambda tokenizer: read)

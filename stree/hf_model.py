@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from stree.models.model import HybridModel
 from stree.prompts import prompts_of
 from stree.settings import THEIRS, end_of, instead_of
 from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of
-from stree.tree_policy.names import as_tree_policy
+from stree.tree_policy.names import as_tree_policy, refuse_unknown
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier, named
 
@@ -65,6 +65,7 @@ def from_transformers(
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
     num_prefixes: int = 0,
+    **unknown: Never,
 ) -> TransformersDecoder:
     """Return a decoder whose `generate` takes the arguments of `model.generate`, with drafts.
 
@@ -94,6 +95,7 @@ def from_transformers(
         >>> decoder.generate(torch.tensor([[5, 3, 8]]), max_new_tokens=4).shape
         torch.Size([1, 7])
     """
+    refuse_unknown("from_transformers", unknown)
     target = shared_model(model)
     tree = None if tree is None else as_tree_policy(tree)
     return TransformersDecoder(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 from stree.common.threads import one_at_a_time
 
@@ -46,6 +46,7 @@ from stree.common import threads
 from stree.common.clock import PhaseClock, recorded
 from stree.common.errors import UsageError
 from stree.common.lru import LRUCache
+from stree.common.renamed import Renamed
 from stree.common.words import counted
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
@@ -69,7 +70,7 @@ from stree_kernels import ops
 MAX_PREPARED = 16  # steps' rows and tree batches that are kept, one for each tree
 
 
-class BatchDecoder(RequestServer):
+class BatchDecoder(RequestServer, Renamed):
     """Decoder of many sequences: a target, optionally a drafter and a tree, and their caches.
 
     Any thread may admit, step, release and generate: a lock lets one thread in at a time, and a
@@ -110,6 +111,10 @@ class BatchDecoder(RequestServer):
         >>> [len(out.tokens) for out in batch.generate([[1, 2, 3], [4, 5]], asked)]
         [4, 4]
     """
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "measure_costs": "measure_step_times", "modes": "adaptive_trees", "growth": "tree_policy",
+    }
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stree.common.errors import UsageError
@@ -45,6 +45,14 @@ def require_policy_of(decoder: TokenTree | AdaptiveTrees, asked: TokenTree | Ada
             f"{', '.join(each.name for each in others)}: dynamic trees are the decoder's, the "
             "same for all its requests"
         )
+
+
+def refuse_unknown(caller: str, unknown: Mapping[str, object]) -> None:
+    """Raise `UsageError` for the argument `growth`, and `TypeError` for any other unknown one."""
+    if "growth" in unknown:
+        raise UsageError(f"{GROWTH_IS_TREE}: {caller}(…, tree={unknown['growth']!r})")
+    for name in unknown:
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
 
 
 def as_tree_policy(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import make_workspace
+from toys import tiny_model
 
 import stree
 from stree.__main__ import COMMANDS, main
@@ -245,3 +246,23 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
     }
     assert (empty / "eval/report.html").is_file()
     assert (empty / "data/train.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("Modes", "AdaptiveTrees"), ("Costs", "StepTimes"), ("Bandit", "BanditTrees")],
+)
+def test_a_public_name_of_the_last_version_works_and_says_the_new_one(old, new):
+    with pytest.warns(DeprecationWarning, match=f"stree.{old} is called stree.{new} now"):
+        assert getattr(stree, old) is getattr(stree, new)
+    assert old not in stree.__all__
+
+
+def test_methods_of_the_last_version_work_and_say_the_new_name():
+    decoder = stree.Decoder(tiny_model(1), max_length=32)
+    with pytest.warns(DeprecationWarning, match="called measure_step_times now"):
+        assert decoder.measure_costs == decoder.measure_step_times
+    with pytest.warns(DeprecationWarning, match="called adaptive_trees now"):
+        assert decoder.batch.modes is decoder.batch.adaptive_trees
+    with pytest.raises(AttributeError, match="no attribute 'mode'"):
+        _ = decoder.batch.mode

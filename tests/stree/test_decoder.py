@@ -9,7 +9,7 @@ import torch
 from lanes import quick_first
 from toys import TableDrafter, TableTarget, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
 from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters import Proposal, SiblingSampling
@@ -404,3 +404,15 @@ def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
     for prompt in ([1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]])):
         assert got.tokens == alone.generate(prompt, GenerationConfig(8)).tokens
     assert got.stats.accepted_per_call == [0] * 7
+
+
+def test_generate_makes_a_decoder_that_is_long_enough():
+    target = tiny_model(1)
+    alone = Decoder(target, max_length=99)
+    for inputs in ([1, 2], [[1, 2], [3]]):
+        outputs = generate(target, inputs, max_new_tokens=8)
+        expected = alone.generate(inputs, max_new_tokens=8)
+        outputs, expected = (
+            each if isinstance(each, list) else [each] for each in (outputs, expected)
+        )
+        assert [out.tokens for out in outputs] == [out.tokens for out in expected]
