@@ -4,18 +4,16 @@ python pipelines/report.py runs/quickstart python pipelines/report.py runs/quick
 --out docs/results/cpu-quickstart python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0
 --names KL LK --out runs/losses
 
-Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; for
-several runs speed_vs_step (.svg, .pdf) in place of lossless.md. Runs whose configs differ by the
+Writes report.html, table6 (.md, .csv, .json), tau_vs_step.svg and lossless.md; for several runs
+speed_vs_step.svg in place of lossless.md. Runs whose configs differ by the
 seed only share a column; the others are compared with the first one's, prompt by prompt. Runs with
 different decoding settings are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
@@ -32,7 +30,7 @@ from stree_pipelines.evaluation.result_store import (
     write_rows,
 )
 from stree_pipelines.reports import plots, runs_plots, runs_tables
-from stree_pipelines.reports.page import page_context, runs_context
+from stree_pipelines.reports.page import Drawn, page_context, runs_context
 from stree_pipelines.reports.rendering import markdown_page, render_page
 from stree_pipelines.reports.run_data import (
     COMMAND_NAME,
@@ -44,14 +42,13 @@ from stree_pipelines.reports.run_data import (
     open_results,
 )
 from stree_pipelines.reports.runs import Runs, load_runs
-from stree_pipelines.reports.runs_tables import RunsFindings
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length_tables
 from stree_pipelines.reports.tables.findings import Findings
 from stree_pipelines.reports.tables.lossless import lossless_markdown, lossless_sentence
 from stree_pipelines.reports.tables.table_rows import as_csv, table6_json, table_rows
-from stree_pipelines.reports.tables.tables import in_lines, table6_markdown, to_latex
+from stree_pipelines.reports.tables.tables import in_lines, table6_markdown
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Path], str]:
@@ -63,62 +60,55 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
     out = Path(out) if out is not None else data.folder
     make_directory(out)
     findings, rows = Findings.of(data), list(table_rows(data))
-    files: dict[str, str | bytes] = {
+    ladders = findings.ladders
+    files = {
         "table6.md": table6_markdown(data, findings.tables), "table6.json": table6_json(data, rows),
-        "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
+        "table6.csv": as_csv(rows), "lossless.md": lossless_markdown(data.folder),
+        "tau_vs_step.svg": _drawn(plots.tau_vs_step(data), "τ against distillation step"),
+        "by_length.md": by_length_tables.markdown(data, ladders) if ladders else "",
     }
-    lossless = lossless_markdown(data.folder)
-    if lossless:
-        files["lossless.md"] = lossless
-    files |= _drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step")
-    if findings.ladders:
-        files["by_length.md"] = by_length_tables.markdown(data, findings.ladders)
-    for number, ladder in enumerate(findings.ladders, start=1):
-        name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
+    for number, ladder in enumerate(ladders, start=1):
+        name = "tau_by_length.svg" if number == 1 else f"tau_by_length_{number}.svg"
         drawn = by_length_tables.drawn(data, ladder.rungs)
-        files |= _drawn(name, drawn, "τ against prompt length")
-    page = {**page_context(findings), "figures": _figures(findings)}
+        files[name] = _drawn(drawn, "τ against prompt length")
+    page = page_context(data, findings, _figures(data, findings))
     files["report.html"] = render_page("report.html.j2", page)
-    return _write(files, out), _summary(findings)
+    told = [by_length_tables.introduction(data)] if ladders else []
+    told += [each for ladder in ladders for each in ladder.verdicts]
+    told += [note for note in (parting_sentence(data), *data.notes) if note]
+    return _write(files, out), _summary(findings, told)
 
 
 def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
     """Write the files of a report on several runs; otherwise as `write_report`."""
-    out = Path(out)
     make_directory(out)
-    findings, rows = RunsFindings.of(runs), list(runs_tables.table_rows(runs))
-    files: dict[str, str | bytes] = {
-        "table6.md": runs_tables.markdown(findings),
+    findings, rows = runs_tables.findings(runs), list(runs_tables.table_rows(runs))
+    every = runs.methods, runs.temperatures
+    tau, speed = (runs_plots.grid(runs, kind, *every)
+                  for kind in (runs_plots.ACCEPTANCE_LENGTH, runs_plots.SPEEDUP))
+    page = runs_context(runs, findings, runs_plots.page_figures(runs))
+    files = {
+        "table6.md": runs_tables.markdown(runs, findings),
         "table6.json": runs_tables.rows_json(runs, rows),
-        "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
+        "table6.csv": as_csv(rows),
+        "tau_vs_step.svg": _drawn(tau, "τ against distillation step"),
+        "speed_vs_step.svg": _drawn(speed, "Speed-up against distillation step"),
+        "report.html": render_page("report.html.j2", page),
     }
-    for name, of, title in (
-        ("tau_vs_step", runs_plots.acceptance_length, "τ against distillation step"),
-        ("speed_vs_step", runs_plots.speedup, "Speed-up against distillation step"),
-    ):
-        files |= _drawn(name, runs_plots.grid(runs, of), title)
-    figures = [
-        {"title": title, "remark": remark, "svg": plots.to_svg(figure, title, inline=True)}
-        for title, remark, figure in runs_plots.page_figures(runs)
-    ]
-    page = {**runs_context(findings), "figures": figures}
-    files["report.html"] = render_page("runs.html.j2", page)
-    return _write(files, out), runs_tables.summary(findings)
+    return _write(files, Path(out)), _summary(findings, runs.notes)
 
 
-def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | bytes]:
-    """Return a figure's files; none without a figure."""
-    if figure is None:
-        return {}
-    return {f"{name}.svg": plots.to_svg(figure, title), f"{name}.pdf": plots.to_pdf(figure)}
+def _drawn(figure: Figure | None, title: str) -> str:
+    return plots.to_svg(figure, title) if figure is not None else ""
 
 
-def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
-    for name, content in files.items():
-        if name.endswith(".md") and isinstance(content, str):
-            content = markdown_page(content)
-        write_atomically(folder / name, content)
-    return [folder / name for name in files]
+def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
+    """Write the files that have content, and return their paths."""
+    kept = {name: content for name, content in files.items() if content}
+    for name, content in kept.items():
+        text = markdown_page(content) if name.endswith(".md") else content
+        write_atomically(folder / name, text)
+    return [folder / name for name in kept]
 
 
 def write_records(data: RunData, out: str | Path) -> list[Path]:
@@ -145,15 +135,13 @@ def write_records(data: RunData, out: str | Path) -> list[Path]:
     return paths
 
 
-def _figures(findings: Findings) -> list[dict[str, Any]]:
-    """Return title, remark and inline SVG of each figure with content, temperatures side by
-    side."""
-    data = findings.data
-    wanted: list[tuple[str, str, Callable[[], Figure | None]]] = [
-        ("Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
-         "promises a chain at T = 1, without a penalty.", partial(plots.tau_vs_step, data)),
-        ("Speed", "Of decoding, prefill excluded.", partial(plots.speed_vs_step, data)),
-    ]
+def _figures(data: RunData, findings: Findings) -> Drawn:
+    """Yield the page's figures, temperatures side by side."""
+    yield (
+        "Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
+        "promises a chain at T = 1, without a penalty.", plots.tau_vs_step(data),
+    )
+    yield "Speed", "Of decoding, prefill excluded.", plots.speed_vs_step(data)
     for title, draw in (
         ("Drafts accepted per call", plots.acceptance_histogram),
         ("Acceptance by depth", plots.depth_rates),
@@ -161,34 +149,24 @@ def _figures(findings: Findings) -> list[dict[str, Any]]:
     ):
         for temperature in data.temperatures:
             remark = f"T = {temperature:g}, {checkpoint_title(data, data.last)}"
-            wanted.append((title, remark, partial(draw, data, temperature)))
+            yield title, remark, draw(data, temperature)
     for ladder in findings.ladders:
         remark = f"The same questions after more text, {checkpoint_title(data, data.last)}"
-        draw = partial(by_length_tables.drawn, data, ladder.rungs)
-        wanted.append(("Acceptance length by prompt length", remark, draw))
-    wanted.append(("Distillation loss", "", partial(plots.loss_vs_step, data)))
-    drawn = [(title, remark, draw()) for title, remark, draw in wanted]
-    return [
-        {"title": title, "remark": remark, "svg": plots.to_svg(figure, title, inline=True)}
-        for title, remark, figure in drawn
-        if figure is not None
-    ]
+        drawn = by_length_tables.drawn(data, ladder.rungs)
+        yield "Acceptance length by prompt length", remark, drawn
+    yield "Distillation loss", "", plots.loss_vs_step(data)
 
 
-def _summary(findings: Findings) -> str:
-    """Format the printed text: Table 6 over all benchmarks, the advice, and notes."""
-    data, lines = findings.data, []
+def _summary(findings: Findings, told: Sequence[str]) -> str:
+    """Format the printed text: the tables over all benchmarks, the advice, and more sentences."""
+    lines = []
     for table, (temperature, advice) in zip(
         findings.main_tables, findings.advice.items(), strict=True
     ):
         lines.append(table.to_text())
         headline = f"{advice.headline}. " if advice.headline else ""
         lines.append(f"{in_lines(f'T = {temperature:g}: {headline}{advice.reason}')}\n")
-    told = [by_length_tables.introduction(data)] if findings.ladders else []
-    for ladder in findings.ladders:
-        lines += [table.to_text() for table in ladder.tables]
-        told += ladder.verdicts
-    told += [note for note in (parting_sentence(data), *data.notes) if note]
+    lines += [table.to_text() for ladder in findings.ladders for table in ladder.tables]
     return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in told)])
 
 

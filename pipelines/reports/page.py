@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
-from stree_pipelines.reports import runs_tables
+from stree_pipelines.reports import plots, runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
-from stree_pipelines.reports.runs_tables import RunsFindings
+from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length_tables
 from stree_pipelines.reports.tables.findings import Findings
-from stree_pipelines.reports.tables.tables import Table
 
 MAX_SAMPLES_PER_BENCHMARK = 3
 MAX_DIVERGENCES_SHOWN = 50
+INTRO = (
+    "Speed in new tokens per second, with its ratio to autoregressive decoding of the same prompts "
+    "in the same process; τ in new tokens per target call. Autoregressive is plain decoding, "
+    "without drafts; Vanilla SD drafts a chain, STree a tree. Brackets: 95 % intervals over "
+    "prompts, of the ratio and of τ."
+)
+Drawn = Iterable[tuple[str, str, Figure | None]]  # title, remark and figure of each
 
 
-def page_context(findings: Findings) -> dict[str, Any]:
-    """Return the template's values, without the figures."""
-    data = findings.data
+def page_context(data: RunData, findings: Findings, figures: Drawn) -> dict[str, Any]:
+    """Return the template's values for the page of a run."""
+    name = data.folder.resolve().name
+    at_last = f" · drafter at {checkpoint_title(data, data.last)}" if data.last else ""
     return {
-        "name": data.folder.resolve().name,
-        "last": checkpoint_title(data, data.last) if data.last else "",
-        "advice": [
-            {"temperature": f"{temperature:g}", **advice._asdict()}
-            for temperature, advice in findings.advice.items()
-        ],
-        "tables": _folded(findings.tables, findings.main_tables),
+        "title": f"{name}: speculative decoding report",
+        "heading": f"{name}{at_last}",
+        "intro": INTRO,
+        "more": "By benchmark",
         "by_length": findings.ladders,
         "lengths_intro": by_length_tables.introduction(data),
         "lossless": _lossless(data),
@@ -39,36 +45,59 @@ def page_context(findings: Findings) -> dict[str, Any]:
         "environment": environment(data.rows, [data.command]),
         "parting": parting_sentence(data),
         "notes": data.notes,
+        **_common(findings, figures),
     }
 
 
-def _folded(tables: Sequence[Table], main: Sequence[Table]) -> list[dict[str, Any]]:
-    """Mark the main tables, which come first; the page folds up the others."""
-    return [{"table": table, "main": number < len(main)} for number, table in enumerate(tables)]
+def runs_context(runs: Runs, findings: Findings, figures: Drawn) -> dict[str, Any]:
+    """Return the template's values for the page of several runs."""
+    name = " · ".join(column.title for column in runs.columns)
+    every = [(column.name, run) for column in runs.columns for run in column.runs]
+    return {
+        "title": f"{name}: runs compared",
+        "heading": name,
+        "intro": runs_tables.intro(runs),
+        "more": "By step and benchmark",
+        "runs": [
+            (name, run.folder, run.command.get("seed", ""),
+             str(run.command.get("git_sha") or "")[:12])
+            for name, run in every
+        ],
+        "environment": environment(runs.rows, [run.command for _, run in every]),
+        "notes": runs.notes,
+        **_common(findings, figures),
+    }
+
+
+def _common(findings: Findings, figures: Drawn) -> dict[str, Any]:
+    """Return the values that both pages have."""
+    return {
+        "advice": {f"{temperature:g}": advice for temperature, advice in findings.advice.items()},
+        "main_tables": findings.main_tables,
+        "tables": findings.tables[len(findings.main_tables) :],
+        "figures": [
+            (title, remark, plots.to_svg(figure, title, inline=True))
+            for title, remark, figure in figures
+            if figure is not None
+        ],
+    }
 
 
 def _lossless(data: RunData) -> dict[str, Any]:
-    checks: list[dict[str, Any]] = []
-    divergences: list[dict[str, Any]] = []
-    for (checkpoint, method, benchmark, _), cell in data.cells.items():
-        if cell.lossless is None or benchmark not in data.benchmarks:
-            continue
-        place = {
-            "checkpoint": checkpoint_title(data, checkpoint),
-            "method": method_label(method),
-            "benchmark": benchmark,
-        }
-        checks.append({**place, "result": cell.lossless})
-        divergences += [{**place, "at": each} for each in cell.lossless.divergences]
-    checked = sum(check["result"].num_prompts for check in checks)
-    identical = sum(check["result"].num_identical for check in checks)
+    """Return the checks, (checkpoint, method, benchmark, result) each, and their divergences."""
+    checks = [
+        (checkpoint_title(data, checkpoint), method_label(method), benchmark, cell.lossless)
+        for (checkpoint, method, benchmark, _), cell in data.cells.items()
+        if cell.lossless is not None and benchmark in data.benchmarks
+    ]
+    divergences = [(*place, each) for *place, result in checks for each in result.divergences]
     return {
-        "checked": checked,
-        "identical": identical,
+        "checked": sum(result.num_prompts for *_, result in checks),
+        "identical": sum(result.num_identical for *_, result in checks),
         "checks": checks,
         "divergences": divergences[:MAX_DIVERGENCES_SHOWN],
         "num_divergences": len(divergences),
-        "largest_gap": max((each["at"].logit_gap for each in divergences), default=None),
+        "largest_gap": max((each.logit_gap for *_, each in divergences), default=None),
     }
 
 
@@ -88,27 +117,6 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
                 "turns": sample.turns,
             })
     return shown
-
-
-def runs_context(findings: RunsFindings) -> dict[str, Any]:
-    """Return the values of the template for several runs, without the figures."""
-    runs = findings.runs
-    every = [(column, run) for column in runs.columns for run in column.runs]
-    return {
-        "name": " · ".join(column.title for column in runs.columns),
-        "verdicts": findings.verdicts,
-        "intro": runs_tables.intro(runs),
-        "tables": _folded(findings.tables, findings.main_tables),
-        "runs": [
-            {
-                "name": column.name, "folder": run.folder, "seed": run.command.get("seed", ""),
-                "commit": str(run.command.get("git_sha") or "")[:12],
-            }
-            for column, run in every
-        ],
-        "environment": environment(runs.rows, [run.command for _, run in every]),
-        "notes": runs.notes,
-    }
 
 
 def environment(

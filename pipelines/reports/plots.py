@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stree import metrics
+from stree_pipelines.comparison.answers import Gain
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.reports.run_data import Cell, RunData, in_batches, method_label
 from stree_pipelines.reports.simulation import num_drafts_of, simulated_curve
@@ -26,6 +27,7 @@ PART_COLOURS = dict(
     zip(metrics.STEP_PARTS, ("#159a9c", "#c09a2b", "#e58fb0", "#b9c0c8"), strict=True)
 )  # no method's
 MAX_TICKS = 8
+Point = tuple[float, float, float, float]  # at x the value, and the ends of its interval
 # A line and a marker per temperature, filled or hollow, distinct without colour.
 LINES = ("-", "--", "-.", (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D")
@@ -168,14 +170,6 @@ def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
     return svg.replace(INK, "currentColor")
 
 
-def to_pdf(figure: Figure) -> bytes:
-    """Return PDF bytes, the same for the same figure; fonts as publishers want them."""
-    buffer = io.BytesIO()
-    with mpl.rc_context({**STYLE, "pdf.fonttype": 42}):
-        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
-    return buffer.getvalue()
-
-
 def new_figure() -> tuple[Figure, Axes]:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES)
@@ -215,21 +209,40 @@ def add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> N
     )
 
 
+def points_of(gains: Iterable[tuple[float, Gain]]) -> list[Point]:
+    """Return the points of pairs (x, figure), as far as there is a figure."""
+    return [(x, y, *(ends or (y, y))) for x, (y, ends) in gains if y is not None]
+
+
+def over_checkpoints(
+    data: RunData, method: str, temperature: float, gain: Callable[[Cell, str], Gain]
+) -> list[Point]:
+    """Return the points over all benchmarks of each checkpoint, by step.
+
+    gain: the figure of a cell at a checkpoint's label.
+    """
+    found = []
+    for label in data.checkpoints:
+        cell, step = data.cell(label, method, data.scopes[0], temperature), data.steps[label]
+        if cell is not None and step is not None:
+            found.append((step, gain(cell, label)))
+    return points_of(found)
+
+
+def draw_line(
+    axes: Axes, points: Sequence[Point], colour: str, alpha: float = 0.13, **look: Any
+) -> None:
+    """Draw a line and the band of its intervals, if there are points."""
+    if points:
+        at, values, low, high = zip(*points, strict=True)
+        axes.plot(at, values, color=colour, **look)
+        axes.fill_between(at, low, high, color=colour, alpha=alpha, linewidth=0)
+
+
 def _plot_over_steps(axes: Axes, data: RunData, method: str, temperature: float, name: str) -> None:
-    points = []
-    for checkpoint in data.checkpoints:
-        cell, step = data.cell(checkpoint, method, data.scopes[0], temperature), None
-        step = data.steps.get(checkpoint)
-        if cell is not None and step is not None and cell[name] is not None:
-            points.append((step, cell[name], cell.interval(name) or (cell[name], cell[name])))
-    if not points:
-        return
-    steps, values, intervals = zip(*points, strict=True)
-    low, high = zip(*intervals, strict=True)
-    colour = colour_of(data, method)
+    found = over_checkpoints(data, method, temperature, lambda cell, _: cell.gain(name))
     label = f"{method_label(method)}, T = {temperature:g}"
-    axes.plot(steps, values, color=colour, label=label, **look_of(data, temperature))
-    axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
+    draw_line(axes, found, colour_of(data, method), label=label, **look_of(data, temperature))
 
 
 def look_of(data: RunData, temperature: float) -> dict[str, Any]:
@@ -241,18 +254,16 @@ def look_of(data: RunData, temperature: float) -> dict[str, Any]:
 
 
 def _plot_baseline(axes: Axes, data: RunData, temperature: float) -> None:
-    points: list[tuple[int, float]] = []
-    for checkpoint in data.checkpoints:
-        step = data.steps.get(checkpoint)
-        for method in data.methods:
-            cell = data.cell(checkpoint, method, data.scopes[0], temperature)
-            if cell is not None and cell.baseline_speed and step is not None:
-                points.append((step, cell.baseline_speed))
-                break
-    if points:
+    speeds: dict[float, float] = {}
+    for method in data.methods:
+        for step, speed, *_ in over_checkpoints(
+            data, method, temperature, lambda cell, _: Gain(cell.baseline_speed, None)
+        ):
+            speeds.setdefault(step, speed)
+    if speeds:
         label = f"{method_label(AUTOREGRESSIVE)}, T = {temperature:g}"
-        look = look_of(data, temperature)
-        axes.plot(*zip(*points, strict=True), color=PLAIN_COLOUR, label=label, **look)
+        points = zip(*sorted(speeds.items()), strict=True)
+        axes.plot(*points, color=PLAIN_COLOUR, label=label, **look_of(data, temperature))
 
 
 def _plain_times(data: RunData, cells: Sequence[Cell], temperature: float) -> dict[str, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,15 @@ from stree.common.errors import BadData, UsageError
 from stree.common.plain_data import read_json
 from stree.drafters.names import DrafterName
 from stree.metrics import Timing
+from stree_pipelines.comparison.answers import (
+    Answers,
+    Figure,
+    Gain,
+    acceptance_length,
+    median_speedup,
+    speedup,
+    tokens_per_second,
+)
 from stree_pipelines.evaluation.evaluate import summarise_lossless
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import (
@@ -33,6 +42,12 @@ POOLED = "all benchmarks"
 CURVES_NAME, COMMAND_NAME, CONFIG_NAME = "metrics.csv", "command.json", "config.yaml"
 METHOD_LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
 
+RESAMPLED: dict[str, Figure] = {  # figures that are compared between cells
+    "acceptance_length": acceptance_length,
+    "tokens_per_second": tokens_per_second,
+    "speedup": speedup,
+}
+
 # (checkpoint label, method with its tree, benchmark, temperature)
 CellKey = tuple[str, str, str, float]
 
@@ -41,13 +56,14 @@ CellKey = tuple[str, str, str, float]
 class Cell:
     """Figures of one method at one checkpoint, on one benchmark or pooled over all.
 
+    seeds: the samples of each seed of the training, as far as they are there; one without `joined`.
     files: the files that hold the samples.
     """
 
     summary: dict[str, Any]
     num_prompts: int
     files: tuple[str, ...] = ()
-    samples: tuple[SampleRow, ...] = ()
+    seeds: tuple[tuple[SampleRow, ...], ...] = ()
     lossless: Lossless | None = None
 
     @classmethod
@@ -64,7 +80,20 @@ class Cell:
         if samples:
             today = metrics.confidence_intervals(samples, baselines if is_paired else None)
             summary["confidence_intervals"] = {**row.confidence_intervals, **today}
-        return cls(summary, row.num_prompts, (row.samples,), tuple(samples), row.lossless)
+        return cls(summary, row.num_prompts, (row.samples,), (tuple(samples),), row.lossless)
+
+    @classmethod
+    def joined(cls, cells: Sequence[Cell]) -> Cell:
+        """Join the cells of several seeds, whose samples are there: figures over all seeds."""
+        answers = Answers.of([cell.samples for cell in cells])
+        gains = {name: answers.figure(of) for name, of in RESAMPLED.items()}
+        summary = dict.fromkeys(cls.figures()) | {name: gain.value for name, gain in gains.items()}
+        summary["speedup_prompt_median"] = median_speedup(answers)
+        summary["confidence_intervals"] = {name: gain.interval for name, gain in gains.items()}
+        seeds = tuple(cell.samples for cell in cells)
+        files = tuple(name for cell in cells for name in cell.files)
+        every = [sample for samples in seeds for sample in samples]
+        return cls(summary, len(answers.prompts), files, seeds, summarise_lossless(every))
 
     def __getitem__(self, name: str) -> Any:
         return self.summary[name]
@@ -74,8 +103,22 @@ class Cell:
         """Return the names in a summary."""
         return tuple(metrics.summarise([]))
 
-    def interval(self, name: str) -> tuple[float, float] | None:
+    @property
+    def samples(self) -> tuple[SampleRow, ...]:
+        """Samples of all seeds."""
+        return tuple(sample for samples in self.seeds for sample in samples)
+
+    @cached_property
+    def answers(self) -> Answers:
+        """Answers of all seeds, paired by prompt."""
+        return Answers.of(self.seeds or [()])
+
+    def interval(self, name: str) -> metrics.Interval | None:
         return self.summary["confidence_intervals"].get(name)
+
+    def gain(self, name: str) -> Gain:
+        """Return a figure with its interval."""
+        return Gain(self[name], self.interval(name))
 
     @property
     def baseline_speed(self) -> float | None:
@@ -89,6 +132,7 @@ class RunData:
     """A run, as far as its files tell; all rows have one decoding setting.
 
     Attributes:
+        names: of each (method, tree) of the rows, as `method_names` gives them.
         checkpoints: labels in order of distillation.
         methods: speculative methods present, a tree's name appended when there are several.
         cells: by (checkpoint, method, benchmark or POOLED, temperature). The baseline is at
@@ -99,6 +143,7 @@ class RunData:
 
     folder: Path
     rows: list[ResultRow]
+    names: dict[tuple[str, Tree | None], str] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)
     steps: dict[str, int | None] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
@@ -114,8 +159,8 @@ class RunData:
 
     def row_of(self, method: str) -> ResultRow | None:
         """Return a row of a method by its name here; its rows have one tree and one verifier."""
-        names = method_names(self.rows)
-        return next((row for row in self.rows if names[row.method, row.tree] == method), None)
+        named = (row for row in self.rows if self.names[row.method, row.tree] == method)
+        return next(named, None)
 
     def tree(self, method: str) -> Tree | None:
         """Return the tree of a method by its name here."""
@@ -147,12 +192,14 @@ def load_run(
     folder: str | Path,
     shown: Sequence[str] = (),
     wanted: Callable[[ResultRow], bool] = lambda row: True,
+    names: Mapping[tuple[str, Tree | None], str] | None = None,
 ) -> RunData:
     """Read RUN/eval (or RUN, when it holds results.jsonl itself), metrics.csv and command.json.
 
     Args:
         shown: NAME=VALUE pairs that choose among several decoding settings.
         wanted: keeps a row when it returns True.
+        names: as of `arrange`.
 
     Raises UsageError when there are no results, and when they still have several settings.
     """
@@ -164,8 +211,27 @@ def load_run(
     if len(kept) < len(rows):
         left = ", ".join(shown)
         data.notes.append(f"Shown are rows with {left}; {len(rows) - len(kept)} others are not.")
-    arrange(data, store)
+    arrange(data, store, names)
     return data
+
+
+def joined(runs: Sequence[RunData]) -> RunData:
+    """Join runs of one recipe, a seed each: cells are of all seeds, where all have their samples.
+
+    The runs' methods have the same names.
+    """
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    every = {key: [run.cells[key] for run in runs if key in run.cells] for key in first.cells}
+    cells = {
+        key: Cell.joined(found)
+        for key, found in every.items()
+        if key[0] and sum(bool(cell.samples) for cell in found) == len(runs)
+    }
+    checkpoints = [each for each in first.checkpoints if all(each in r.checkpoints for r in runs)]
+    rows = [row for run in runs for row in run.rows]
+    return replace(first, rows=rows, checkpoints=checkpoints, cells=cells)
 
 
 def read_training(folder: Path, rows: list[ResultRow]) -> RunData:
@@ -187,8 +253,14 @@ def open_results(folder: Path) -> ResultStore:
     raise UsageError(f"no {RESULTS_NAME} in {folder} or {folder}/eval: run eval_spec.py first")
 
 
-def arrange(data: RunData, store: ResultStore) -> None:
+def arrange(
+    data: RunData,
+    store: ResultStore,
+    names: Mapping[tuple[str, Tree | None], str] | None = None,
+) -> None:
     """Fill `data` in from its rows and their samples.
+
+    names: of methods, where other runs' count, too; by default `method_names` of these rows.
 
     Raises UsageError when the rows have several decoding settings.
     """
@@ -201,19 +273,19 @@ def arrange(data: RunData, store: ResultStore) -> None:
         )
     data.rows = kept
     data.notes += settings.remarks(kept)
-    labels, methods = _labels(kept), method_names(kept)
+    labels, data.names = _labels(kept), dict(names or method_names(kept))
     data.steps = {labels[_drafter(row)]: row.step for row in kept}
     data.checkpoints = sorted(
         {label for label in labels.values() if label},
         key=lambda label: (data.steps[label] is None, data.steps[label] or 0, label),
     )
-    data.methods = speculative_methods(kept)
+    data.methods = speculative_methods({each: data.names[each] for each in method_names(kept)})
     data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
     data.temperatures = sorted({row.temperature for row in kept})
     num_without = 0
     for row in kept:
         key = (
-            labels[_drafter(row)], methods[row.method, row.tree], row.benchmark,
+            labels[_drafter(row)], data.names[row.method, row.tree], row.benchmark,
             row.temperature,
         )
         samples = tuple(store.samples(row))
@@ -258,7 +330,7 @@ def _pool(data: RunData) -> None:
                 paired = baselines if len(baselines) == len(samples) else None
                 data.cells[checkpoint, method, POOLED, temperature] = Cell(
                     metrics.summarise(samples, paired), len(samples),
-                    tuple(name for part in parts for name in part.files), samples,
+                    tuple(name for part in parts for name in part.files), (samples,),
                     summarise_lossless(samples),
                 )
 
@@ -341,17 +413,15 @@ def _labels(rows: Sequence[ResultRow]) -> dict[str | None, str]:
     }
 
 
-def speculative_methods(rows: Sequence[ResultRow]) -> list[str]:
-    """Return the names of speculative methods, chains before trees."""
-    order = list(METHOD_LABELS)
-    return [
-        name
-        for (method, _), name in sorted(
-            method_names(rows).items(),
-            key=lambda item: (order.index(item[0][0]) if item[0][0] in order else 99, item[1]),
-        )
+def speculative_methods(names: Mapping[tuple[str, Tree | None], str]) -> list[str]:
+    """Return the names of the speculative methods among `method_names`, chains before trees."""
+    order = [CHAIN, TREE]
+    found = [
+        (order.index(method) if method in order else 99, name)
+        for (method, _), name in names.items()
         if method != AUTOREGRESSIVE
     ]
+    return [name for _, name in sorted(found)]
 
 
 def method_names(rows: Sequence[ResultRow]) -> dict[tuple[str, Tree | None], str]:

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from stree.common.errors import BadData, UsageError
 from stree.common.plain_data import parse_yaml, read_text
-from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports import settings
 from stree_pipelines.reports.run_data import (
     CONFIG_NAME,
-    POOLED,
     Cell,
     RunData,
+    joined,
     load_run,
     method_names,
     open_results,
     speculative_methods,
+    without_replaced,
 )
 
 # Endings of the names of runs of one recipe: kl/seed-0, kl-s1, kl2
@@ -39,95 +39,58 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A run, or runs of one recipe with a seed each."""
+    """A run, or runs of one recipe with a seed each; `data` joins them."""
 
     name: str
     runs: tuple[RunData, ...]
+
+    @cached_property
+    def data(self) -> RunData:
+        return joined(self.runs)
 
     @property
     def title(self) -> str:
         return f"{self.name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.name
 
-    @property
-    def checkpoints(self) -> list[str]:
-        """Labels of the checkpoints that all its runs have, in order of distillation."""
-        first, *others = (run.checkpoints for run in self.runs)
-        return [label for label in first if all(label in each for each in others)]
-
-    @property
-    def last(self) -> str:
-        return self.checkpoints[-1] if self.checkpoints else ""
-
-    def step(self, checkpoint: str) -> int | None:
-        return self.runs[0].steps.get(checkpoint)
+    def last(self, method: str, benchmark: str, temperature: float) -> Cell | None:
+        """Return the cell of the last checkpoint."""
+        return self.data.cell(self.data.last, method, benchmark, temperature)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
     """Columns over their common benchmarks and temperatures; the first one is the reference.
 
-    `notes` are for the reader.
+    methods: speculative ones; a tree's name is appended when there are several among all runs.
+    notes: for the reader.
     """
 
     columns: tuple[Column, ...]
-    benchmarks: list[str]
-    temperatures: list[float]
+    methods: list[str]
     notes: list[str]
 
     @property
     def rows(self) -> list[ResultRow]:
-        return [row for column in self.columns for run in column.runs for row in run.rows]
+        return [row for column in self.columns for row in column.data.rows]
 
     @property
     def scopes(self) -> list[str]:
         """Benchmarks to show, the pool of several first."""
-        return [POOLED, *self.benchmarks] if len(self.benchmarks) > 1 else self.benchmarks
+        return self.columns[0].data.scopes
 
-    @cached_property
-    def methods(self) -> list[str]:
-        """Speculative methods; a tree's name is appended when there are several among all runs."""
-        return speculative_methods(self.rows)
-
-    @cached_property
-    def _names(self) -> dict[tuple[Path, str], str]:
-        """Name that each run by itself gives to a method of `methods`."""
-        names = method_names(self.rows)
-        return {
-            (run.folder, names[key]): own
-            for column in self.columns
-            for run in column.runs
-            for key, own in method_names(run.rows).items()
-        }
-
-    def cells(
-        self, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
-    ) -> list[Cell]:
-        """Return the cells of all runs of the column; none when one is missing."""
-        found = [
-            run.cell(checkpoint, self._names.get((run.folder, method), ""), benchmark, temperature)
-            for run in column.runs
-        ]
-        cells = [cell for cell in found if cell is not None]
-        return cells if len(cells) == len(found) else []
-
-    def answers(
-        self, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
-    ) -> Answers | None:
-        """Return the paired answers; None when a run has no such row, or its samples are
-        missing."""
-        cells = self.cells(column, checkpoint, method, benchmark, temperature)
-        samples = [cell.samples for cell in cells if cell.samples]
-        return Answers.of(samples) if samples and len(samples) == len(cells) else None
+    @property
+    def temperatures(self) -> list[float]:
+        return self.columns[0].data.temperatures
 
 
 def load_runs(
-    folders: Sequence[str | Path], shown: Sequence[str] = (), names: Sequence[str] = ()
+    folders: Sequence[str | Path], shown: Sequence[str] = (), titles: Sequence[str] = ()
 ) -> Runs:
     """Read runs as `load_run` does.
 
     Args:
         shown: NAME=VALUE pairs that choose among several decoding settings.
-        names: names of the columns, in their order.
+        titles: names of the columns, in their order.
 
     Raises UsageError when a run is given twice, has no results, or was decoded with other settings
     than the others, and when they have no benchmark or temperature in common.
@@ -137,29 +100,31 @@ def load_runs(
     rows = {}
     for path, label in labels.items():
         store = open_results(path)
-        rows[label] = settings.chosen(store.results(), shown, store.directory)
-        settings.require_one(rows[label], store.directory)
+        chosen = settings.chosen(store.results(), shown, store.directory)
+        settings.require_one(chosen, store.directory)
+        rows[label] = without_replaced(chosen)
     settings.require_same(rows)
     notes: list[str] = []
     benchmarks = _shared("benchmark", rows, notes)
     temperatures = _shared("temperature", rows, notes)
-    runs = {
-        label: load_run(path, shown, lambda row: row.benchmark in benchmarks
-                        and row.temperature in temperatures)
-        for path, label in labels.items()
-    }
+
+    def is_shared(row: ResultRow) -> bool:
+        return row.benchmark in benchmarks and row.temperature in temperatures
+
+    names = method_names([row for each in rows.values() for row in each if is_shared(row)])
+    runs = {label: load_run(path, shown, is_shared, names) for path, label in labels.items()}
     every_row = [row for run in runs.values() for row in run.rows]
     notes += settings.remarks(every_row)
     notes += [f"{label}: {note}" for label, run in runs.items() for note in run.notes
               if note not in settings.remarks(run.rows)]
     columns = _columns(runs, notes)
-    if names and len(names) != len(columns):
+    if titles and len(titles) != len(columns):
         there = ", ".join(column.title for column in columns)
-        raise UsageError(f"--names are {len(names)}, wanted one for each of {there}")
-    if len(set(names)) < len(names):
-        raise UsageError(f"--names {' '.join(names)}: two columns would have one name")
-    named = [Column(name, column.runs) for name, column in zip(names, columns, strict=False)]
-    return Runs(tuple(named or columns), benchmarks, sorted(temperatures), notes)
+        raise UsageError(f"--names are {len(titles)}, wanted one for each of {there}")
+    if len(set(titles)) < len(titles):
+        raise UsageError(f"--names {' '.join(titles)}: two columns would have one name")
+    named = [Column(title, column.runs) for title, column in zip(titles, columns, strict=False)]
+    return Runs(tuple(named or columns), speculative_methods(names), notes)
 
 
 def _shared(what: str, rows: dict[str, list[ResultRow]], notes: list[str]) -> list:

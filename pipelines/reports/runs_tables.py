@@ -6,34 +6,32 @@ same prompts on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
-
-import numpy as np
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from stree import metrics
-from stree_pipelines.comparison import answers as figures
-from stree_pipelines.comparison.answers import Answers, Gain
+from stree_pipelines.comparison.answers import HOW
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.reports.run_data import checkpoint_title, method_label
-from stree_pipelines.reports.runs import Column, Runs
+from stree_pipelines.reports.run_data import Cell, checkpoint_title, method_label
+from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.settings import common_setting, sampling_note
-from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, of_gain
+from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, gains_of
+from stree_pipelines.reports.tables.table_rows import figures_of as cell_figures
 from stree_pipelines.reports.tables.tables import (
     MISSING,
+    Advice,
     Table,
+    acceptance_gain,
     below,
-    bracket,
     figure,
-    in_lines,
+    figures_of,
+    plain_speed,
+    speed_ratio,
+    tau_of,
 )
 
-NAMED = {
-    "acceptance_length": figures.acceptance_length,
-    "tokens_per_second": figures.tokens_per_second,
-    "speedup": figures.speedup,
-}
 INTERVALS = {
     "quantiles": QUANTILES,
     "resampled": "prompts, the same ones of both sides of a difference, and the seeds of each side "
@@ -43,25 +41,6 @@ INTERVALS = {
     f"size=({metrics.NUM_RESAMPLES}, S)) of S seeds in the order of `runs`, side 1 or 2 (the one "
     "that is compared with)",
 }
-
-
-@dataclass(frozen=True)
-class RunsFindings:
-    """Findings of several runs, as `Findings` of one."""
-
-    runs: Runs
-    tables: list[Table]
-    verdicts: list[Verdict]
-
-    @classmethod
-    def of(cls, runs: Runs) -> Self:
-        verdicts = [verdict(runs, temperature) for temperature in runs.temperatures]
-        return cls(runs, tables(runs), verdicts)
-
-    @property
-    def main_tables(self) -> list[Table]:
-        """Tables of the last checkpoints over all benchmarks."""
-        return self.tables[: len(self.runs.temperatures)]
 
 
 def intro(runs: Runs) -> str:
@@ -74,44 +53,37 @@ def intro(runs: Runs) -> str:
     return (
         "Speed: new tokens per second of decoding, with its ratio to autoregressive decoding of "
         "the same prompts in the same process. τ: new tokens per target call, bonus included."
-        f"{compared if len(runs.columns) > 1 else ''} Brackets: {figures.HOW}"
+        f"{compared if len(runs.columns) > 1 else ''} Brackets: {HOW}"
     )
 
 
 def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
     """Make a column per run, at its last checkpoint, with the gain over the first run below."""
-    place = benchmark, temperature
-    columns = runs.columns
-    at = [checkpoint_title(column.runs[0], column.last) for column in columns]
+    columns, first = runs.columns, runs.columns[0].name
+    cells = {m: [c.last(m, benchmark, temperature) for c in columns] for m in runs.methods}
+    at = [checkpoint_title(column.data, column.data.last) for column in columns]
     lines = [("", *(column.title for column in columns)), ("Checkpoint", *at)]
-    plain = [_plain(runs, column, *place) for column in columns]
-    lines.append((f"Speed ({method_label(AUTOREGRESSIVE)})", *map(_value, plain)))
-    for method in runs.methods:
+    of_columns = [*zip(*cells.values(), strict=True)]
+    lines.append((f"Speed ({method_label(AUTOREGRESSIVE)})", *map(plain_speed, of_columns)))
+    for method, mine in cells.items():
         label = method_label(method)
-        answers = [_at_last(runs, column, method, *place) for column in columns]
-        speeds = [figure(*_speed_ratio(each, answers[0]), unit="×") for each in answers[1:]]
-        gains = [figure(*_tau_gain(each, answers[0]), "+.2f") for each in answers[1:]]
-        lines.append((f"Speed ({label})", *map(_speed, answers)))
-        lines.append((f"Median speed-up ({label})", *map(_median, answers)))
-        if speeds:
-            lines.append((f"Speed-up over {columns[0].name}'s ({label})", "", *speeds))
-        lines.append((f"τ ({label})", *(_of(each, figures.acceptance_length) for each in answers)))
+        lines += figures_of(method, mine)
         if any(len(column.runs) > 1 for column in columns):
-            lines.append((f"τ of each seed ({label})", *map(_of_seeds, answers)))
-        if gains:
-            lines.append((f"τ over {columns[0].name}'s ({label})", "", *gains))
-    checked = [_identical(runs, column, *place) for column in columns]
+            lines.append((f"τ of each seed ({label})", *map(_of_seeds, mine)))
+        if len(columns) > 1:
+            speeds = (figure(*speed_ratio(each, mine[0]), unit="×") for each in mine[1:])
+            gains = (figure(*acceptance_gain(each, mine[0]), "+.2f") for each in mine[1:])
+            lines.append((f"Speed-up over {first}'s ({label})", "", *speeds))
+            lines.append((f"τ over {first}'s ({label})", "", *gains))
+    checked = [*map(_identical, of_columns)]
     if any(text != MISSING for text in checked):
         lines.append(("Answers as plain decoding's", *checked))
-    title = f"{_title(runs, *place)}: last checkpoints"
+    title = f"{_title(runs, benchmark, temperature)}: last checkpoints"
     samples = {
-        f"{column.title}, {method_label(method)}": [
-            sample
-            for cell in runs.cells(column, column.last, method, *place)
-            for sample in cell.samples
-        ]
-        for column in columns
+        f"{column.title}, {method_label(method)}": cell.samples if cell else ()
+        for number, column in enumerate(columns)
         for method in runs.methods
+        for cell in [cells[method][number]]
     }
     return Table(title, tuple(lines), note=below(samples, runs.rows))
 
@@ -122,22 +94,18 @@ def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
 
     Returns None when no run has several checkpoints.
     """
-    labels = _steps(runs)
-    if len(labels) < 2:
-        return None
     first, *others = runs.columns
+    labels = ((c.data.steps[label], label) for c in runs.columns for label in c.data.checkpoints)
+    known = sorted({(step, label) for step, label in labels if step is not None})
+    if len(known) < 2:
+        return None
     heads = [column.title for column in runs.columns]
     heads += [f"{column.name} − {first.name}" for column in others]
     lines: list[tuple[str, ...]] = [("Step", *heads)]
-    for step, label in labels:
-        found = [
-            runs.answers(column, label, method, runs.scopes[0], temperature)
-            if label in column.checkpoints else None
-            for column in runs.columns
-        ]
-        gains = [figure(*_tau_gain(each, found[0]), "+.2f") for each in found[1:]]
-        taus = (_of(each, figures.acceptance_length) for each in found)
-        lines.append((str(step), *taus, *gains))
+    for step, label in known:
+        cells = [c.data.cell(label, method, runs.scopes[0], temperature) for c in runs.columns]
+        gains = (figure(*acceptance_gain(each, cells[0]), "+.2f") for each in cells[1:])
+        lines.append((str(step), *map(tau_of, cells), *gains))
     where = _title(runs, runs.scopes[0], temperature)
     title = f"{where}: τ ({method_label(method)}) against distillation step"
     return Table(title, tuple(lines), note=sampling_note(runs.rows))
@@ -152,59 +120,47 @@ def tables(runs: Runs) -> list[Table]:
     return [*main[:count], *(table for table in steps if table), *main[count:]]
 
 
-def markdown(findings: RunsFindings) -> str:
-    runs = findings.runs
+def findings(runs: Runs) -> Findings:
+    """Work out a report's findings: tables of the last checkpoints first, and a verdict each."""
+    verdicts = {temperature: verdict(runs, temperature) for temperature in runs.temperatures}
+    return Findings(tables(runs), verdicts)
+
+
+def markdown(runs: Runs, found: Findings) -> str:
     parts = ["# Runs compared\n", f"{intro(runs)}\n"]
-    parts += [f"- {each.title}: {each.reason}" for each in findings.verdicts]
+    parts += [f"- T = {t:g}: {each.reason}" for t, each in found.advice.items()]
     parts += ["", *(f"{note}\n" for note in runs.notes)]
-    return "\n".join(parts + [table.to_markdown() for table in findings.tables])
+    return "\n".join(parts + [table.to_markdown() for table in found.tables])
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The best run at a temperature, and the reason; headline is empty without a comparison."""
-
-    title: str
-    headline: str
-    reason: str
-
-
-def verdict(runs: Runs, temperature: float) -> Verdict:
+def verdict(runs: Runs, temperature: float) -> Advice:
     """Rank the runs by the method listed last (a tree, if any), at each run's last checkpoint."""
-    title = f"T = {temperature:g}"
     if not runs.methods:
-        return Verdict(title, "", "No run was decoded with a drafter.")
-    method, scope = runs.methods[-1], runs.scopes[0]
-    found = {c.name: _at_last(runs, c, method, scope, temperature) for c in runs.columns}
-    told = {name: answers for name, answers in found.items() if answers}
+        return Advice("", "No run was decoded with a drafter.")
+    method = runs.methods[-1]
+    found = {c.name: c.last(method, runs.scopes[0], temperature) for c in runs.columns}
+    told = {name: cell for name, cell in found.items() if cell and cell.samples}
     if len(told) < 2:
-        return Verdict(title, "", "There are no two runs with their samples to compare.")
-    label = method_label(method)
-    tau, ahead = _ranked(told, figures.acceptance_length, "+.2f", "", np.subtract, 0.0)
-    reason = f"τ ({label}): {tau}"
-    timed = {name: answers for name, answers in told.items() if answers.value(figures.speedup)}
+        return Advice("", "There are no two runs with their samples to compare.")
+    tau, ahead = _ranked(told, "acceptance_length")
+    reason = f"τ ({method_label(method)}): {tau}"
+    timed = {name: cell for name, cell in told.items() if cell["speedup"]}
     if len(timed) > 1:
-        speed, _ = _ranked(timed, figures.speedup, ".2f", "×", np.divide, 1.0)
-        reason += f" Speed-up: {speed}"
-    return Verdict(title, f"{ahead} has the longest τ" if ahead else "Not told apart by τ", reason)
+        reason += f" Speed-up: {_ranked(timed, 'speedup')[0]}"
+    return Advice(f"{ahead} has the longest τ" if ahead else "Not told apart by τ", reason)
 
 
-def _ranked(
-    answers: dict[str, Answers], of: figures.Figure, form: str, unit: str,
-    compare: Callable[..., Any], none: float,
-) -> tuple[str, str]:
+def _ranked(cells: Mapping[str, Cell], name: str) -> tuple[str, str]:
     """Describe the best run's gain over each other; returns its name when every gain is beyond
     noise."""
-    values = {name: each.value(of) or 0.0 for name, each in answers.items()}
-    best = max(values, key=lambda name: values[name])
-    gains = {
-        name: answers[best].over(other, of, compare)
-        for name, other in answers.items()
-        if name != best
-    }
-    than = "over" if compare is np.subtract else "that of"
-    told = ", ".join(f"{figure(*gain, form, unit)} {than} {name}" for name, gain in gains.items())
-    text = f"{best} has {values[best]:.2f}{unit}, {told}."
+    compare, form, unit, than, none = (
+        (acceptance_gain, "+.2f", "", "over", 0.0) if name == "acceptance_length"
+        else (speed_ratio, ".2f", "×", "that of", 1.0)
+    )
+    best = max(cells, key=lambda run: cells[run][name])
+    gains = {run: compare(cells[best], cell) for run, cell in cells.items() if run != best}
+    told = ", ".join(f"{figure(*gain, form, unit)} {than} {run}" for run, gain in gains.items())
+    text = f"{best} has {cells[best][name]:.2f}{unit}, {told}."
     apart = all(gain.interval and gain.interval[0] > none for gain in gains.values())
     return text, best if apart else ""
 
@@ -221,133 +177,42 @@ def table_rows(runs: Runs) -> Iterator[dict[str, Any]]:
     `over_first` compares with the first run's checkpoint of the same step; a run's last one with
     its last.
     """
-    for benchmark in runs.scopes:
-        for temperature in runs.temperatures:
-            for column in runs.columns:
-                for checkpoint in column.checkpoints:
-                    for method in runs.methods:
-                        place = checkpoint, method, benchmark, temperature
-                        yield from _row(runs, column, *place)
-
-
-def _row(
-    runs: Runs, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
-) -> Iterator[dict[str, Any]]:
-    answers = runs.answers(column, checkpoint, method, benchmark, temperature)
-    if answers is None:
-        return
-    row: dict[str, Any] = {
-        "benchmark": benchmark, "temperature": temperature, "run": column.name,
-        "runs": [str(run.folder) for run in column.runs], "num_seeds": len(column.runs),
-        "checkpoint": checkpoint, "step": column.step(checkpoint), "method": method,
-        "num_prompts": len(answers.prompts),
-    }
-    row |= {name: of_gain(answers.figure(of)) for name, of in NAMED.items()}
-    plain = answers.value(figures.plain_tokens_per_second)
-    row["autoregressive_tokens_per_second"] = plain
     first = runs.columns[0]
-    if column is not first:
-        label = first.last if checkpoint == column.last else checkpoint
-        other = runs.answers(first, label, method, benchmark, temperature)
-        if other is not None:
-            row["over_first"] = {
-                "checkpoint": label,
-                "acceptance_length_gain": of_gain(_tau_gain(answers, other)),
-                "speed_ratio": of_gain(_speed_ratio(answers, other)),
+    for place in itertools.product(runs.scopes, runs.temperatures, runs.columns):
+        benchmark, temperature, column = place
+        for label, method in itertools.product(column.data.checkpoints, runs.methods):
+            cell = column.data.cell(label, method, benchmark, temperature)
+            if cell is None:
+                continue
+            row = {
+                "benchmark": benchmark, "temperature": temperature, "run": column.name,
+                "runs": [str(run.folder) for run in column.runs], "num_seeds": len(column.runs),
+                "checkpoint": label, "step": column.data.steps[label], "method": method,
+                **cell_figures(cell),
             }
-    yield row
-
-
-def summary(findings: RunsFindings) -> str:
-    """Format the text that the command prints."""
-    lines = [table.to_text() for table in findings.main_tables]
-    told = [*(f"{each.title}: {each.reason}" for each in findings.verdicts), *findings.runs.notes]
-    return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in told)])
-
-
-def _at_last(
-    runs: Runs, column: Column, method: str, benchmark: str, temperature: float
-) -> Answers | None:
-    return runs.answers(column, column.last, method, benchmark, temperature)
-
-
-def _steps(runs: Runs) -> list[tuple[int, str]]:
-    """Return (step, label) of the checkpoints of all columns."""
-    found = {
-        (step, label)
-        for column in runs.columns
-        for label in column.checkpoints
-        if (step := column.step(label)) is not None
-    }
-    return sorted(found)
+            beside = first.data.last if label == column.data.last else label
+            other = first.data.cell(beside, method, benchmark, temperature)
+            if column is not first and other is not None:
+                row["over_first"] = {"checkpoint": beside, **gains_of(cell, other)}
+            yield row
 
 
 def _title(runs: Runs, benchmark: str, temperature: float) -> str:
-    answers = (_at_last(runs, c, m, benchmark, temperature) for c in runs.columns
-               for m in runs.methods)
-    counts = sorted({len(each.prompts) for each in answers if each})
+    cells = (c.last(m, benchmark, temperature) for c in runs.columns for m in runs.methods)
+    counts = sorted({cell.num_prompts for cell in cells if cell})
     prompts = f" ({'/'.join(map(str, counts))} prompts)" if counts else ""
     return f"{benchmark}, T = {temperature:g}{prompts}"
 
 
-def _tau_gain(mine: Answers | None, first: Answers | None) -> Gain:
-    if mine is None or first is None:
-        return Gain(None, None)
-    return mine.over(first, figures.acceptance_length, np.subtract)
+def _of_seeds(cell: Cell | None) -> str:
+    taus = [metrics.acceptance_length(samples) or 0.0 for samples in cell.seeds] if cell else []
+    return " ".join(f"{tau:.2f}" for tau in sorted(taus)) or MISSING
 
 
-def _speed_ratio(mine: Answers | None, first: Answers | None) -> Gain:
-    """Return the ratio of speed-ups, each over plain decoding in its own process."""
-    if mine is None or first is None:
-        return Gain(None, None)
-    return mine.over(first, figures.speedup, np.divide)
-
-
-def _plain(runs: Runs, column: Column, benchmark: str, temperature: float) -> Gain:
-    for method in runs.methods:
-        answers = _at_last(runs, column, method, benchmark, temperature)
-        if answers is not None:
-            return answers.figure(figures.plain_tokens_per_second)
-    return Gain(None, None)
-
-
-def _value(gain: Gain) -> str:
-    return figure(gain.value)
-
-
-def _of(answers: Answers | None, of: figures.Figure) -> str:
-    return MISSING if answers is None else figure(*answers.figure(of))
-
-
-def _speed(answers: Answers | None) -> str:
-    if answers is None:
-        return MISSING
-    speed, ratio = answers.figure(figures.tokens_per_second), answers.figure(figures.speedup)
-    if ratio.value is None:
-        return figure(*speed)
-    return f"{figure(speed.value)} ({ratio.value:.2f}×){bracket(ratio.interval)}"
-
-
-def _median(answers: Answers | None) -> str:
-    return MISSING if answers is None else figure(figures.median_speedup(answers), unit="×")
-
-
-def _of_seeds(answers: Answers | None) -> str:
-    if answers is None:
-        return MISSING
-    taus = answers.counts["tokens"].sum(1) / answers.counts["calls"].sum(1)
-    return " ".join(f"{tau:.2f}" for tau in sorted(taus))
-
-
-def _identical(runs: Runs, column: Column, benchmark: str, temperature: float) -> str:
+def _identical(cells: Iterable[Cell | None]) -> str:
     """Count the answers of all methods that equal plain decoding's token for token, of those
     checked."""
-    checks = [
-        cell.lossless
-        for method in runs.methods
-        for cell in runs.cells(column, column.last, method, benchmark, temperature)
-        if cell.lossless is not None
-    ]
+    checks = [cell.lossless for cell in cells if cell and cell.lossless]
     if not checks:
         return MISSING
     return f"{sum(c.num_identical for c in checks)} of {sum(c.num_prompts for c in checks)}"

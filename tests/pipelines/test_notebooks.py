@@ -68,7 +68,7 @@ def test_from_a_chat_file_to_table6(workspace):
     ]
     (((_, table),),) = (cell for cell in shown if cell and "| τ (STree) " in cell[0][1])
     assert "step 2" in table and "step 3" in table and "2 prompts" in table
-    assert (run / "report.html").is_file() and (run / "table6.tex").is_file()
+    assert (run / "report.html").is_file() and (run / "table6.csv").is_file()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))

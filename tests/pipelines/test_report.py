@@ -217,7 +217,6 @@ def test_works_on_the_baseline_alone(tmp_path):
     paths, _ = write_report(load_run(tmp_path))
     assert {path.name for path in paths} == {
         "table6.md",
-        "table6.tex",
         "table6.csv",
         "table6.json",
         "report.html",

@@ -24,9 +24,9 @@ from stree_pipelines.reports.tables.by_length import (
 from stree_pipelines.reports.tables.tables import (
     MISSING,
     Table,
-    baseline_speed,
     below,
     figure,
+    plain_speed,
     speed_of,
     tau_of,
 )
@@ -81,7 +81,7 @@ def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> 
         (
             rung.length,
             figure(repeated(data, rung.benchmark, temperature), form=".2f"),
-            figure(baseline_speed(data, data.last, rung.benchmark, temperature)),
+            plain_speed(data.cell(data.last, m, rung.benchmark, temperature) for m in data.methods),
             *(column[at] for column in columns),
         )
         for at, rung in enumerate(rungs)
@@ -200,18 +200,11 @@ def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
     for temperature in data.temperatures:
         for method in data.methods:
             cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-            points = [
-                (length, tau, *(cell.interval("acceptance_length") or (tau, tau)))
-                for length, cell in zip(lengths, cells, strict=True)
-                if cell is not None and (tau := cell["acceptance_length"]) is not None
-            ]
-            if not points:
-                continue
-            at, taus, low, high = zip(*points, strict=True)
-            colour = plots.colour_of(data, method)
+            taus = zip(lengths, cells, strict=True)
+            points = plots.points_of((x, c.gain("acceptance_length")) for x, c in taus if c)
+            colour, look = plots.colour_of(data, method), plots.look_of(data, temperature)
             label = f"{method_label(method)}, T = {temperature:g}"
-            axes.plot(at, taus, color=colour, label=label, **plots.look_of(data, temperature))
-            axes.fill_between(at, low, high, color=colour, alpha=0.13, linewidth=0)
+            plots.draw_line(axes, points, colour, label=label, **look)
     if not axes.get_legend_handles_labels()[0]:
         return None
     axes.set_xscale("log", base=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from stree_pipelines.reports.run_data import RunData
@@ -13,22 +13,22 @@ from stree_pipelines.reports.tables.tables import Advice, Table, advise, all_tab
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings on a run: its tables, the advice by temperature, and τ by prompt length.
+    """Findings on a run or several: tables, the advice by temperature, and τ by prompt length.
 
-    Tables are Table 6 of each scope and temperature, the pooled ones first.
+    The first tables, one for each temperature, are over all benchmarks.
     """
 
-    data: RunData
     tables: list[Table]
     advice: dict[float, Advice]
-    ladders: list[LadderFindings]
+    ladders: list[LadderFindings] = field(default_factory=list)
 
     @classmethod
     def of(cls, data: RunData) -> Self:
+        """Return the findings on one run: Table 6 of each scope and temperature is its tables."""
         advice = {temperature: advise(data, temperature) for temperature in data.temperatures}
-        return cls(data, all_tables(data), advice, by_length_tables.findings(data))
+        return cls(all_tables(data), advice, by_length_tables.findings(data))
 
     @property
     def main_tables(self) -> list[Table]:
         """Tables over all benchmarks."""
-        return self.tables[: len(self.data.temperatures)]
+        return self.tables[: len(self.advice)]

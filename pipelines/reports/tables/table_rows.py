@@ -6,17 +6,16 @@ JSON has everything that is known, CSV a column per figure.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 
 from stree import metrics
-from stree_pipelines.comparison.answers import Answers, Gain, acceptance_length, speedup
+from stree_pipelines.comparison.answers import Answers, acceptance_length, speedup
 from stree_pipelines.evaluation.answering.stalls import stalled
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.evaluation.records import SampleRow
-from stree_pipelines.reports.run_data import RunData
+from stree_pipelines.reports.run_data import Cell, RunData
 from stree_pipelines.reports.settings import common_setting
 from stree_pipelines.reports.tables.answer_notes import without_repeats
 from stree_pipelines.reports.tables.tables import acceptance_gain, chain_of_run, speed_ratio
@@ -95,36 +94,34 @@ def _row(
         "checkpoint": checkpoint or None,
         "step": data.steps.get(checkpoint),
         "method": method,
-        "num_prompts": cell.num_prompts,
-        "acceptance_length": _of(cell["acceptance_length"], cell.interval("acceptance_length")),
-        "tokens_per_second": _of(cell["tokens_per_second"], cell.interval("tokens_per_second")),
-        "autoregressive_tokens_per_second": cell.baseline_speed,
-        "speedup": _of(cell["speedup"], cell.interval("speedup")),
-        "speedup_prompt_median": cell["speedup_prompt_median"],
-        **_of_answers(cell.samples),
+        **figures_of(cell),
         "samples": cell.files,
     }
     chain = chain_of_run(data, method)
     other = chain and data.cell(checkpoint, chain, benchmark, temperature)
     if other:
-        row["over_chain"] = {
-            "acceptance_length_gain": of_gain(acceptance_gain(cell, other)),
-            "speed_ratio": of_gain(speed_ratio(cell, other)),
-            "samples": other.files,
-        }
+        row["over_chain"] = {**gains_of(cell, other), "samples": other.files}
     yield row
 
 
-def _of_answers(samples: Sequence[SampleRow]) -> dict[str, Any]:
-    """Return how answers ended, and the figures without those that repeat; none without samples."""
-    if not samples:
-        return {}
-    kept = without_repeats(samples)
-    answers, num_cut = Answers.of([kept]), sum(each.num_cut for each in samples)
-    return {
-        "num_ended": sum(len(each.turns) for each in samples) - num_cut,
+def figures_of(cell: Cell) -> dict[str, Any]:
+    """Return a cell's figures, how its answers ended, and figures without those that repeat."""
+    figures = {
+        "num_prompts": cell.num_prompts,
+        "acceptance_length": _interval_of(cell, "acceptance_length"),
+        "tokens_per_second": _interval_of(cell, "tokens_per_second"),
+        "autoregressive_tokens_per_second": cell.baseline_speed,
+        "speedup": _interval_of(cell, "speedup"),
+        "speedup_prompt_median": cell["speedup_prompt_median"],
+    }
+    if not cell.samples:
+        return figures
+    kept, num_cut = without_repeats(cell.samples), sum(each.num_cut for each in cell.samples)
+    answers = Answers.of([kept])
+    return figures | {
+        "num_ended": sum(len(each.turns) for each in cell.samples) - num_cut,
         "num_cut": num_cut,
-        "num_stalled": len(stalled(samples)),
+        "num_stalled": len(stalled(cell.samples)),
         "without_repeats": {
             "num_prompts": len(kept),
             "acceptance_length": answers.value(acceptance_length),
@@ -133,9 +130,13 @@ def _of_answers(samples: Sequence[SampleRow]) -> dict[str, Any]:
     }
 
 
-def of_gain(gain: Gain) -> dict[str, Any]:
-    return gain._asdict()
+def gains_of(cell: Cell, other: Cell) -> dict[str, Any]:
+    """Return the gains over another cell."""
+    return {
+        "acceptance_length_gain": acceptance_gain(cell, other)._asdict(),
+        "speed_ratio": speed_ratio(cell, other)._asdict(),
+    }
 
 
-def _of(value: float | None, interval: metrics.Interval | None) -> dict[str, Any]:
-    return of_gain(Gain(value, interval))
+def _interval_of(cell: Cell, name: str) -> dict[str, Any]:
+    return {"value": cell[name], "interval": cell.interval(name)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ import numpy as np
 
 from stree import metrics
 from stree.common.text import shown
-from stree_pipelines.comparison.answers import Answers, Figure, Gain, acceptance_length, speedup
+from stree_pipelines.comparison.answers import Answers, Gain, acceptance_length, speedup
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.reports.run_data import (
     METHOD_LABELS,
+    RESAMPLED,
     Cell,
     RunData,
     checkpoint_title,
@@ -46,15 +46,12 @@ class Table:
 
     def to_markdown(self) -> str:
         """Format a Markdown table whose columns also line up as plain text."""
-        widths = [max(len(row[column]) for row in self.rows) for column in range(len(self.rows[0]))]
-        lines = [
-            "| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |"
-            for row in self.rows
-        ]
-        rules = [
-            ":" + "-" * (width + 1) if column < self.num_left else "-" * (width + 1) + ":"
-            for column, width in enumerate(widths)
-        ]
+        widths, lines = self._widths, []
+        for row in self.rows:
+            cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+            lines.append("| " + " | ".join(cells) + " |")
+        rules = [":" + "-" * (width + 1) for width in widths[: self.num_left]]
+        rules += ["-" * (width + 1) + ":" for width in widths[self.num_left :]]
         lines.insert(1, "|" + "|".join(rules) + "|")
         note = f"\n{self.note}\n" if self.note else ""
         return f"**{self.title}**\n\n" + "\n".join(lines) + f"\n{note}"
@@ -66,67 +63,36 @@ class Table:
 
         Columns beyond `width` characters go into a block below, after the first columns again.
         """
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        left, right = list(range(self.num_left)), list(range(self.num_left, len(widths)))
+        columns = [
+            [text.ljust(wide) if number < self.num_left else text.rjust(wide) for text in column]
+            for number, (wide, *column) in enumerate(zip(self._widths, *self.rows, strict=True))
+        ]
+        left, right = columns[: self.num_left], columns[self.num_left :]
         blocks: list[str] = []
         while right or not blocks:
-            taken = left + right[:1]
-            for column in right[1:]:
-                if sum(widths[each] + 2 for each in [*taken, column]) - 2 > width:
-                    break
-                taken.append(column)
-            right = right[len(taken) - len(left) :]
-            lines = [
-                "  ".join(
-                    row[column].ljust(widths[column])
-                    if column < self.num_left
-                    else row[column].rjust(widths[column])
-                    for column in taken
-                ).rstrip()
-                for row in self.rows
-            ]
+            count = 1
+            while count < len(right) and _width([*left, *right[: count + 1]]) <= width:
+                count += 1
+            rows = zip(*left, *right[:count], strict=True)
+            lines = ["  ".join(row).rstrip() for row in rows]
             lines.insert(1, "─" * max(map(len, lines)))
             blocks.append("\n".join(lines))
+            right = right[count:]
         note = [in_lines(self.note, width)] if self.note else []
         return shown("\n\n".join([in_lines(self.title, width), *blocks, *note]) + "\n")
 
-    def to_latex(self) -> str:
-        """Format a LaTeX table with booktabs' rules, in ASCII except names; intervals are small."""
-        columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
-        head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in self.rows)
-        body = [line for row in body for line in (row, r"\addlinespace[2pt]")]
-        note = (rf"\par\smallskip {_latex(self.note)}",) if self.note else ()
-        return "\n".join((
-            r"\begin{table}", r"\centering\footnotesize", r"\setlength{\tabcolsep}{4pt}",
-            rf"\caption{{{_latex(self.title)}}}",
-            rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
-            r"\bottomrule", r"\end{tabular}", *note, r"\end{table}", "",
-        ))
+    @property
+    def _widths(self) -> list[int]:
+        return [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return len("  ".join(column[0] for column in columns))
 
 
 def in_lines(text: str, width: int = TERMINAL_WIDTH) -> str:
     """Wrap a sentence for a terminal."""
     return textwrap.fill(shown(text), width, break_long_words=False, break_on_hyphens=False)
-
-
-_LATEX = str.maketrans({
-    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
-    "τ": r"$\tau$", "×": r"$\times$", MINUS: "$-$", MISSING: "--",
-})
-
-
-def _latex(text: str) -> str:
-    """Format a cell, with an interval below its figure, in braces so that it is no line end's
-    argument."""
-    text = text.translate(_LATEX)
-    found = re.fullmatch(r"(.*?) ?(\[[^\]]*\])", text)
-    if not found:
-        return text
-    interval = rf"{{\scriptsize {found[2]}}}"
-    if not found[1]:
-        return interval
-    return rf"\begin{{tabular}}[t]{{@{{}}r@{{}}}}{found[1]}\\{interval}\end{{tabular}}"
 
 
 def figure(
@@ -147,6 +113,22 @@ def bracket(interval: metrics.Interval | None, form: str = ".2f") -> str:
     return f" [{interval[0]:{form}}, {interval[1]:{form}}]".replace("-", MINUS)
 
 
+def figures_of(method: str, cells: Sequence[Cell | None]) -> list[tuple[str, ...]]:
+    """Return a method's lines of speeds and τ, a cell a column."""
+    label = method_label(method)
+    return [
+        (f"Speed ({label})", *map(speed_of, cells)),
+        (f"Median speed-up ({label})", *map(median_of, cells)),
+        (f"τ ({label})", *map(tau_of, cells)),
+    ]
+
+
+def plain_speed(cells: Iterable[Cell | None]) -> str:
+    """Return plain decoding's speed, as the first of these methods' cells that has it says."""
+    speeds = (cell.baseline_speed for cell in cells if cell)
+    return figure(next(filter(None, speeds), None))
+
+
 def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     """Make the table of speed and τ against distillation steps, in the paper's layout.
 
@@ -154,42 +136,38 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     a column is the one that its speedups are relative to: measured in the same process. With a
     chain and a tree a last row has the difference of their τ, over the same prompts.
     """
+    place = benchmark, temperature
+    cells = {m: [data.cell(c, m, *place) for c in data.checkpoints] for m in data.methods}
     heads = ("", *(checkpoint_title(data, checkpoint) for checkpoint in data.checkpoints))
-    baseline = [baseline_speed(data, c, benchmark, temperature) for c in data.checkpoints]
-    rows = [heads, (f"Speed ({method_label(AUTOREGRESSIVE)})", *map(figure, baseline))]
+    of_checkpoints = zip(*cells.values(), strict=True)
+    rows = [heads, (f"Speed ({method_label(AUTOREGRESSIVE)})", *map(plain_speed, of_checkpoints))]
     for method in data.methods:
-        cells = [data.cell(c, method, benchmark, temperature) for c in data.checkpoints]
-        label = method_label(method)
-        rows.append((f"Speed ({label})", *map(speed_of, cells)))
-        rows.append((f"Median speed-up ({label})", *map(_median_of, cells)))
-        rows.append((f"τ ({label})", *map(tau_of, cells)))
-        rows += _without_repeats(label, cells)
-    rows += _gains(data, benchmark, temperature)
-    prompts = {
-        cell.num_prompts
-        for key, cell in data.cells.items()
-        if key[2] == benchmark and key[3] == temperature
-    }
-    count = "/".join(map(str, sorted(prompts)))
+        rows += figures_of(method, cells[method]) + _without_repeats(method, cells[method])
+    for tree in data.methods:
+        if chain := chain_of_run(data, tree):
+            gains = map(acceptance_gain, cells[tree], cells[chain])
+            label = f"τ gain ({method_label(tree)} − {method_label(chain)})"
+            rows.append((label, *(figure(*gain, "+.2f") for gain in gains)))
+    here = [each for key, each in data.cells.items() if key[2:] == place]
+    count = "/".join(map(str, sorted({cell.num_prompts for cell in here})))
     at_once = f", {data.batch_size} at once" if data.batch_size > 1 else ""
     title = f"{benchmark}, T = {temperature:g} ({count} prompts{at_once})"
-    return Table(title, tuple(rows), note=below(_samples(data, benchmark, temperature), data.rows))
+    return Table(title, tuple(rows), note=below(_samples(data, *place), data.rows))
 
 
-def _without_repeats(label: str, cells: Sequence[Cell | None]) -> list[tuple[str, ...]]:
-    """Return rows of τ and speed-up without answers that repeat; none where no answer does."""
-    kept = [without_repeats(cell.samples) if cell else [] for cell in cells]
-    found = [len(cell.samples) if cell else 0 for cell in cells]
-    if [*map(len, kept)] == found:
+def _without_repeats(method: str, cells: Sequence[Cell | None]) -> list[tuple[str, ...]]:
+    """Return lines of τ and speed-up without answers that repeat; none where no answer does."""
+    found = [cell.samples if cell else () for cell in cells]
+    kept = [without_repeats(samples) for samples in found]
+    if [*map(len, kept)] == [*map(len, found)]:
         return []
-    answers = [Answers.of([rows]) for rows in kept]
-    taus = (figure(each.value(acceptance_length)) for each in answers)
-    speeds = (figure(each.value(speedup), unit="×") for each in answers)
-    counts = (f"{len(rows)} of {count}" for rows, count in zip(kept, found, strict=True))
+    label, answers = method_label(method), [Answers.of([samples]) for samples in kept]
+    counts = (f"{len(some)} of {len(all_)}" for some, all_ in zip(kept, found, strict=True))
     return [
         (f"Answers without repeats ({label})", *counts),
-        (f"τ without repeats ({label})", *taus),
-        (f"Speed-up without repeats ({label})", *speeds),
+        (f"τ without repeats ({label})", *(figure(a.value(acceptance_length)) for a in answers)),
+        (f"Speed-up without repeats ({label})",
+         *(figure(each.value(speedup), unit="×") for each in answers)),
     ]
 
 
@@ -215,11 +193,6 @@ def below(samples: Samples, rows: Sequence[ResultRow]) -> str:
 def all_tables(data: RunData) -> list[Table]:
     """Make all tables, the pooled ones first."""
     return [table6(data, scope, t) for scope in data.scopes for t in data.temperatures]
-
-
-def to_latex(tables: Iterable[Table]) -> str:
-    """Format tables as LaTeX that needs only the package booktabs."""
-    return "\n".join(["% \\usepackage{booktabs}\n", *(table.to_latex() for table in tables)])
 
 
 def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
@@ -327,54 +300,21 @@ def chain_of_run(data: RunData, method: str) -> str | None:
     return chains[0] if method.startswith(TREE) and len(chains) == 1 else None
 
 
-def _gains(data: RunData, benchmark: str, temperature: float) -> list[tuple[str, ...]]:
-    """Make a row for each tree: its τ minus the chain's, with the paired interval."""
-    rows = []
-    for tree in data.methods:
-        chain = chain_of_run(data, tree)
-        if chain is None:
-            continue
-        texts = []
-        for checkpoint in data.checkpoints:
-            mine = data.cell(checkpoint, tree, benchmark, temperature)
-            theirs = data.cell(checkpoint, chain, benchmark, temperature)
-            texts.append(
-                MISSING
-                if mine is None or theirs is None
-                else figure(*acceptance_gain(mine, theirs), "+.2f")
-            )
-        rows.append((f"τ gain ({method_label(tree)} − {method_label(chain)})", *texts))
-    return rows
-
-
-def acceptance_gain(cell: Cell, other: Cell) -> Gain:
+def acceptance_gain(cell: Cell | None, other: Cell | None) -> Gain:
     """Return τ of `cell` minus that of `other`, paired by prompt."""
-    mine, theirs = cell["acceptance_length"], other["acceptance_length"]
-    if mine is None or theirs is None:
-        return Gain(None, None)
-    return Gain(mine - theirs, _paired(cell, other, acceptance_length, np.subtract))
+    return _compared(cell, other, "acceptance_length", np.subtract)
 
 
-def speed_ratio(cell: Cell, other: Cell) -> Gain:
+def speed_ratio(cell: Cell | None, other: Cell | None) -> Gain:
     """Return the speed of `cell` over that of `other`, each over plain decoding in its own run."""
-    mine, theirs = cell["speedup"], other["speedup"]
-    interval = _paired(cell, other, speedup, np.divide)
-    return Gain(mine / theirs if mine and theirs else None, interval)
+    return _compared(cell, other, "speedup", np.divide)
 
 
-def _paired(cell: Cell, other: Cell, of: Figure, compare: np.ufunc) -> metrics.Interval | None:
-    mine, theirs = (Answers.of([each.samples]) for each in (cell, other))
-    return mine.over(theirs, of, compare).interval
-
-
-def baseline_speed(
-    data: RunData, checkpoint: str, benchmark: str, temperature: float
-) -> float | None:
-    for method in data.methods:
-        cell = data.cell(checkpoint, method, benchmark, temperature)
-        if cell is not None and cell.baseline_speed:
-            return cell.baseline_speed
-    return None
+def _compared(cell: Cell | None, other: Cell | None, name: str, compare: np.ufunc) -> Gain:
+    if cell is None or other is None or not cell[name] or not other[name]:
+        return Gain(None, None)
+    gain = cell.answers.over(other.answers, RESAMPLED[name], compare)
+    return Gain(float(compare(cell[name], other[name])), gain.interval)
 
 
 def speed_of(cell: Cell | None) -> str:
@@ -386,7 +326,7 @@ def speed_of(cell: Cell | None) -> str:
     return f"{speed} ({cell['speedup']:.2f}×){bracket(cell.interval('speedup'))}"
 
 
-def _median_of(cell: Cell | None) -> str:
+def median_of(cell: Cell | None) -> str:
     return MISSING if cell is None else figure(cell["speedup_prompt_median"], unit="×")
 
 

@@ -191,7 +191,7 @@ def test_a_report_has_a_table_by_length(evaluated, tmp_path, capsys):
     data = load_run(evaluated)
     paths, _ = write_report(data, tmp_path)
     names = {path.name for path in paths}
-    assert {"by_length.md", "tau_by_length.svg", "tau_by_length.pdf"} <= names
+    assert {"by_length.md", "tau_by_length.svg"} <= names
     text = (tmp_path / "by_length.md").read_text()
     (rungs,) = by_length.ladders(data)
     for rung in rungs:
