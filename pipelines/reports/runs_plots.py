@@ -22,7 +22,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 class Kind(NamedTuple):
-    """What a figure shows: of(cell, the first run's cell of that step) is the value at a step.
+    """Content of a figure: of(cell, the first run's cell of that step) is the value at a step.
 
     level: the value without a gain, drawn as a line. relative: the first run has no line itself.
     """
