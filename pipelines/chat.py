@@ -29,8 +29,7 @@ from rich.text import Text
 import stree
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
-from stree.common.errors import UsageError, exit_with_reason
-from stree.common.text import shown
+from stree.common.errors import UsageError, exit_with_reason, shown
 from stree.common.words import ends_of
 from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from stree.checkpoints.identity import CURVE_NAME, checkpoint_sha256
 from stree.checkpoints.partners import partner_remarks
-from stree.common.errors import StreeError, UsageError, exit_with_reason
+from stree.common.errors import StreeError, UsageError, exit_with_reason, shown
 from stree.common.files import add_files, sweep_leftovers
-from stree.common.text import shown
 from stree.speculation_profile import PROFILE_NAME, SpeculationProfile
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.reports.plots import tau_vs_step, to_svg

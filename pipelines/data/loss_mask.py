@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stree.chat_encoding import ChatEncoder
-from stree.common.errors import UsageError
-from stree.common.text import shown
+from stree.common.errors import UsageError, shown
 from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.data.conversations import read_conversations
 

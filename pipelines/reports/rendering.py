@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from stree.common.text import shown
+from stree.common.errors import shown
 
 # An HTML tag of CommonMark, except the ones that our pages use
 _TAG = re.compile(r"<(?=[A-Za-z/!?])(?!/?(?:details|summary)>)")

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stree.checkpoints.load_save import load_config, weights_fingerprint
-from stree.common.errors import CheckpointRefused
+from stree.common.errors import CheckpointRefused, shown
 from stree.common.files import MANIFEST_NAME, read_manifest
-from stree.common.text import shown
 
 TARGET_WEIGHTS = "target_weights"  # the entry of a drafter's MANIFEST.json
 

@@ -1,4 +1,4 @@
-"""Errors that a user can act on, and the exit code with which each kind ends a command."""
+"""Errors that a user can act on, their exit codes, and text that is safe to show."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
-from stree.common.text import shown
-
 _LONGEST_REASON = 2000
+# Control characters but tab and newline; embeddings, overrides and isolates of direction; halves of
+# surrogate pairs, which no stream can encode
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str, mark: str = "\ufffd") -> str:
+    """Replace characters that a terminal would obey, and those that reorder a line, by `mark`."""
+    return _OBEYED.sub(mark, text)
 
 
 class StreeError(ValueError):

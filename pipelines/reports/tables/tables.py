@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stree import metrics
-from stree.common.text import shown
+from stree.common.errors import shown
 from stree_pipelines.comparison.answers import Answers, Gain, acceptance_length, speedup
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
