@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.common.errors import UsageError
-from stree.common.words import device_name
 from stree.drafters.names import DrafterName
-from stree.tree_policy.names import GROWTH_IS_TREE
 from stree_pipelines.console import input_checks as inputs
 from stree_pipelines.console.command_line import input_path, read_yaml
 from stree_pipelines.console.input_checks import require_there
@@ -23,11 +21,11 @@ from stree_pipelines.evaluation.plan import (
     DrafterIdentity,
     EvaluationSettings,
     Job,
-    make_job,
+    Method,
     require_fillable,
+    tree_named,
 )
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.evaluation.sampling import told_sampling
 
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm with the fastest length of chain
@@ -52,27 +50,17 @@ class Arm:
     @classmethod
     def of(cls, content: Any, number: int) -> Arm:
         """Read an arm from a file's content. Raises UsageError for content that is no arm."""
-        wrong = [
-            name for name, value in (content if isinstance(content, Mapping) else {}).items()
-            if not isinstance(value, str) or not value
-        ]
-        if not isinstance(content, Mapping) or wrong:
+        is_arm = (
+            isinstance(content, Mapping)
+            and {"name", "drafter"} <= content.keys() <= set(_KEYS)
+            and all(isinstance(value, str) and value for value in content.values())
+            and "/" not in content["name"]
+        )
+        if not is_arm:
             raise UsageError(
-                f"arm {number} is {content!r:.80}, wanted {', '.join(_KEYS)}, each a text"
-                + "".join(f"; {name} is {content[name]!r:.40}" for name in wrong)
-            )
-        if "growth" in content:
-            raise UsageError(f"arm {number} has a growth: {GROWTH_IS_TREE}: tree: paper")
-        unknown, missing = content.keys() - set(_KEYS), {"name", "drafter"} - content.keys()
-        if unknown or missing:
-            raise UsageError(
-                f"arm {number} has {sorted(map(str, content))}, wanted name and drafter (or a "
-                "drafter beside the arms, for all that name none), and tree, verifier and "
-                "backtracking where they are not the paper's, coupled and replay"
-            )
-        if "/" in content["name"]:
-            raise UsageError(
-                f"arm {number} is called {content['name']!r:.80}, wanted a name without /: files "
+                f"arm {number} is {content!r:.200}, wanted name and drafter (or a drafter beside "
+                "the arms, for all that name none), and tree, verifier and backtracking where they "
+                "are not the paper's, coupled and replay; each a text, the name without /: files "
                 "are called by it"
             )
         return cls(**{**content, "drafter": input_path(content["drafter"])})
@@ -82,22 +70,15 @@ class Arm:
         """All trees that the arm may decode with."""
         return TRIED_CHAINS if self.tree == TUNED else (self.tree,)
 
-    def settings(self, common: EvaluationSettings, tree: str) -> EvaluationSettings:
-        """Return the settings with one of the arm's trees.
-
-        Raises UsageError for settings that no decoder takes.
-        """
+    def method(self, name: str) -> Method:
+        """Return the arm with its tree of this name. Raises UsageError if no decoder takes it."""
         try:
-            settings = replace(
-                common, methods=(TREE,), tree=tree, verifier=self.verifier,
-                backtracking=self.backtracking,
-            )
-            chosen = settings.method_tree(TREE)
-            assert chosen is not None
-            require_fillable(chosen, DrafterName.parse(self.drafter))
+            tree = tree_named(name)
+            method = Method(self.name, TREE, tree, self.verifier, self.backtracking)
+            require_fillable(tree, DrafterName.parse(self.drafter))
         except UsageError as error:
             raise UsageError(f"arm {self.name}: {error}") from error
-        return settings
+        return method
 
 
 def read_comparison(
@@ -216,22 +197,17 @@ class Comparison(Evaluation):
     def __init__(self, settings: EvaluationSettings, arms: list[Arm], **parts: Any) -> None:
         self.arms = arms
         require_there(_inputs(settings, arms))
-        for arm in arms:  # a bad tree is refused now
-            for tree in arm.trees:
-                arm.settings(settings, tree)
+        self._methods = {(arm, tree): arm.method(tree) for arm in arms for tree in arm.trees}
         super().__init__(settings, **parts)
 
     def announce(self, num_checkpoints: int = 1) -> None:
-        settings = self.settings
-        prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
-        answers = prompts * len(settings.temperatures) * (len(self.arms) + 1)
+        num_temperatures = len(self.settings.temperatures)
+        answers = self.num_prompts * num_temperatures * (len(self.arms) + 1)
         tuned = sum(arm.tree == TUNED for arm in self.arms)
-        sampling = told_sampling(settings, ", ")
         first = f"; before, {tuned} chains are tuned" if tuned else ""
         self.progress.say(
-            f"{len(self.arms)} arms and plain decoding × {len(settings.temperatures)} temperatures "
-            f"× {prompts} prompts: {answers:,} answers, on {self.workers.count} × "
-            f"{device_name(self.decoders.device)}, {settings.dtype}{sampling}{first}"
+            f"{len(self.arms)} arms and plain decoding × {num_temperatures} temperatures "
+            f"× {self.num_prompts} prompts: {answers:,} answers, {self.where}{first}"
         )
 
     def evaluate(self, checkpoint: str | Path | None = None) -> list[ResultRow]:
@@ -251,11 +227,11 @@ class Comparison(Evaluation):
         jobs = []
         for benchmark in self.benchmarks:
             for temperature in self.settings.temperatures:
-                jobs.append(self._job(AUTOREGRESSIVE, None, benchmark, temperature))
+                jobs.append(self._job(self.methods[0], None, benchmark, temperature))
                 for arm in self.arms:
                     place = arm.name, benchmark.name, float(temperature)
                     tree = tuned.get(place, arm.trees[-1])
-                    jobs.append(self._arm_job(arm, tree, benchmark, temperature, arm.name))
+                    jobs.append(self._arm_job(arm, arm.name, tree, benchmark, temperature))
         return jobs
 
     def trials(self) -> list[Job]:
@@ -277,8 +253,8 @@ class Comparison(Evaluation):
         return {
             (arm.name, benchmark.name, float(temperature)): [
                 self._arm_job(
-                    arm, tree, replace(benchmark, prompts=self.settings.first_prompts(benchmark)),
-                    temperature, _trial(arm.name, tree),
+                    arm, _trial(arm.name, tree), tree,
+                    replace(benchmark, prompts=self.settings.first_prompts(benchmark)), temperature,
                 )
                 for tree in arm.trees
             ]
@@ -292,18 +268,11 @@ class Comparison(Evaluation):
     def _drafters(self) -> dict[str, DrafterIdentity]:
         """Drafters by name, looked up once: chains are tuned with the drafter that is then
         compared."""
-        drafters = {arm.drafter: DrafterIdentity.at(arm.drafter) for arm in self.arms}
-        for drafter in drafters.values():
-            drafter.require_fit(self.settings.target)
-            for remark in drafter.remarks(self.settings.target, self.decoders.max_length):
-                self.progress.say(remark)
-        return drafters
+        names = dict.fromkeys(arm.drafter for arm in self.arms)
+        return {name: self.drafter(name) for name in names}
 
     def _arm_job(
-        self, arm: Arm, tree: str, benchmark: Benchmark, temperature: float, method: str
+        self, arm: Arm, name: str, tree: str, benchmark: Benchmark, temperature: float
     ) -> Job:
-        job = make_job(
-            arm.settings(self.settings, tree), TREE, self._drafters[arm.drafter], benchmark,
-            temperature, self.target_sha256, self.chat_template, self.decoders.device.type,
-        )
-        return replace(job, method=method)
+        method = replace(self._methods[arm, tree], name=name)
+        return self._job(method, self._drafters[arm.drafter], benchmark, temperature)

@@ -39,15 +39,13 @@ from stree_pipelines.evaluation.answering.interleave import (
     interleaved_answers,
 )
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
-from stree_pipelines.evaluation.context import (
-    Workers,
-    describe_environment,
-)
+from stree_pipelines.evaluation.context import Workers, describe_environment
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
     DrafterIdentity,
     EvaluationSettings,
     Job,
+    Method,
     Round,
     make_job,
 )
@@ -61,7 +59,7 @@ from stree_pipelines.evaluation.records import (
     Tree,
 )
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.evaluation.sampling import sampling_of, told_sampling
+from stree_pipelines.evaluation.sampling import told_sampling
 
 # Most logits by which a target's first choice may lead where two exact decodings differ, by dtype.
 LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
@@ -96,8 +94,7 @@ class Evaluation:
         names = [benchmark.name for benchmark in self.benchmarks]
         if len(set(names)) < len(names):
             raise UsageError(f"benchmarks {names} share a name: name each once, or rename a file")
-        for method in settings.methods:
-            settings.method_tree(method)  # a bad tree is refused now, not after an hour
+        self.methods = [settings.method(name) for name in settings.methods]
         self.target_sha256 = checkpoint_sha256(settings.target)
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
@@ -108,6 +105,7 @@ class Evaluation:
         self.answerer.require_end()
         self.answerer.require_positions()
         self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
+        self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
         self.store = ResultStore(settings.out)
         self._published: set[ResultKey] = set()
         self._told_bytes = 0  # per sequence, when the number that fits was last printed
@@ -115,21 +113,30 @@ class Evaluation:
     def announce(self, num_checkpoints: int) -> None:
         """Print the number of answers, and the device."""
         settings = self.settings
-        num_prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
         counts = {
             "checkpoints": num_checkpoints, "methods": len(settings.methods),
-            "temperatures": len(settings.temperatures), "prompts": num_prompts,
+            "temperatures": len(settings.temperatures), "prompts": self.num_prompts,
         }
         product = " × ".join(f"{count} {name}" for name, count in counts.items())
         beside = ""
         if AUTOREGRESSIVE in settings.methods and num_checkpoints > 1:
             beside = ", plain decoding beside each checkpoint"
         at_once = f", {settings.batch_size} at once" if settings.batch_size > 1 else ""
-        sampling = told_sampling(settings, ", ")
         self.progress.say(
             f"{product} of {', '.join(benchmark.name for benchmark in self.benchmarks)}: "
-            f"{math.prod(counts.values()):,} answers{beside}{at_once}, on {self.workers.count} × "
-            f"{device_name(self.decoders.device)}, {settings.dtype}{sampling}"
+            f"{math.prod(counts.values()):,} answers{beside}{at_once}, {self.where}"
+        )
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(len(benchmark.prompts) for benchmark in self.benchmarks)
+
+    @property
+    def where(self) -> str:
+        """Text of the devices, the dtype and the sampling settings."""
+        return (
+            f"on {self.workers.count} × {device_name(self.decoders.device)}, "
+            f"{self.settings.dtype}{told_sampling(self.settings, ', ')}"
         )
 
     def say_room(self) -> None:
@@ -144,18 +151,24 @@ class Evaluation:
 
         Raises CheckpointRefused when it is no checkpoint, or does not fit the target.
         """
-        drafter = None
-        if checkpoint is not None:
-            drafter = DrafterIdentity.at(checkpoint)
-            drafter.require_fit(self.settings.target)
-            for remark in drafter.remarks(self.settings.target, self.decoders.max_length):
-                self.progress.say(remark)
+        return self.jobs_of(None if checkpoint is None else self.drafter(checkpoint))
+
+    def drafter(self, checkpoint: str | Path) -> DrafterIdentity:
+        """Identify a drafter, and print remarks on it. Raises as `plan`."""
+        drafter = DrafterIdentity.at(checkpoint)
+        drafter.require_fit(self.settings.target)
+        for remark in drafter.remarks(self.settings.target, self.decoders.max_length):
+            self.progress.say(remark)
+        return drafter
+
+    def jobs_of(self, drafter: DrafterIdentity | None) -> list[Job]:
+        """List the jobs of a drafter, or those without one."""
         return [
             self._job(method, drafter, benchmark, temperature)
             for benchmark in self.benchmarks
             for temperature in self.settings.temperatures
-            for method in self.settings.methods
-            if drafter is not None or method == AUTOREGRESSIVE
+            for method in self.methods
+            if drafter is not None or method.tree is None
         ]
 
     def evaluate(self, checkpoint: str | Path | None) -> list[ResultRow]:
@@ -183,7 +196,11 @@ class Evaluation:
                 self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
                 self.say_room()
                 for group, mine in zip(groups, rounds, strict=True):
-                    self._measure(group, mine)
+                    with gc_freeze.left_alone():
+                        self._together(group[0].benchmark.name, partial(self._run, mine))
+                    for job in group:
+                        self._on_main(partial(self._publish, job))
+                        self._published.add(job.result_key)
                 self._read_answers(jobs)
         finally:  # a checkpoint that failed must not leave less memory to the next one
             for drafter in dict.fromkeys(job.drafter for job in jobs if job.drafter):
@@ -200,7 +217,8 @@ class Evaluation:
         benchmark, temperature = group[0].benchmark, group[0].temperature
         baseline = next((job for job in group if job.method == AUTOREGRESSIVE), None)
         if baseline is None and AUTOREGRESSIVE in self.settings.methods:
-            baseline = self._job(AUTOREGRESSIVE, None, benchmark, temperature)
+            plain = self.settings.method(AUTOREGRESSIVE)
+            baseline = self._job(plain, None, benchmark, temperature)
         rounds = []
         for prompt in benchmark.prompts:
             missing = tuple(job for job in group if job.sample_key(prompt) not in done)
@@ -209,7 +227,11 @@ class Evaluation:
         return rounds
 
     def _job(
-        self, method: str, drafter: DrafterIdentity | None, benchmark: Benchmark, temperature: float
+        self,
+        method: Method,
+        drafter: DrafterIdentity | None,
+        benchmark: Benchmark,
+        temperature: float,
     ) -> Job:
         return make_job(
             self.settings, method, drafter, benchmark, temperature,
@@ -234,30 +256,24 @@ class Evaluation:
                 self.answerer.warm_up(job, prompt)
                 task.advance(f"{job.method} T={job.temperature:g}")
 
-    def _measure(self, jobs: Sequence[Job], rounds: Sequence[Round]) -> None:
-        with gc_freeze.left_alone():
-            self._together(jobs[0].benchmark.name, lambda: self._run(rounds))
-        for job in jobs:
-            self._on_main(partial(self._publish, job))
-            self._published.add(job.result_key)
-
     def _read_answers(self, jobs: Sequence[Job]) -> None:
         """Let target and drafters read the data's own answers, for prompts that have them."""
-        drafters: list[DrafterIdentity | None] = [
-            *dict.fromkeys(job.drafter for job in jobs if job.drafter)
-        ]
-        benchmarks = {job.benchmark.name: job.benchmark for job in jobs}.values()
         known: set[ReadingKey] = set()
         if not self.settings.overwrite:
             known = {each.key for each in self.store.readings()}
-        missing = [
-            (drafter, prompt, key)
-            for drafter in drafters or [None]
-            for benchmark in benchmarks
-            for prompt in benchmark.prompts
-            if prompt.reference_answer
-            and (key := self._reading_key(drafter, benchmark, prompt)) not in known
-        ]
+        drafters = list(dict.fromkeys(job.drafter for job in jobs if job.drafter))
+        benchmarks = {job.benchmark.name: job.benchmark for job in jobs}.values()
+        missing = []
+        for drafter in drafters or [None]:
+            for benchmark in benchmarks:
+                for prompt in benchmark.prompts:
+                    key = ReadingKey(
+                        drafter.sha256 if drafter else None, self.target_sha256,
+                        self.settings.dtype, self.chat_template_sha256, benchmark.name,
+                        benchmark.prompts_hash, prompt.id,
+                    )
+                    if prompt.reference_answer and key not in known:
+                        missing.append((drafter, prompt, key))
         if not missing:
             return
         readings: list[Reading] = []
@@ -272,18 +288,6 @@ class Evaluation:
         self._together("answers of the data", read)
         gathered = list(chain(*self.workers.gather(readings)))
         self._on_main(lambda: self.store.save_readings(gathered))
-
-    def _reading_key(
-        self, drafter: DrafterIdentity | None, benchmark: Benchmark, prompt: BenchmarkPrompt
-    ) -> ReadingKey:
-        return ReadingKey(
-            drafter.sha256 if drafter else None, self.target_sha256, self.settings.dtype,
-            self.chat_template_sha256, benchmark.name, benchmark.prompts_hash, prompt.id,
-        )
-
-    @property
-    def chat_template_sha256(self) -> str:
-        return hashlib.sha256(self.chat_template.encode()).hexdigest()
 
     def _publish(self, job: Job) -> None:
         found = self.store.journalled(job.samples_name)
@@ -362,30 +366,19 @@ class Evaluation:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
         if job.method == AUTOREGRESSIVE:
             baselines = [timing_of(sample) for sample in samples]
-        environment = describe_environment(
-            self.decoders.device, self.decoders.dtypes, self.workers.count
-        )
         costs = self.decoders.costs(job)
         return ResultRow(
-            step=job.drafter.step if job.drafter else None,
+            **job.columns(self.settings),
             checkpoint=job.drafter.path if job.drafter else None,
-            checkpoint_sha256=job.drafter.sha256 if job.drafter else None,
             target=self.settings.target,
             target_sha256=self.target_sha256,
-            method=job.method,
             tree=Tree(name=job.tree.name, parents=job.tree.parents) if job.tree else None,
             verifier=job.verifier if job.tree else None,
             backtracking=job.backtracking if job.tree else None,
-            benchmark=job.benchmark.name,
             prompts_hash=job.benchmark.prompts_hash,
-            temperature=job.temperature,
-            **sampling_of(self.settings),
             num_prompts=len(samples),
             max_new_tokens=self.settings.max_new_tokens,
             ignore_eos=self.settings.ignore_eos,
-            batch_size=self.settings.batch_size,
-            seed=job.seed,
-            decoding_hash=job.decoding_hash,
             chat_template_sha256=self.chat_template_sha256,
             measuring_costs_s=None if costs is None else costs.took_s,
             costs=None if costs is None else costs.record(),
@@ -393,7 +386,9 @@ class Evaluation:
             num_stalled=sum(each.is_stalled for each in samples),
             num_ended=sum(len(each.turns) - each.num_cut for each in samples),
             num_cut=sum(each.num_cut for each in samples),
-            environment=environment,
+            environment=describe_environment(
+                self.decoders.device, self.decoders.dtypes, self.workers.count
+            ),
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
         )
@@ -454,9 +449,9 @@ def what_to_lower(settings: EvaluationSettings) -> str:
 
 def _label(rounds: Sequence[Round]) -> str:
     """Return the step of the rounds' checkpoint as a label; "" without a step."""
-    drafters = (job.drafter for each in rounds for job in each.missing if job.drafter)
-    drafter = next(drafters, None)
-    return "" if drafter is None or drafter.step is None else f"step {drafter.step}  "
+    steps = (job.step for each in rounds for job in each.missing if job.drafter)
+    step = next(steps, None)
+    return "" if step is None else f"step {step}  "
 
 
 def _so_far(finished: Mapping[str, Mapping[str, SampleRow]]) -> str:

@@ -126,19 +126,33 @@ class EvaluationSettings:
         """
         return benchmark.prompts[: max(NUM_FIRST_PROMPTS, self.batch_size)]
 
-    def method_tree(self, method: str) -> TokenTree | None:
-        """Return the tree that a method verifies; None when it drafts nothing.
+    def method(self, name: str) -> Method:
+        """Return one of METHODS with its tree. Raises as `Method`."""
+        trees = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(self.num_chain_drafts)}
+        tree = trees[name] if name in trees else tree_named(self.tree)
+        return Method(name, name, tree, self.verifier, self.backtracking)
 
-        Raises UsageError for a tree that the verifier cannot judge.
-        """
-        if method == AUTOREGRESSIVE:
-            return None
-        tree = TokenTree.chain(self.num_chain_drafts)
-        if method == TREE:
-            tree = tree_named(self.tree)
-        for each in choices_of(tree):
-            require_tree(named(self.verifier), each)
-        return tree
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode, with its name in rows; plain decoding where `tree` is None.
+
+    kind: one of METHODS. The arms of a comparison are all `TREE`.
+
+    Raises UsageError for a tree that the verifier cannot judge.
+    """
+
+    name: str
+    kind: str
+    tree: TokenTree | None
+    verifier: str
+    backtracking: str
+
+    def __post_init__(self) -> None:
+        verifier = named(self.verifier)
+        require_backtracking(self.backtracking)
+        for each in choices_of(self.tree) if self.tree else ():
+            require_tree(verifier, each)
 
 
 def tree_named(name: str) -> TokenTree:
@@ -191,6 +205,7 @@ class DrafterIdentity:
     """A drafter in an evaluation: a checkpoint at a path, or n-grams of a name."""
 
     path: str
+    name: DrafterName
     sha256: str
     step: int | None
 
@@ -203,34 +218,28 @@ class DrafterIdentity:
         manifest: existing rows are of the files that it describes.
         """
         name = DrafterName.parse(str(path))
+        if name.folder is None:
+            return cls(str(path), name, form_sha256(name, None, name.corpus_text()), None)
+        folder = Path(name.folder)
+        if folder.is_symlink():
+            folder = folder.parent / folder.readlink()
+        if (folder / MANIFEST_NAME).exists():
+            verify_manifest(folder)
+        name, sha256 = replace(name, folder=str(folder)), checkpoint_sha256(folder)
         if not name.is_plain:
-            if name.folder is None:
-                return cls(str(path), form_sha256(name, None, name.corpus_text()), None)
-            model = cls.at(str(name.folder))
-            sha256 = form_sha256(name, model.sha256, name.corpus_text())
-            return cls(str(replace(name, folder=model.path)), sha256, model.step)
-        path = Path(path)
-        if path.is_symlink():
-            path = path.parent / path.readlink()
-        if (path / MANIFEST_NAME).exists():
-            verify_manifest(path)
-        return cls(str(path), checkpoint_sha256(path), checkpoint_step(path))
-
-    @property
-    def name(self) -> DrafterName:
-        return DrafterName.parse(self.path)
+            sha256 = form_sha256(name, sha256, name.corpus_text())
+        return cls(str(name), name, sha256, checkpoint_step(folder))
 
     def require_fit(self, target: str) -> None:
         """Raise now the errors of a decoder with this target's folder, by tokenizers and
         configs."""
-        name = self.name
-        if name.folder is None:
+        if self.name.folder is None:
             return
-        config = load_config(name.folder)
-        if name.retokenised:
+        config = load_config(self.name.folder)
+        if self.name.retokenised:
             require_tokens_alone(config)
             return
-        require_same_tokenizer(target, name.folder)
+        require_same_tokenizer(target, self.name.folder)
         require_vocabulary_of(config, load_config(target))
         require_features_of(config, load_config(target))
 
@@ -267,6 +276,24 @@ class Job:
         """
         return self.drafter, self.method if self.tree is None else f"{self.method}: {self.tree}"
 
+    @property
+    def checkpoint_sha256(self) -> str | None:
+        return self.drafter.sha256 if self.drafter else None
+
+    @property
+    def step(self) -> int | None:
+        return self.drafter.step if self.drafter else None
+
+    def columns(self, settings: EvaluationSettings) -> dict[str, Any]:
+        """Return what the row and its samples both hold of the job and its evaluation."""
+        return {
+            "step": self.step, "checkpoint_sha256": self.checkpoint_sha256,
+            "method": self.method, "benchmark": self.benchmark.name,
+            "temperature": self.temperature, **sampling_of(settings),
+            "batch_size": settings.batch_size, "seed": self.seed,
+            "decoding_hash": self.decoding_hash,
+        }
+
     def sample_key(self, prompt: BenchmarkPrompt) -> SampleKey:
         return (*self._head, prompt.id, self.decoding_hash, self.seed)
 
@@ -277,15 +304,14 @@ class Job:
     @property
     def samples_name(self) -> str:
         """File of its samples: readable, and unique by the hash of its key."""
-        step = self.drafter.step if self.drafter else None
-        prefix = "" if step is None else f"step-{step:08d}_"
+        prefix = "" if self.step is None else f"step-{self.step:08d}_"
         label = f"{prefix}{self.method}_{self.benchmark.name}_T{self.temperature:g}"
         return packed_samples(f"{label}_{config_hash({'key': self.result_key})[:8]}")
 
     @property
     def _head(self) -> tuple[str | None, str, str | None, str]:
-        sha256 = self.drafter.sha256 if self.drafter else None
-        return sha256, self.method, self.tree.name if self.tree else None, self.benchmark.name
+        tree = self.tree.name if self.tree else None
+        return self.checkpoint_sha256, self.method, tree, self.benchmark.name
 
 
 @dataclass(frozen=True)
@@ -311,7 +337,7 @@ class Round:
 
 def make_job(
     settings: EvaluationSettings,
-    method: str,
+    method: Method,
     drafter: DrafterIdentity | None,
     benchmark: Benchmark,
     temperature: float,
@@ -324,10 +350,10 @@ def make_job(
     Drafter, prompts and seed are left out: its key has them by name. `chat_template` is the
     template's text, since a file's name does not identify its content.
     """
-    tree = settings.method_tree(method)
+    tree, verifier, backtracking = method.tree, method.verifier, method.backtracking
     decoding = {
         "target": target_sha256,
-        "method": method,
+        "method": method.kind,
         "tree": tree.parents if tree else None,
         "temperature": float(temperature),
         "max_new_tokens": settings.max_new_tokens,
@@ -340,22 +366,15 @@ def make_job(
     decoding |= switched_on(settings)
     if settings.batch_size > 1:
         decoding["batch_size"] = settings.batch_size
-    if tree and settings.verifier != EvaluationSettings.verifier:
-        decoding["verifier"] = settings.verifier
-    if tree and settings.backtracking != EvaluationSettings.backtracking:
-        decoding["backtracking"] = settings.backtracking
+    if tree and verifier != EvaluationSettings.verifier:
+        decoding["verifier"] = verifier
+    if tree and backtracking != EvaluationSettings.backtracking:
+        decoding["backtracking"] = backtracking
     if any(len(prompt.turns) > 1 for prompt in benchmark.prompts):
         decoding["earlier_turns"] = "kept"  # old rows read them again: another prefill_s
     return Job(
-        method,
-        tree,
-        settings.verifier,
-        settings.backtracking,
-        drafter if tree else None,
-        benchmark,
-        float(temperature),
-        config_hash(decoding),
-        settings.seed,
+        method.name, tree, verifier, backtracking, drafter if tree else None, benchmark,
+        float(temperature), config_hash(decoding), settings.seed,
     )
 
 
@@ -367,8 +386,8 @@ def resolve(
     A `run` gives its exports by step, its target and its eval folder. Raises UsageError when
     something is missing.
     """
-    options = {n: value for n, value in options.items() if n not in ("config", "dry_run")}
-    run, checkpoints = options.pop("run"), list(options.pop("checkpoint") or ())
+    options, run = dict(options), options["run"]
+    checkpoints = list(options["checkpoint"] or ())
     if run is not None:
         if not checkpoints:
             require_exports(run)
@@ -378,7 +397,7 @@ def resolve(
     for name in ("target", "out"):
         if options[name] is None:
             raise UsageError(f"--{name} is missing: give it, or a --run that implies it")
-    settings = EvaluationSettings(**options)
+    settings = settings_of(options)
     if not checkpoints and AUTOREGRESSIVE not in settings.methods:
         raise UsageError(
             f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"
@@ -399,8 +418,7 @@ def _exports_of(run: str) -> list[str]:
 
 def settings_of(options: Mapping[str, Any]) -> EvaluationSettings:
     """Return the settings among the command's options, for any checkpoints."""
-    names = {field.name for field in fields(EvaluationSettings)}
-    return EvaluationSettings(**{name: options[name] for name in names})
+    return EvaluationSettings(**{f.name: options[f.name] for f in fields(EvaluationSettings)})
 
 
 def prompt_seed(seed: int, benchmark: str, prompt_id: str, turn: int) -> int:

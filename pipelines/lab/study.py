@@ -102,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def require_comparable(study: Study) -> None:
     """Raise UsageError now for trees and options that would be refused after all trainings."""
-    settings, arms = comparison_of(study.comparison(study.runs), study.comparison_file, {})
+    _, arms = comparison_of(study.comparison(study.runs), study.comparison_file, {})
     for arm in arms:
         for tree in arm.trees:
-            arm.settings(settings, tree)
+            arm.method(tree)
 
 
 def require_read(study: Study, runs: Sequence[StudyRun]) -> None:

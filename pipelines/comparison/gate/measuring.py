@@ -14,13 +14,7 @@ from stree_pipelines.comparison.gate import gate
 from stree_pipelines.comparison.gate.baseline import Baseline
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.plan import (
-    AUTOREGRESSIVE,
-    DrafterIdentity,
-    EvaluationSettings,
-    Job,
-    make_job,
-)
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DrafterIdentity, EvaluationSettings
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import ResultStore
 
@@ -70,7 +64,7 @@ def stored_rows(
     Raises UsageError when thresholds, settings and baseline do not go together, and
     CheckpointRefused when a checkpoint to be measured is none, or was made for another target.
     """
-    jobs = _plan(evaluation, checkpoint)
+    jobs = evaluation.jobs_of(DrafterIdentity.at(checkpoint))
     gate.require_measurable(thresholds, jobs)
     theirs = baseline.rows(jobs) if baseline.results else []
     for given in [checkpoint] if theirs else [checkpoint, baseline.drafter]:
@@ -80,21 +74,6 @@ def stored_rows(
     if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
         _require_same_machine(theirs, evaluation)
     return theirs
-
-
-def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
-    """List the jobs whose rows the checkpoint is going to have."""
-    settings, drafter = evaluation.settings, DrafterIdentity.at(checkpoint)
-    return [
-        make_job(
-            settings, method, drafter, benchmark, temperature,
-            target_sha256=evaluation.target_sha256, chat_template=evaluation.chat_template,
-            device_type=evaluation.decoders.device.type,
-        )
-        for benchmark in evaluation.benchmarks
-        for temperature in settings.temperatures
-        for method in settings.methods
-    ]
 
 
 def _require_same_machine(rows: Sequence[ResultRow], evaluation: Evaluation) -> None:

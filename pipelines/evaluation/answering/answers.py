@@ -231,18 +231,10 @@ class Answerer:
         parts = metrics.STEP_PARTS if any(s.time_ms for s in stats) else ()
         shares = conversation.call_shares
         return SampleRow(
-            checkpoint_sha256=job.drafter.sha256 if job.drafter else None,
-            step=job.drafter.step if job.drafter else None,
-            method=job.method,
+            **job.columns(self.settings),
             tree=job.tree.name if job.tree else None,
-            benchmark=job.benchmark.name,
             prompt_id=prompt.id,
             category=prompt.category,
-            temperature=job.temperature,
-            **sampling_of(self.settings),
-            batch_size=self.settings.batch_size,
-            seed=job.seed,
-            decoding_hash=job.decoding_hash,
             turns=tuple(conversation.turns),
             num_new_tokens=sum(s.num_new_tokens for s in stats),
             num_calls=sum(s.num_calls for s in stats),

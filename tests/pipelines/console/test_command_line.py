@@ -412,7 +412,7 @@ def test_a_shipped_config_finds_its_files_from_any_folder(tmp_path, monkeypatch)
     )
     assert settings.target == str(REPOSITORY / "checkpoints/python-docs-hybrid")
     assert settings.benchmarks == (str(REPOSITORY / "configs/eval/quickstart.yaml"), "mt_bench")
-    assert settings.out == "eval" and settings.method_tree("stree").num_nodes == 13
+    assert settings.out == "eval" and settings.method("stree").tree.num_nodes == 13
     for config in (QUICKSTART, "configs/distill/quickstart.yaml"):
         given = ["fit", "--config", config, "--run_dir", "r"]
         with pytest.raises(

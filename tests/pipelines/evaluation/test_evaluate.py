@@ -248,8 +248,7 @@ def test_another_template_under_the_same_name_is_another_decoding(world, tmp_pat
         template.write_text("{% for m in messages %}" + word + ": {{ m.content }}{% endfor %}")
         settings = settings_for(world, tmp_path, chat_template=str(template))
         evaluation = quiet(settings)
-        job = evaluation._job("autoregressive", None, evaluation.benchmarks[0], 0.0)
-        hashes.add(job.decoding_hash)
+        hashes.add(evaluation.plan(None)[0].decoding_hash)
     assert len(hashes) == 2
 
 

@@ -107,7 +107,8 @@ def test_a_batch_has_the_same_answers(served, world, tmp_path):
 def job_of(world, out, **changes):
     settings = settings_for(world, out, **changes)
     benchmark = quiet(settings).benchmarks[0]
-    return make_job(settings, "autoregressive", None, benchmark, 0.0, "target", "chat", "cpu")
+    plain = settings.method("autoregressive")
+    return make_job(settings, plain, None, benchmark, 0.0, "target", "chat", "cpu")
 
 
 def test_what_is_off_is_the_decoding_that_rows_always_had(world, tmp_path):
