@@ -11,7 +11,6 @@ together, or for the one that it names; the sign of its change is part of it.
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +18,13 @@ from stree.common.errors import UsageError, exit_with_reason
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree_pipelines.comparison.gate import gate, summary
 from stree_pipelines.comparison.gate.baseline import Baseline, folder_of, names_form
-from stree_pipelines.comparison.gate.measuring import Comparison, compare, stored_rows
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.console.input_checks import drafter, of_evaluation, require_there
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.estimates import describe_evaluation
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.options import DEFAULTS, add_options
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, TREE, EvaluationSettings
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, TREE, settings_of
 
 EXAMPLE = (
     "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "
@@ -42,8 +40,7 @@ def build_parser() -> CommandParser:
     add("checkpoint", type=str, help=f"drafter to judge: {DRAFTERS}")
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
-        help="drafter, as above, results of one (an --out, RUN/eval), or symlink or text file that "
-        "names a folder of either")
+        help="drafter, as above, results of one (an --out, RUN/eval), or symlink to either")
     add("--baseline_step", "--baseline-step", type=int | None, help="which one of the results")
     add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
         help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")
@@ -69,41 +66,38 @@ def main(arguments: list[str] | None = None) -> None:
             "give its folder, or leave --promote out"
         )
     thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]
-    baseline = Baseline.at(options["baseline"], options["baseline_step"], options["promote"])
-    names = {field.name for field in fields(EvaluationSettings)}
-    settings = EvaluationSettings(**{n: value for n, value in options.items() if n in names})
-    if options["dry_run"]:
-        evaluation = Evaluation(settings, workers=Workers.unconnected())
-        stored = stored_rows(evaluation, checkpoint, baseline, thresholds)
-        measured = [checkpoint] if stored else [checkpoint, baseline.drafter]
-        more = {"baseline": options["baseline"], "fail_below": options["fail_below"]}
+    baseline = Baseline.at(given, options["baseline_step"], options["promote"])
+    settings, dry_run = settings_of(options), options["dry_run"]
+    if not dry_run and Workers.unconnected().is_main:
+        summary.forget(out)  # an earlier checkpoint's summary must not stand for this one
+    evaluation = Evaluation(settings, workers=Workers.unconnected() if dry_run else None)
+    theirs = baseline.measured_rows(evaluation, checkpoint, thresholds)
+    measured = [checkpoint] if theirs else [checkpoint, baseline.drafter]
+    if dry_run:
+        more = {"baseline": given, "fail_below": options["fail_below"]}
         for line in describe_evaluation(evaluation, measured, more):
             if evaluation.workers.is_main:
                 print(line, flush=True)
         return
-    if Workers.unconnected().is_main:
-        summary.forget(out)  # an earlier checkpoint's summary must not stand for this one
-    result = compare(settings, checkpoint, baseline, thresholds)
+    evaluation.announce(len(measured))
+    mine = evaluation.evaluate(checkpoint)
+    theirs = theirs or evaluation.evaluate(baseline.drafter)
+    findings = gate.judge(thresholds, baseline.pairs(mine, theirs, settings.out), settings.seed)
     try:
-        if result.workers.is_main:
-            _publish(result, baseline, checkpoint if options["promote"] else None, out)
+        if evaluation.workers.is_main:
+            note = ""
+            if options["promote"]:
+                note = f"the baseline {given} stays: the checkpoint is not better beyond noise"
+                if gate.is_better(findings):
+                    baseline.promote(checkpoint)
+                    note = f"the checkpoint is better beyond noise: {given} leads to it now"
+            print(summary.write(out, findings, mine, theirs, note))
     finally:
-        result.workers.leave()  # together: a launcher ends all when the first one fails
-    if gate.overall(result.findings) == gate.REGRESSION:
-        if not result.workers.is_main:
+        evaluation.workers.leave()  # together: a launcher ends all when the first one fails
+    if gate.overall(findings) == gate.REGRESSION:
+        if not evaluation.workers.is_main:
             sys.exit(gate.Regression.exit_code)  # the main process says why
-        raise gate.Regression(summary.reason_to_fail(result.findings))
-
-
-def _publish(result: Comparison, baseline: Baseline, promoted: str | None, out: Path) -> None:
-    """Write the two files, print the summary, and move the baseline if it is due."""
-    note = ""
-    if promoted is not None:
-        note = f"the baseline {baseline.given} stays: the checkpoint is not better beyond noise"
-        if gate.is_better(result.findings):
-            baseline.promote(promoted)
-            note = f"the checkpoint is better beyond noise: {baseline.given} leads to it now"
-    print(summary.write(out, result.findings, result.mine, result.theirs, note))
+        raise gate.Regression(summary.reason_to_fail(findings))
 
 
 if __name__ == "__main__":

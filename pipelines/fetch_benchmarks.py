@@ -1,10 +1,10 @@
 """Fetch MT-Bench, HumanEval, GSM8K and Spec-Bench from their public homes, for --benchmarks.
 
-python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks python
-pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
+python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks
+python pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
 
-Files that are there are not fetched again, and a broken download goes on where it stopped.
-SOURCES.json, in the same folder, has the source, licence and hash of each file.
+Files that are there are not fetched again. SOURCES.json, in the same folder, has the source,
+licence and hash of each file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from stree_pipelines.evaluation.sources import HOST, MOST_BYTES, SOURCES, add, i
 ATTEMPTS = 3
 PAUSE_S = 1.0  # before the second attempt, then twice as long
 TIMEOUT_S = 30.0
-PIECE_BYTES = 1 << 16
 WORTH_ANOTHER_TRY = (408, 425, 429)  # and all from 500 on
 
 
@@ -34,23 +33,23 @@ class Unreachable(StreeError):
     exit_code = 69
 
 
-def download(url: str, part: Path) -> bytes:
-    """Download a file; received bytes stay in `part`, also after a failure, and are not fetched
-    again.
-
-    Raises Unreachable, BadData for a file of absurd size, and CannotWrite.
-    """
+def download(url: str) -> bytes:
+    """Download a file. Raises Unreachable, and BadData for a file of absurd size."""
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE_S * 2 ** (attempt - 1))
         try:
-            _fetch_rest(url, part)
-            return part.read_bytes()
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+                content = answer.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise BadData(f"{url} has over {MOST_BYTES:,} bytes: that is no such file")
+            wanted = int(answer.headers.get("Content-Length", 0))
+            if len(content) == wanted or not wanted:
+                return content
+            reason = f"it broke off after {len(content):,} of {wanted:,} bytes"
         except urllib.error.HTTPError as error:
             reason = f"{error.code} {error.reason}"
-            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-                part.unlink(missing_ok=True)  # it belongs to another file
-            elif error.code < 500 and error.code not in WORTH_ANOTHER_TRY:
+            if error.code < 500 and error.code not in WORTH_ANOTHER_TRY:
                 break
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", error))
@@ -60,24 +59,7 @@ def download(url: str, part: Path) -> bytes:
     )
 
 
-def _fetch_rest(url: str, part: Path) -> None:
-    """Append the missing bytes to `part`. Raises an OSError when the download breaks off."""
-    have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer, reporting_refusals(part):
-        if answer.status != http.client.PARTIAL_CONTENT:
-            have = 0
-        wanted = have + int(answer.headers.get("Content-Length", 0))
-        with open(part, "ab" if have else "wb") as file:
-            while piece := answer.read(PIECE_BYTES):
-                have += file.write(piece)
-                if have > MOST_BYTES:
-                    raise BadData(f"{url} has over {MOST_BYTES:,} bytes: that is no such file")
-    if have < wanted:
-        raise ConnectionError(f"it broke off after {have:,} of {wanted:,} bytes")
-
-
-def fetch(name: str, directory: Path, host: str = HOST, accept_changed: bool = False) -> str:
+def fetch(name: str, directory: Path, host: str = HOST) -> str:
     """Fetch one benchmark into a folder unless it is there, and return a line about it.
 
     Raises the errors of `download` and `sources.add`; the folder then stays as it was.
@@ -87,11 +69,8 @@ def fetch(name: str, directory: Path, host: str = HOST, accept_changed: bool = F
         return f"{path} is there"
     with reporting_refusals(directory, codes=None):
         directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f".{name}.part"
     url = f"{host.rstrip('/')}/{source.path}"
-    content = download(url, part)
-    part.unlink()  # also when the file is refused below: going on would not help
-    pin = add(source, content, url, directory, accept_changed)
+    pin = add(source, download(url), url, directory)
     if source.prompts_hash == pin.prompts_hash:
         known = "the prompts of docs/results/h200-sharegpt"
     else:
@@ -105,8 +84,6 @@ def main(arguments: list[str] | None = None) -> None:
     add_option("names", nargs="*", default=list(SOURCES), help=f"of {', '.join(SOURCES)}")
     add_option("--out", default=str(DEFAULT_DIRECTORY), help="folder")
     add_option("--mirror", default=HOST, help="what answers instead of %(default)s")
-    add_option("--accept_changed", "--accept-changed", action="store_true",
-        help="take a file that is not the known or recorded one, and record it")
     add_option("--dry_run", "--dry-run", action="store_true", help="say what is where, and exit")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in SOURCES]
@@ -121,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     sweep_leftovers(out)
     for name in options.names:
-        print(fetch(name, out, options.mirror, options.accept_changed), flush=True)
+        print(fetch(name, out, options.mirror), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from stree.checkpoints.load_save import load_config
-from stree.trees.token_tree import TokenTree
+from stree.models.config import HybridConfig
 from stree_pipelines.evaluation.answering.decoders import num_warmup_tokens
 from stree_pipelines.evaluation.answering.drafter_readings import MOST_TOKENS
 from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
-from stree_pipelines.evaluation.plan import (
-    AUTOREGRESSIVE,
-    ChosenTree,
-    EvaluationSettings,
-    Job,
-    Round,
-)
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, ChosenTree, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.resources.dry_run import (
@@ -53,22 +47,31 @@ class Work:
         jobs: all, by the key of their row.
         pending: jobs without a row.
         rounds: prompts to answer for them.
+        most_interleaved: methods that are interleaved at most, and journalled together.
+        memory: an estimate for each `measure`.
     """
 
     def __init__(self, evaluation: Evaluation) -> None:
+        require_writable(evaluation.settings.out)
         self.evaluation = evaluation
         rows = [] if evaluation.settings.overwrite else evaluation.store.results()
         self._existing = {row.key for row in rows}
         self.jobs: dict[ResultKey, Job] = {}
         self.pending: list[Job] = []
         self.rounds: list[Round] = []
+        self.most_interleaved = 0
+        self.memory: list[MemoryEstimate] = []
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Add the jobs of a `measure`."""
         new = {job.result_key: job for job in jobs}
         to_go = [job for key, job in new.items() if key not in self._existing | self.jobs.keys()]
-        self.rounds += [
-            each for group in groups_of(to_go) for each in self.evaluation.rounds(group)
-        ]
+        groups = groups_of(to_go)
+        rounds = [each for group in groups for each in self.evaluation.rounds(group)]
+        plain = [each.baseline for each in rounds if each.baseline]
+        self.memory.append(memory_of(self.evaluation, [*jobs, *plain[:1]]))
+        self.most_interleaved = max(self.most_interleaved, *map(len, groups), 0)
+        self.rounds += rounds
         self.pending += to_go
         self.jobs |= new
 
@@ -96,9 +99,18 @@ class Work:
         store = self.evaluation.store
         return sum(len(store.journalled(job.samples_name)) for job in self.pending)
 
-    def how(self) -> Iterator[str]:
-        """Yield lines about sampling, batches and warm-ups."""
+    def describe(self, config: Mapping[str, Any], facts: Iterable[str]) -> Iterator[str]:
+        """Yield the lines of a dry run, with `facts` before those on what it takes.
+
+        Raises CannotWrite when its rows do not fit on the disk and, after the last line,
+        OutOfMemory when the models do not fit into memory.
+        """
         settings = self.evaluation.settings
+        yield config_lines(config)
+        yield model_line("target", load_config(settings.target))
+        for path in drafter_paths(self.jobs.values()):
+            yield model_line(path, load_config(path))
+        yield from facts
         if sampling := told_sampling(settings):
             yield f"sampling: {sampling}, at every temperature and by every method"
         warm_ups = len({(job.decoder_key, job.temperature) for _, job in self.answers})
@@ -113,6 +125,25 @@ class Work:
         first = f"; {shown} answers to first prompts, for what chooses trees" if chosen else ""
         tokens = num_warmup_tokens(settings)
         yield f"untimed: {warm_ups} warm-ups of {tokens} tokens{lengths}{first}"
+        memory = max(self.memory, key=lambda each: sum(each.parts.values()))
+        yield f"each process: {memory}"
+        yield require_disk(settings.out, self._disk())
+        memory.require(what_to_lower(settings))
+
+    def _disk(self) -> dict[str, int]:
+        """Estimate the bytes by part, as if every answer had its most tokens."""
+        most = TOKEN_BYTES * self.evaluation.settings.max_new_tokens
+        samples = [
+            sum(
+                SAMPLE_BYTES + sum(TURN_BYTES + len(turn.encode()) + most for turn in prompt.turns)
+                for prompt in job.benchmark.prompts
+            )
+            for job in self.pending
+        ]
+        # All methods of a benchmark and temperature are journalled before the first is published.
+        journals = sum(sorted(samples, reverse=True)[: self.most_interleaved])
+        rows = RESULT_BYTES * len(self.pending)
+        return {"samples": sum(samples), "journals": journals, "rows": rows}
 
 
 def describe_evaluation(
@@ -120,86 +151,60 @@ def describe_evaluation(
 ) -> Iterator[str]:
     """Yield lines about the evaluation of these checkpoints; `more` is added to the printed config.
 
-    Raises the errors that the evaluation would raise before its first answer, CannotWrite when its
-    rows do not fit on the disk and, after the last line, OutOfMemory when the models do not fit
-    into memory.
+    Raises the errors that the evaluation would raise before its first answer, and as
+    `Work.describe`.
     """
-    settings = evaluation.settings
-    require_writable(settings.out)
-    work = Work(evaluation)
+    settings, work = evaluation.settings, Work(evaluation)
     for name in checkpoints:
         work.add(evaluation.plan(name))
-    jobs = work.jobs
     plain = sum(each.baseline is not None for each in work.rounds)
-    memory = memory_of(evaluation, list(jobs.values()))
-    yield config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})})
-    yield model_line("target", load_config(settings.target))
-    for path in drafter_paths(jobs.values()):
-        yield model_line(path, load_config(path))
-    yield (
-        f"rows: {len(jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
+    facts = (
+        f"rows: {len(work.jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
         f"{len(settings.temperatures)} temperatures, {len(evaluation.benchmarks)} benchmarks), "
-        f"{len(jobs) - len(work.pending)} are there"
-    )
-    yield (
+        f"{len(work.jobs) - len(work.pending)} are there",
         f"answers: {len(work.answers):,} prompts × methods to go, {plain:,} of them plain decoding "
         f"(measured beside each checkpoint), at most {work.num_tokens:,} tokens; "
-        f"{work.num_journalled:,} more are journalled"
+        f"{work.num_journalled:,} more are journalled",
     )
-    yield from work.how()
-    yield f"each process: {memory}"
-    yield require_disk(settings.out, _disk(work.pending, settings, len(settings.methods)))
-    memory.require(what_to_lower(settings))
+    yield from work.describe(
+        {**asdict(settings), "checkpoints": checkpoints, **(more or {})}, facts
+    )
 
 
 def describe_comparison(comparison: Comparison) -> Iterator[str]:
     """Yield lines about a comparison. Raises as `describe_evaluation`."""
-    settings = comparison.settings
-    require_writable(settings.out)
+    settings, work = comparison.settings, Work(comparison)
     trials, plan = comparison.trials(), comparison.plan()
     tunings = [] if settings.overwrite else comparison.tunings()
     tuned = {(each.arm, each.benchmark, each.temperature) for each in tunings}
-    work = Work(comparison)
     work.add(trials)
     num_trials = len(work.answers)
     work.add(plan)
-    plain = [job for job in plan if job.drafter is None]
-    memory = max(
-        (memory_of(comparison, jobs, together=True) for jobs in (plan, plain + trials)),
-        key=lambda each: sum(each.parts.values()),
-    )
-    content = {name: value for name, value in asdict(settings).items() if name not in ARM_OPTIONS}
-    yield config_lines({**content, "arms": [asdict(arm) for arm in comparison.arms]})
-    yield model_line("target", load_config(settings.target))
-    for path in drafter_paths(plan):
-        yield model_line(path, load_config(path))
-    places = {(job.method, job.benchmark.name, job.temperature): job for job in plan}
+    facts = []
     for arm in comparison.arms:
-        mine = {place: job for place, job in places.items() if place[0] == arm.name}
-        trees = list(dict.fromkeys(_described(job.tree) for job in mine.values()))
-        if not mine.keys() <= tuned and arm.tree == TUNED:
-            trees = [f"a chain, tuned: {len(arm.trees)} lengths tried on the first prompts"]
-        yield (
+        mine = [job for job in plan if job.method == arm.name]
+        trees = {
+            f"{job.tree.name} ({job.tree.num_nodes} nodes, {job.tree.max_depth} deep)": None
+            for job in mine if job.tree
+        }
+        places = {(arm.name, job.benchmark.name, job.temperature) for job in mine}
+        if arm.tree == TUNED and not places <= tuned:
+            trees = {f"a chain, tuned: {len(arm.trees)} lengths tried on the first prompts": None}
+        facts.append(
             f"arm {arm.name}: {arm.drafter}, {' or '.join(trees)}, verifier {arm.verifier}, "
             f"backtracking {arm.backtracking}"
         )
-    yield (
+    facts += [
         f"rows: {len(work.jobs)} ({len(trials)} of chains that are tried, {len(comparison.arms)} "
         f"arms and plain decoding × {len(settings.temperatures)} temperatures × "
-        f"{len(comparison.benchmarks)} benchmarks), {len(work.jobs) - len(work.pending)} are there"
-    )
-    yield (
+        f"{len(comparison.benchmarks)} benchmarks), {len(work.jobs) - len(work.pending)} are there",
         f"answers: {len(work.answers):,} to go, {num_trials:,} of them to tune chains by, at most "
-        f"{work.num_tokens:,} tokens; {work.num_journalled:,} more are journalled"
-    )
-    yield (
+        f"{work.num_tokens:,} tokens; {work.num_journalled:,} more are journalled",
         f"calls of the target: {work.fewest_calls:,} where all drafts are accepted to "
-        f"{work.num_tokens:,} where none is, shared by {comparison.workers.count} processes"
-    )
-    yield from work.how()
-    yield f"each process: {memory}"
-    yield require_disk(settings.out, _disk(work.pending, settings, _most_interleaved(work.pending)))
-    memory.require(what_to_lower(settings))
+        f"{work.num_tokens:,} where none is, shared by {comparison.workers.count} processes",
+    ]
+    content = {name: value for name, value in asdict(settings).items() if name not in ARM_OPTIONS}
+    yield from work.describe({**content, "arms": list(map(asdict, comparison.arms))}, facts)
 
 
 def drafter_paths(jobs: Iterable[Job]) -> list[str]:
@@ -208,77 +213,38 @@ def drafter_paths(jobs: Iterable[Job]) -> list[str]:
     return list(dict.fromkeys(str(name.folder) for name in names if name.folder is not None))
 
 
-def memory_of(
-    evaluation: Evaluation, jobs: Sequence[Job], together: bool = False
-) -> MemoryEstimate:
-    """Estimate a process's most memory: the target, the largest drafter and every method's caches.
-
-    together: all drafters are in memory at once.
-    """
+def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
+    """Estimate a process's most memory, in which jobs are measured: the target, their drafters and
+    every method's caches."""
     settings, decoders = evaluation.settings, evaluation.decoders
-    drafters = [load_config(path) for path in drafter_paths(jobs)]
-    largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
+    target = load_config(settings.target)
+    # A folder's model is loaded again for another name, such as FOLDER+ngram
+    names = [each.name for each in dict.fromkeys(job.drafter for job in jobs if job.drafter)]
+    drafters = [(name, load_config(name.folder)) for name in names if name.folder is not None]
+    configs = [config for _, config in drafters]
+    largest = max(configs, key=lambda config: config.d_model * config.num_layers, default=None)
     methods = {job.decoder_key[1]: job for job in jobs}
     trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in methods.items()}
     parts = decoding_memory(
-        load_config(settings.target), largest, decoders.dtype, decoders.max_length, trees,
-        settings.batch_size,
+        target, largest, decoders.dtype, decoders.max_length, trees, settings.batch_size
     )
-    if together:  # a folder's model is loaded again for another name, such as FOLDER+ngram
-        names = dict.fromkeys(job.drafter for job in jobs if job.drafter)
-        folders = [drafter.name.folder for drafter in names if drafter.name.folder is not None]
-        weights = sum(num_parameters(load_config(folder)) for folder in folders)
+    if len(configs) > 1:
+        weights = sum(num_parameters(config) for config in configs)
         parts["drafters"] = decoders.dtype.itemsize * weights
-        parts.pop("drafter", None)
-    heads = _heads_in_8_bits(jobs)
-    if heads:
-        parts["heads in 8 bits"] = sum(heads) if together else max(heads)
+        del parts["drafter"]
+    if heads := sum(head_in_8_bits_bytes(config) for name, config in drafters if name.float8):
+        parts["heads in 8 bits"] = heads
+
+    def of_caches(*configs: HybridConfig) -> int:
+        sizes = (cache_bytes(each, decoders.max_length, 1, decoders.dtype) for each in configs)
+        return sum(sizes)
+
+    both = [target, *([largest] if largest else [])]
     if decoders.num_prefixes:
-        drafting = [largest] * (len(trees) - (AUTOREGRESSIVE in trees)) if largest else []
-        parts["earlier turns"] = decoders.num_prefixes * sum(
-            cache_bytes(config, decoders.max_length, 1, decoders.dtype)
-            for config in [*[load_config(settings.target)] * len(trees), *drafting]
-        )
+        drafting = both[1:] * (len(trees) - (AUTOREGRESSIVE in trees))
+        prefixes = of_caches(*[target] * len(trees), *drafting)
+        parts["earlier turns"] = decoders.num_prefixes * prefixes
     if any(prompt.reference_answer for job in jobs for prompt in job.benchmark.prompts):
-        configs = [load_config(settings.target), *([largest] if largest else [])]
-        probabilities = PROBABILITY_BYTES * MOST_TOKENS * configs[0].vocab_size
-        parts["answers of the data"] = probabilities + sum(
-            cache_bytes(config, decoders.max_length, 1, decoders.dtype) for config in configs
-        )
+        probabilities = PROBABILITY_BYTES * MOST_TOKENS * target.vocab_size
+        parts["answers of the data"] = probabilities + of_caches(*both)
     return MemoryEstimate(parts, decoders.device.type == "cuda")
-
-
-def _heads_in_8_bits(jobs: Sequence[Job]) -> list[int]:
-    """Count the bytes of the drafters' extra heads in 8 bits."""
-    names = dict.fromkeys(job.drafter.name for job in jobs if job.drafter)
-    configs = [load_config(name.folder) for name in names if name.float8 and name.folder]
-    return [head_in_8_bits_bytes(each) for each in configs]
-
-
-def _num_turns(job: Job) -> int:
-    return sum(len(prompt.turns) for prompt in job.benchmark.prompts)
-
-
-def _described(tree: TokenTree | None) -> str:
-    assert tree is not None
-    return f"{tree.name} ({tree.num_nodes} nodes, {tree.max_depth} deep)"
-
-
-def _most_interleaved(pending: Sequence[Job]) -> int:
-    """Return the most methods that are interleaved, and journalled together."""
-    return max(map(len, groups_of(pending)), default=0)
-
-
-def _disk(pending: Sequence[Job], settings: EvaluationSettings, num_methods: int) -> dict[str, int]:
-    """Estimate the bytes by part, as if every answer had its most tokens."""
-    samples = [
-        sum(
-            SAMPLE_BYTES + sum(TURN_BYTES + len(turn.encode()) for turn in prompt.turns)
-            for prompt in job.benchmark.prompts
-        )
-        + TOKEN_BYTES * settings.max_new_tokens * _num_turns(job)
-        for job in pending
-    ]
-    # All methods of a benchmark and temperature are journalled before the first is published.
-    journals = sum(sorted(samples, reverse=True)[:num_methods])
-    return {"samples": sum(samples), "journals": journals, "rows": RESULT_BYTES * len(pending)}

@@ -49,14 +49,12 @@ class Source:
 
     def prompts(self, content: bytes) -> str:
         """Convert the file to this project's JSONL. Raises BadData when it holds something else."""
-        lines = []
         try:
-            for number, line in enumerate(_unpacked(content).splitlines()):
-                if line.strip():
-                    lines.append(json.dumps(self.prompt_of(parse_json(line), number)) + "\n")
+            lines = enumerate(_unpacked(content).splitlines())
+            prompts = [self.prompt_of(parse_json(line), n) for n, line in lines if line.strip()]
         except (ValueError, TypeError, KeyError, OSError, EOFError, zlib.error) as error:
             raise BadData(f"{self.path} is not what it was: {error!r}") from error
-        return "".join(lines)
+        return "".join(json.dumps(each) + "\n" for each in prompts)
 
 
 class Pin(Record):
@@ -72,16 +70,9 @@ class Pin(Record):
 
 def _question(name: str) -> Callable[[Any, int], dict[str, Any]]:
     """Return the reader of a row in FastChat's layout."""
-
-    def prompt(row: Any, number: int) -> dict[str, Any]:
-        identity = f"{name}-{row['question_id']}"
-        return {"id": identity, "category": row["category"], "turns": row["turns"]}
-
-    return prompt
-
-
-def _problem(row: Any, number: int) -> dict[str, Any]:
-    return {"id": f"gsm8k-test-{number}", "category": "math", "turns": [row["question"]]}
+    return lambda row, _: {
+        "id": f"{name}-{row['question_id']}", "category": row["category"], "turns": row["turns"],
+    }
 
 
 SOURCES = {
@@ -108,7 +99,9 @@ SOURCES = {
             "data/test.jsonl",
             "MIT",
             "5953a18fea354973693be75dc34f9c345926d46120397bf8170ae79d2f606ed7",
-            _problem,
+            lambda row, number: {
+                "id": f"gsm8k-test-{number}", "category": "math", "turns": [row["question"]],
+            },
         ),
         Source(
             "spec_bench",
@@ -143,36 +136,34 @@ def is_there(source: Source, directory: Path) -> bool:
         return False
 
 
-def add(source: Source, content: bytes, url: str, directory: Path, accept_changed: bool) -> Pin:
+def add(source: Source, content: bytes, url: str, directory: Path) -> Pin:
     """Check a downloaded file, write NAME.jsonl into the folder, and record it.
 
     Raises BadData when the file differs from the recorded one, or its prompts from those that this
-    project knows, unless `accept_changed`.
+    project knows.
     """
     pins = read_pins(directory)
     pin, sha256 = pins.get(source.name), hashlib.sha256(content).hexdigest()
-    if pin is not None and pin.sha256 != sha256 and not accept_changed:
-        raise _changed(f"{url} has sha256 {sha256}, the first download had {pin.sha256}")
+    if pin is not None and pin.sha256 != sha256:
+        raise BadData(
+            f"{url} has sha256 {sha256}, the first download had {pin.sha256}; nothing was changed "
+            f"here: look at it, and delete {directory / PINS_NAME} to take it"
+        )
     prompts = source.prompts(content)
     benchmark = Benchmark(source.name, tuple(parse_prompts(prompts.encode(), url)))
-    if source.prompts_hash not in (None, benchmark.prompts_hash) and not accept_changed:
-        raise _changed(
+    if source.prompts_hash not in (None, benchmark.prompts_hash):
+        raise BadData(
             f"{url} has prompts of hash {benchmark.prompts_hash}, the published results were "
-            f"measured on {source.prompts_hash}"
+            f"measured on {source.prompts_hash}; nothing was changed here"
         )
-    pin = Pin(
+    pins[source.name] = Pin(
         url=url, licence=source.licence, sha256=sha256, num_bytes=len(content),
         num_prompts=len(benchmark.prompts), prompts_hash=benchmark.prompts_hash,
     )
     write_atomically(directory / f"{source.name}.jsonl", prompts)
-    pins[source.name] = pin
     text = json.dumps({name: each.model_dump() for name, each in pins.items()}, indent=2)
     write_atomically(directory / PINS_NAME, text + "\n")
-    return pin
-
-
-def _changed(what: str) -> BadData:
-    return BadData(f"{what}; nothing was changed here: look at it, and --accept_changed takes it")
+    return pins[source.name]
 
 
 def _unpacked(content: bytes) -> bytes:

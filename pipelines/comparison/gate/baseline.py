@@ -1,4 +1,4 @@
-"""Look up a gate's baseline: a checkpoint, the results of one, or a pointer to either."""
+"""Look up a gate's baseline, a checkpoint or the results of one, and pair its answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stree.common.errors import CannotWrite, NotFound, UsageError
-from stree.common.files import write_atomically
-from stree.drafters.names import DrafterName
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
-from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
+import torch
 
-MAX_POINTER_BYTES = 4096
+from stree.checkpoints.partners import require_made_for
+from stree.common.errors import BadData, NotFound, UsageError
+from stree.common.files import point_to
+from stree.common.words import device_name, is_cpu_name
+from stree.drafters.names import DrafterName
+from stree_pipelines.comparison.gate import gate
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DrafterIdentity, Job
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class Baseline:
     """A baseline as given and the folder it leads to.
 
     Attributes:
-        given: a checkpoint or results folder, a symlink to one, or a text file of one line that
-            names one, relative to itself; or another drafter's name, such as float8:FOLDER.
+        given: a checkpoint or results folder, or a symlink to one; or another drafter's name, such
+            as float8:FOLDER.
         drafter: the folder in the end, or that name.
         results: folder of its rows; None for a checkpoint that is yet to be measured.
         step: the checkpoint's step among the results; None when they hold one checkpoint.
@@ -38,8 +42,8 @@ class Baseline:
     def at(cls, given: str | Path, step: int | None = None, movable: bool = False) -> Baseline:
         """Look the baseline up.
 
-        Raises `folder_of`'s errors, and UsageError when it cannot be moved (`movable`) because it
-        is a folder and no pointer.
+        Raises NotFound when there is none, and UsageError when it cannot be moved (`movable`)
+        because it is no symlink.
         """
         if names_form(given):
             if movable or step is not None:
@@ -50,10 +54,10 @@ class Baseline:
             return cls(Path(given), str(given), None)
         given = Path(given)
         folder = folder_of(given)
-        if movable and not given.is_symlink() and not given.is_file():
+        if movable and not given.is_symlink():
             raise UsageError(
                 f"--promote moves a pointer and --baseline {given} is a folder: give a symlink to "
-                "it, or a text file that holds its path"
+                "it"
             )
         candidates = [path for path in (folder, folder / "eval") if (path / RESULTS_NAME).is_file()]
         results = candidates[0] if candidates else None
@@ -61,16 +65,33 @@ class Baseline:
             raise UsageError(f"--baseline_step chooses among results, and {folder} holds none")
         return cls(given, str(folder), results, step)
 
-    def rows(self, jobs: Sequence[Job]) -> list[ResultRow]:
-        """Return the baseline's row for each job that drafts: same target, prompts and decoding.
+    def measured_rows(
+        self, evaluation: Evaluation, checkpoint: str, thresholds: Sequence[gate.Threshold]
+    ) -> list[ResultRow]:
+        """Return the baseline's rows that are measured already; computes nothing.
 
-        Raises UsageError when one is missing, or several checkpoints have one.
+        Raises UsageError when thresholds, settings and baseline do not go together, and
+        CheckpointRefused when a checkpoint to be measured is none, or was made for another target.
         """
-        assert self.results is not None
-        stored = ResultStore(self.results).results()
-        return [self._row(job, stored) for job in jobs if job.method != AUTOREGRESSIVE]
+        jobs = evaluation.jobs_of(DrafterIdentity.at(checkpoint))
+        gate.require_measurable(thresholds, jobs)
+        rows = []
+        if self.results is not None:
+            stored = ResultStore(self.results).results()
+            rows = [self._row(job, stored) for job in jobs if job.method != AUTOREGRESSIVE]
+        for given in [checkpoint] if rows else [checkpoint, self.drafter]:
+            name = DrafterIdentity.at(given).name
+            if name.folder is not None and not name.retokenised:
+                require_made_for(evaluation.settings.target, name.folder)
+        if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
+            _require_same_machine(rows, evaluation)
+        return rows
 
     def _row(self, job: Job, stored: Sequence[ResultRow]) -> ResultRow:
+        """Return the row of the job's target, prompts and decoding.
+
+        Raises UsageError when it is missing, or several checkpoints have one.
+        """
         where = f"{job.method} on {job.benchmark.name} at T = {job.temperature:g}"
         steps = [row for row in stored if row.checkpoint and self.step in (None, row.step)]
         found = [row for row in steps if row.key[1:] == job.result_key[1:]]
@@ -92,20 +113,28 @@ class Baseline:
             )
         return found[-1]
 
+    def pairs(
+        self, mine: Sequence[ResultRow], theirs: Sequence[ResultRow], out: str
+    ) -> gate.Pairs:
+        """Return the prompts of each row of the checkpoint, with the baseline's.
+
+        mine, theirs: rows in the folder `out` and in that of the results, if there are any. Raises
+        BadData when the samples of a row are gone.
+        """
+        my_store, their_store = ResultStore(out), ResultStore(self.results or out)
+        others = {row.key[1:]: row for row in theirs}
+        return {
+            (row.method, row.temperature, row.benchmark): (
+                _samples(my_store, row), _samples(their_store, others[row.key[1:]])
+            )
+            for row in mine
+            if row.method != AUTOREGRESSIVE
+        }
+
     def promote(self, checkpoint: str | Path) -> None:
         """Let the pointer lead to `checkpoint`: a reader finds the old one or the new one."""
         target = os.path.relpath(Path(checkpoint).resolve(), self.given.parent.resolve())
-        if not self.given.is_symlink():
-            write_atomically(self.given, target + "\n")
-            return
-        from stree_pipelines.training.checkpoints.export import point_to  # brings the trainer along
-
-        try:
-            point_to(self.given, target)
-        except OSError as error:
-            raise CannotWrite(
-                f"cannot move {self.given}: {error.strerror}; the old baseline stays"
-            ) from error
+        point_to(self.given, target)
 
 
 def names_form(given: str | Path) -> bool:
@@ -114,28 +143,42 @@ def names_form(given: str | Path) -> bool:
 
 
 def folder_of(given: Path) -> Path:
-    """Follow a baseline to its folder.
+    """Follow a baseline to its folder; rows name the folder itself, since a pointer may lead
+    elsewhere tomorrow.
 
-    Raises NotFound when there is none, UsageError for a file that is no pointer.
+    Raises NotFound when there is none.
     """
-    try:
-        folder = _follow(given)
-        is_there = folder.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name of 10^6 bytes
-        raise UsageError(f"--baseline {given} is no pointer to a folder: {error}") from error
-    if not is_there:
-        raise NotFound(f"{given} leads to no folder ({folder.resolve()})")
+    folder = Path(os.path.realpath(given)) if os.path.islink(given) else given
+    if not os.path.isdir(folder):
+        raise NotFound(f"{given} leads to no folder ({os.path.abspath(folder)})")
     return folder
 
 
-def _follow(given: Path) -> Path:
-    """Resolve a pointer; rows name the folder itself, since a pointer may lead elsewhere
-    tomorrow."""
-    if not given.is_file():
-        return given.resolve() if given.is_symlink() else given
-    if given.stat().st_size > MAX_POINTER_BYTES:
-        raise ValueError("wanted one line, a folder")
-    text = given.read_text(encoding="utf-8", errors="replace").strip()
-    if len(text.splitlines()) != 1:
-        raise ValueError("wanted one line, a folder")
-    return (given.parent / text).resolve()
+def _require_same_machine(rows: Sequence[ResultRow], evaluation: Evaluation) -> None:
+    """Raise UsageError when the stored rows' speeds are of other hardware or other CPU threads."""
+    device = evaluation.decoders.device
+    here = _machine(device_name(device), evaluation.workers.count, torch.get_num_threads())
+    for row in rows:
+        seen = row.environment
+        there = _machine(seen.device, seen.num_processes, seen.num_threads)
+        if there != here:
+            raise UsageError(
+                f"the baseline's speed was measured on {there}, this is {here}: give its "
+                "checkpoint as --baseline, which is then measured here, or no threshold of speed"
+            )
+
+
+def _machine(device: str, num_processes: int, num_threads: int) -> str:
+    if not is_cpu_name(device):
+        return device
+    return f"{device} ({num_processes} × {num_threads} threads)"
+
+
+def _samples(store: ResultStore, row: ResultRow) -> list[SampleRow]:
+    samples = store.samples(row)
+    if len(samples) != row.num_prompts:
+        raise BadData(
+            f"{store.directory / row.samples} holds {len(samples)} of {row.num_prompts} prompts: "
+            "restore it, or evaluate again with --overwrite"
+        )
+    return samples
