@@ -4,8 +4,8 @@ python pipelines/report.py runs/quickstart python pipelines/report.py runs/quick
 --out docs/results/cpu-quickstart python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0
 --names KL LK --out runs/losses
 
-Writes report.html, table6 (.md, .csv, .json), tau_vs_step.svg and lossless.md; for several runs
-speed_vs_step.svg in place of lossless.md. Runs whose configs differ by the
+Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; for
+several runs speed_vs_step (.svg, .pdf) in place of lossless.md. Runs whose configs differ by the
 seed only share a column; the others are compared with the first one's, prompt by prompt. Runs with
 different decoding settings are refused.
 """
@@ -48,7 +48,7 @@ from stree_pipelines.reports.tables import by_length_tables
 from stree_pipelines.reports.tables.findings import Findings
 from stree_pipelines.reports.tables.lossless import lossless_markdown, lossless_sentence
 from stree_pipelines.reports.tables.table_rows import as_csv, table6_json, table_rows
-from stree_pipelines.reports.tables.tables import in_lines, table6_markdown
+from stree_pipelines.reports.tables.tables import in_lines, table6_markdown, to_latex
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Path], str]:
@@ -61,16 +61,17 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
     make_directory(out)
     findings, rows = Findings.of(data), list(table_rows(data))
     ladders = findings.ladders
-    files = {
+    files: dict[str, str | bytes] = {
         "table6.md": table6_markdown(data, findings.tables), "table6.json": table6_json(data, rows),
-        "table6.csv": as_csv(rows), "lossless.md": lossless_markdown(data.folder),
-        "tau_vs_step.svg": _drawn(plots.tau_vs_step(data), "τ against distillation step"),
+        "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
+        "lossless.md": lossless_markdown(data.folder),
+        **_drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step"),
         "by_length.md": by_length_tables.markdown(data, ladders) if ladders else "",
     }
     for number, ladder in enumerate(ladders, start=1):
-        name = "tau_by_length.svg" if number == 1 else f"tau_by_length_{number}.svg"
+        name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
         drawn = by_length_tables.drawn(data, ladder.rungs)
-        files[name] = _drawn(drawn, "τ against prompt length")
+        files |= _drawn(name, drawn, "τ against prompt length")
     page = page_context(data, findings, _figures(data, findings))
     files["report.html"] = render_page("report.html.j2", page)
     told = [by_length_tables.introduction(data)] if ladders else []
@@ -87,27 +88,31 @@ def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
     tau, speed = (runs_plots.grid(runs, kind, *every)
                   for kind in (runs_plots.ACCEPTANCE_LENGTH, runs_plots.SPEEDUP))
     page = runs_context(runs, findings, runs_plots.page_figures(runs))
-    files = {
+    files: dict[str, str | bytes] = {
         "table6.md": runs_tables.markdown(runs, findings),
         "table6.json": runs_tables.rows_json(runs, rows),
-        "table6.csv": as_csv(rows),
-        "tau_vs_step.svg": _drawn(tau, "τ against distillation step"),
-        "speed_vs_step.svg": _drawn(speed, "Speed-up against distillation step"),
+        "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
+        **_drawn("tau_vs_step", tau, "τ against distillation step"),
+        **_drawn("speed_vs_step", speed, "Speed-up against distillation step"),
         "report.html": render_page("report.html.j2", page),
     }
     return _write(files, Path(out)), _summary(findings, runs.notes)
 
 
-def _drawn(figure: Figure | None, title: str) -> str:
-    return plots.to_svg(figure, title) if figure is not None else ""
+def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | bytes]:
+    """Return a figure's files."""
+    if figure is None:
+        return {}
+    return {f"{name}.svg": plots.to_svg(figure, title), f"{name}.pdf": plots.to_pdf(figure)}
 
 
-def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
+def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
     """Write the files that have content, and return their paths."""
     kept = {name: content for name, content in files.items() if content}
     for name, content in kept.items():
-        text = markdown_page(content) if name.endswith(".md") else content
-        write_atomically(folder / name, text)
+        if isinstance(content, str) and name.endswith(".md"):
+            content = markdown_page(content)
+        write_atomically(folder / name, content)
     return [folder / name for name in kept]
 
 

@@ -170,6 +170,14 @@ def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
     return svg.replace(INK, "currentColor")
 
 
+def to_pdf(figure: Figure) -> bytes:
+    """Return PDF bytes, the same for the same figure; fonts as publishers want them."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({**STYLE, "pdf.fonttype": 42}):
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
+    return buffer.getvalue()
+
+
 def new_figure() -> tuple[Figure, Axes]:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES)

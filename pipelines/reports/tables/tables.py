@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,19 @@ class Table:
         note = [in_lines(self.note, width)] if self.note else []
         return shown("\n\n".join([in_lines(self.title, width), *blocks, *note]) + "\n")
 
+    def to_latex(self) -> str:
+        """Format a LaTeX table with booktabs' rules, in ASCII except names; intervals are small."""
+        columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
+        head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in self.rows)
+        body = [line for row in body for line in (row, r"\addlinespace[2pt]")]
+        note = (rf"\par\smallskip {_latex(self.note)}",) if self.note else ()
+        return "\n".join((
+            r"\begin{table}", r"\centering\footnotesize", r"\setlength{\tabcolsep}{4pt}",
+            rf"\caption{{{_latex(self.title)}}}",
+            rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
+            r"\bottomrule", r"\end{tabular}", *note, r"\end{table}", "",
+        ))
+
     @property
     def _widths(self) -> list[int]:
         return [max(map(len, column)) for column in zip(*self.rows, strict=True)]
@@ -93,6 +107,31 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 def in_lines(text: str, width: int = TERMINAL_WIDTH) -> str:
     """Wrap a sentence for a terminal."""
     return textwrap.fill(shown(text), width, break_long_words=False, break_on_hyphens=False)
+
+
+_LATEX = str.maketrans({
+    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
+    "τ": r"$\tau$", "×": r"$\times$", MINUS: "$-$", MISSING: "--",
+})
+
+
+def _latex(text: str) -> str:
+    """Format a cell, with an interval below its figure, in braces so that it is no line end's
+    argument."""
+    text = text.translate(_LATEX)
+    found = re.fullmatch(r"(.*?) ?(\[[^\]]*\])", text)
+    if not found:
+        return text
+    interval = rf"{{\scriptsize {found[2]}}}"
+    if not found[1]:
+        return interval
+    return rf"\begin{{tabular}}[t]{{@{{}}r@{{}}}}{found[1]}\\{interval}\end{{tabular}}"
+
+
+def to_latex(tables: Iterable[Table]) -> str:
+    """Format tables as LaTeX that needs only the package booktabs."""
+    return "\n".join(["% \\usepackage{booktabs}\n", *(table.to_latex() for table in tables)])
 
 
 def figure(

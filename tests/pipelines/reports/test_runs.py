@@ -23,10 +23,13 @@ from stree_pipelines.report import main, write_report, write_runs_report
 from stree_pipelines.reports import runs_tables
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.runs import load_runs
+from stree_pipelines.reports.tables.tables import Table, to_latex
 
 CONFIG = Path(__file__).resolve().parents[3] / "docs/results/cpu-quickstart/config.yaml"
 MADE = {
-    "table6.md", "table6.csv", "table6.json", "tau_vs_step.svg", "speed_vs_step.svg", "report.html",
+    *(f"table6.{form}" for form in ("md", "tex", "csv", "json")),
+    *(f"{name}_vs_step.{form}" for name in ("tau", "speed") for form in ("svg", "pdf")),
+    "report.html",
 }
 
 
@@ -227,7 +230,7 @@ def test_csv_has_every_figure_of_the_json(written):
         assert line["over_first_acceptance_length_gain"] == str(gain)
 
 
-def test_csv_of_one_run_has_every_row_of_the_json(folders, tmp_path):
+def test_one_run_has_csv_latex_and_pdf_too(folders, tmp_path):
     write_report(load_run(folders[0]), tmp_path)
     with open(tmp_path / "table6.csv", newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -235,6 +238,8 @@ def test_csv_of_one_run_has_every_row_of_the_json(folders, tmp_path):
     assert [float(line["acceptance_length"]) for line in lines] == [
         row["acceptance_length"]["value"] for row in rows
     ]
+    assert (tmp_path / "tau_vs_step.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "table6.tex").read_text().count(r"\begin{tabular}{lrrr}") == 1
 
 
 @pytest.mark.parametrize(
@@ -301,3 +306,23 @@ def test_a_run_twice_and_one_without_results_are_one_line(folders, tmp_path):
         main([str(folders[0]), str(tmp_path)])
     with pytest.raises(UsageError, match="--names are of several runs"):
         main([str(folders[0]), "--names", "a"])
+
+
+def test_latex_is_what_latex_reads(written):
+    text = (written / "table6.tex").read_text(encoding="utf-8")
+    assert text.isascii() and r"$\tau$ (STree)" in text and r"{\scriptsize [" in text
+    for name in ("table", "tabular"):
+        assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") >= 3
+    table = Table("a_b & 50 %", (("", "x{y}"), ("[1]", r"\^~#$ – −1")))
+    body = to_latex([table]).splitlines()
+    assert r"\caption{a\_b \& 50 \%}" in body
+    assert r" & x\{y\} \\" in body
+    row = r"{\scriptsize [1]} & \textbackslash{}\textasciicircum{}\textasciitilde{}\#\$ -- $-$1 \\"
+    assert row in body
+
+
+def test_pdfs_embed_fonts_that_publishers_take(written):
+    content = (written / "tau_vs_step.pdf").read_bytes()
+    assert (
+        content.startswith(b"%PDF") and b"/Type3" not in content and b"CreationDate" not in content
+    )
