@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    Strict,
-    StrictBool,
-    StrictStr,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, Field, Strict, StrictBool, StrictStr, TypeAdapter
 
 from stree.common.errors import CheckpointRefused
 from stree.common.plain_data import read_json
@@ -23,26 +15,25 @@ from stree.common.plain_data import read_json
 LARGEST = 2**31 - 1  # of a whole number in a config
 _INFINITY = {"__float__": "Infinity"}  # transformers' spelling of what JSON lacks
 
-_Whole = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
 _Number = Annotated[
     float, Strict(), BeforeValidator(lambda value: math.inf if value == _INFINITY else value)
 ]
 _TokenId = Annotated[int, Strict(), Field(ge=-1, le=LARGEST)]  # −1: there is none
-_WHOLE: TypeAdapter[int] = TypeAdapter(_Whole)
-_NUMBER: TypeAdapter[float] = TypeAdapter(_Number)
-_BOOLEAN: TypeAdapter[bool] = TypeAdapter(StrictBool)
-_TEXT: TypeAdapter[str] = TypeAdapter(StrictStr)
-_TEXTS: TypeAdapter[list[str]] = TypeAdapter(list[StrictStr])
-_INDICES: TypeAdapter[list[int]] = TypeAdapter(list[Annotated[int, Strict()]])
-_LIMITS: TypeAdapter[tuple[float, float]] = TypeAdapter(tuple[_Number, _Number])
-_TOKEN_IDS: TypeAdapter[int | list[int]] = TypeAdapter(_TokenId | list[_TokenId])
+_WHOLE = TypeAdapter[int](Annotated[int, Strict(), Field(ge=0, le=LARGEST)])
+_NUMBER = TypeAdapter[float](_Number)
+_NUMBERS = TypeAdapter[list[float]](list[_Number])
+_BOOLEAN = TypeAdapter[bool](StrictBool)
+_TEXT = TypeAdapter[str](StrictStr)
+_TEXTS = TypeAdapter[list[str]](list[StrictStr])
+_INDICES = TypeAdapter[list[int]](list[Annotated[int, Strict()]])
+_TOKEN_IDS = TypeAdapter[int | list[int]](_TokenId | list[_TokenId])
 
 
 class CheckedJson(Mapping[str, Any]):
     """A JSON object that knows its file, so that every refusal can name it; null counts as absent.
 
-    It records the keys that were read: `refuse_unread` and `pass_over_unread` are about the others.
-    `passed_over` lists the keys without effect, also those of its sections.
+    It records the keys that were read, for `refuse_unread`. `passed_over` lists the keys without
+    effect, also those of its sections.
     """
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
@@ -82,30 +73,40 @@ class CheckedJson(Mapping[str, Any]):
         return name in self._given and self._given[name] is None
 
     def set(self, name: str, value: Any) -> None:
-        """Set a key to the value that another file has."""
-        self._content[name] = value
+        """Set a key, as to the value that another file has."""
+        self._content[name] = self._given[name] = value
+
+    def refuse(self, found: str, remedy: str = "use an undamaged checkpoint") -> NoReturn:
+        """Raise `CheckpointRefused` that names the file, what it has, and what to do."""
+        raise CheckpointRefused(f"{self.path} {found}: {remedy}")
 
     def section(self, name: str) -> CheckedJson:
+        """Return a table of the object as one of its own."""
         if not isinstance(self.get(name), dict):
-            raise CheckpointRefused(f"{self.path} has no table {name!r}: copy it again")
+            self.refuse(f"has no table {name!r}")
         section = CheckedJson(self[name], self.path)
         section.passed_over = self.passed_over
         return section
 
-    def _checked(self, name: str, default: Any, kind: TypeAdapter, wanted: str) -> Any:
+    def _checked(self, name: str, default: Any, kind: TypeAdapter[Any], wanted: str) -> Any:
         value = self.get(name, default)
         try:
             return kind.validate_python(value)
-        except ValidationError:
-            raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r:.99}, wanted {wanted}: copy it again"
-            ) from None
+        except ValueError:
+            self.refuse(f"has {name} = {value!r:.99}, wanted {wanted}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         return self._checked(name, default, _WHOLE, f"a whole number up to {LARGEST}")
 
     def number(self, name: str, default: float | None = None) -> float:
         return self._checked(name, default, _NUMBER, "a number")
+
+    def numbers(self, name: str, default: Sequence[float]) -> tuple[float, ...]:
+        """Read as many numbers as there are in `default`."""
+        numbers = self._checked(name, list(default), _NUMBERS, f"{len(default)} numbers")
+        if len(numbers) != len(default):
+            self.refuse(f"has {name} = {numbers!r:.99}, wanted {len(default)} numbers")
+        return tuple(numbers)
 
     def boolean(self, name: str, default: bool) -> bool:
         return self._checked(name, default, _BOOLEAN, "true or false")
@@ -119,49 +120,48 @@ class CheckedJson(Mapping[str, Any]):
     def indices(self, name: str, default: list[int] | None = None) -> list[int]:
         return self._checked(name, default, _INDICES, "a list of layer indices")
 
-    def limits(self, name: str) -> tuple[float, float]:
-        return self._checked(name, [0.0, math.inf], _LIMITS, "two numbers")
-
     def token_ids(self, name: str) -> tuple[int, ...]:
         ids = self._checked(name, [], _TOKEN_IDS, "token ids")
         return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if i >= 0)
 
-    def require(self, name: str, wanted: Any, default: Any) -> None:
-        """Refuse any value but `wanted`, null included; an absent key has the value `default`."""
-        self._read.add(name)
-        value = self._given.get(name, default)
-        if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):  # 0 is no false
-            raise CheckpointRefused(
-                f"{self.path} asks for {name} = {value!r:.99}; only {wanted!r} is supported"
-            )
+    def require(self, **wanted: Any) -> None:
+        """Refuse keys with any value but the one given, null included; absent keys have it."""
+        for name, only in wanted.items():
+            self._read.add(name)
+            value = self._given.get(name, only)
+            if value != only or isinstance(value, bool) != isinstance(only, bool):  # 0 is no false
+                raise CheckpointRefused(
+                    f"{self.path} asks for {name} = {value!r:.99}; only {only!r} is supported"
+                )
 
-    def refuse_if_set(self, name: str, remedy: str) -> None:
-        if self.get(name):
-            raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r:.99}: {remedy}")
+    def refuse_if_set(self, remedies: Mapping[str, str]) -> None:
+        """Refuse each of some keys that is set, with its remedy."""
+        for name, remedy in remedies.items():
+            if self.get(name):
+                self.refuse(f"sets {name} = {self[name]!r:.99}", remedy)
 
-    def refuse_unread(self, without_effect: Container[str] = ()) -> None:
-        """Refuse each key that was not read and that is not among those without effect."""
-        self.pass_over_unread(lambda: self._given, without_effect)
-
-    def pass_over_unread(
-        self, known: Callable[[], Container[str]], without_effect: Container[str] = ()
+    def refuse_unread(
+        self,
+        without_effect: Container[str] = (),
+        known: Callable[[], Container[str]] | None = None,
     ) -> None:
-        """Refuse each key that was not read and that the config's own class knows.
+        """Refuse each key that was not read, has an effect, and is known to the config's own class.
 
         Args:
-            known: Returns the keys that the class knows; called only if a key is in doubt. Other
-                keys have no effect; those that are not null join `passed_over`.
             without_effect: Known keys on which no logit depends.
+            known: Returns the keys that the class knows; called only if a key is in doubt. Other
+                keys have no effect; those that are not null join `passed_over`. None knows all.
         """
-        names = [name for name in self._given if name not in self._read]
-        for name in [name for name in names if name not in without_effect]:
-            if name in known():
-                raise CheckpointRefused(
-                    f"{self.path} sets {name:.99} = {self._given[name]!r:.99}, which is not "
-                    "supported: use a checkpoint without it, or delete the key if you know that "
-                    "the model does without"
+        for name, value in self._given.items():
+            if name in self._read or name in without_effect:
+                continue
+            if known is None or name in known():
+                self.refuse(
+                    f"sets {name:.99} = {value!r:.99}, which is not supported",
+                    "use a checkpoint without it, or delete the key if you know that the model "
+                    "does without",
                 )
-            if self._given[name] is not None:
+            if value is not None:
                 self.passed_over.append(f"{name:.99}")
 
 

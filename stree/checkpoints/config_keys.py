@@ -1,8 +1,8 @@
 """Keys of a config.json by transformers' own classes: which of them can change a logit.
 
 A key that the config class of a family does not know has no effect in transformers, so it has none
-here: `CheckedJson.pass_over_unread` names it in one notice. A key that the class knows is read, is
-among the keys without effect that the layout lists beside its reader, or is refused.
+here: it is passed over, and named in one notice. A key that the class knows is read, is among the
+keys without effect that the layout lists beside its reader, or is refused.
 """
 
 from __future__ import annotations

@@ -26,13 +26,15 @@ from stree.common.files import require_own_files
 from stree.models.config import HybridConfig
 
 _MOST_NAMES = 8  # of keys in a notice
-
-LAYOUTS = tuple(
-    layout.name
-    for layout in (
-        mamba_in_llama.LAYOUT, llama.LAYOUT, mamba2.TRANSFORMERS, mamba2.STATE_SPACES, *FAMILIES
-    )
-)
+_REFUSED_IF_SET = {
+    **dict.fromkeys(
+        ("quantization_config", "quantization"),  # the latter is MLX's
+        "load a checkpoint that is not quantised",
+    ),
+    **dict.fromkeys(
+        ("auto_map", "trust_remote_code"), "code that comes with a checkpoint is not run"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -79,42 +81,38 @@ def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
 
 
 def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
-    for name in ("quantization_config", "quantization"):  # the latter is MLX's
-        values.refuse_if_set(name, "load a checkpoint that is not quantised")
-    for name in {"auto_map", "trust_remote_code"} - layout.without_effect:
-        values.refuse_if_set(name, "code that comes with a checkpoint is not run")
-    values.require("is_encoder_decoder", False, default=False)
+    values.refuse_if_set({
+        name: remedy for name, remedy in _REFUSED_IF_SET.items()
+        if name not in layout.without_effect
+    })
+    values.require(is_encoder_decoder=False)
     try:
         model = layout.spec(values)
+        rename = partial(layout.rename, values, model)
+        rename(())  # reads the multipliers that it folds
     except UsageError as error:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
     padded = model.vocab_size
     if layout is mamba2.STATE_SPACES:
         multiple = max(values.integer("pad_vocab_size_multiple", 8), 1)
         padded = -(-padded // multiple) * multiple
-    try:
-        rename = partial(layout.rename, values, model)
-        rename(())  # reads the multipliers that it folds
-    except UsageError as error:
-        raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
-    values.pass_over_unread(
-        partial(_known_keys, layout, values), layout.without_effect | TRAINING_AND_GENERATION
+    values.refuse_unread(
+        layout.without_effect | TRAINING_AND_GENERATION, partial(_known_keys, layout, values)
     )
     _say_passed_over(values)
-    _require_reachable(model.eos_token_ids, padded, values.path)
+    _require_reachable(model.eos_token_ids, padded, values)
     return CheckpointConfig(layout, model, padded, rename)
 
 
 def _say_passed_over(values: CheckedJson) -> None:
     """Warn in one line of keys without effect, except those that every config has."""
     names = values.passed_over and [k for k in values.passed_over if k not in of_every_config()]
-    if not names:
-        return
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    warn(
-        f"{values.path} sets keys that the class of its family does not know; they have no effect "
-        f"and are passed over: {', '.join(names[:_MOST_NAMES])}{more}"
-    )
+    if names:
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        warn(
+            f"{values.path} sets keys that the class of its family does not know; they have no "
+            f"effect and are passed over: {', '.join(names[:_MOST_NAMES])}{more}"
+        )
 
 
 def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:
@@ -131,10 +129,7 @@ def _layout_of(values: CheckedJson) -> Layout:
     if kind == MODEL_TYPE and own.TABLE in values:
         return own.LAYOUT
     if kind == MODEL_TYPE and not has_mixer_config:
-        raise CheckpointRefused(
-            f"no {MIXER_CONFIG_NAME} beside {values.path}, whose Mamba layers it describes: copy "
-            "the checkpoint again"
-        )
+        values.refuse(f"has no {MIXER_CONFIG_NAME} beside it, which describes its Mamba layers")
     if has_mixer_config:
         return mamba_in_llama.LAYOUT
     if kind in (None, "mamba", "mamba2") and "ssm_cfg" in values and "d_model" in values:
@@ -144,12 +139,14 @@ def _layout_of(values: CheckedJson) -> Layout:
 
 def _layout_by_type(values: CheckedJson) -> Layout:
     kind = values.get("model_type")
-    for layout in (llama.LAYOUT, mamba2.TRANSFORMERS, *FAMILIES):
-        if layout.matches(values):
+    by_type = (llama.LAYOUT, mamba2.TRANSFORMERS, *FAMILIES)
+    for layout in by_type:
+        if kind in layout.model_types:
             return layout
+    names = [each.name for each in (mamba_in_llama.LAYOUT, mamba2.STATE_SPACES, *by_type)]
     raise CheckpointRefused(
         f"{values.path} describes a {'nameless' if kind is None else kind!r:.99} model, wanted one "
-        f"of: {', '.join(LAYOUTS)}"
+        f"of: {', '.join(names)}"
     )
 
 
@@ -158,18 +155,19 @@ def _with_generation_eos(directory: Path, checkpoint: CheckpointConfig) -> Check
     path = directory / "generation_config.json"
     if not path.exists():
         return checkpoint
-    eos = CheckedJson.load(path).token_ids("eos_token_id")
-    _require_reachable(eos, checkpoint.padded_vocab_size, path)
+    values = CheckedJson.load(path)
+    eos = values.token_ids("eos_token_id")
+    _require_reachable(eos, checkpoint.padded_vocab_size, values)
     ends = tuple(dict.fromkeys((*checkpoint.model.eos_token_ids, *eos)))
     return replace(checkpoint, model=checkpoint.model.replace(eos_token_ids=ends))
 
 
-def _require_reachable(eos: Sequence[int], padded_vocab_size: int, path: Path) -> None:
+def _require_reachable(eos: Sequence[int], padded_vocab_size: int, values: CheckedJson) -> None:
     """Refuse an EOS token beyond the logits: it is never chosen, so that no answer would end."""
     if beyond := [index for index in eos if index >= padded_vocab_size]:
-        raise CheckpointRefused(
-            f"{path} has eos_token_id {beyond[0]}, the vocabulary has {padded_vocab_size} tokens: "
-            "correct it to the tokenizer's"
+        values.refuse(
+            f"has eos_token_id {beyond[0]}, the vocabulary has {padded_vocab_size} tokens",
+            "correct it to the tokenizer's",
         )
 
 

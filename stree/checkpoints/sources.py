@@ -65,10 +65,6 @@ class Layout:
     without_effect: frozenset[str] = frozenset()
     dropped: re.Pattern[str] | None = None
 
-    def matches(self, values: CheckedJson) -> bool:
-        """Return whether config.json is one of this layout."""
-        return values.get("model_type") in self.model_types
-
 
 def as_it_is(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     """Return the map of a layout that has our names."""
@@ -115,14 +111,27 @@ def half(second: bool) -> Make:
     return lambda tensor: tensor.chunk(2)[second]
 
 
-def stacked(*tensors: Tensor) -> Tensor:
-    """Stack tensors, such as those of experts."""
-    return torch.stack(tensors)
+def of_experts(
+    folder: str, together: str, projections: Sequence[str], shape: tuple[int, ...], count: int,
+    stored: Collection[str],
+) -> Source:
+    """Return the source of all experts' weights of a layer.
+
+    It is one tensor of a folder, as newer versions of transformers have it, or tensors of `shape`
+    of each expert, of which two projections are joined along their outputs.
+    """
+    if f"{folder}.{together}" in stored:
+        return Source((f"{folder}.{together}",))
+    names = tuple(
+        f"{folder}.{expert}.{each}.weight" for expert in range(count) for each in projections
+    )
+    return Source(names, lambda *tensors: _stacked(tensors, len(projections)), shape)
 
 
-def stacked_pairs(*tensors: Tensor) -> Tensor:
-    """Join pairs of tensors along their outputs, and stack the results."""
-    return torch.stack([torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)])
+def _stacked(tensors: Sequence[Tensor], joined: int) -> Tensor:
+    return torch.stack(
+        [torch.cat(tensors[i : i + joined]) for i in range(0, len(tensors), joined)]
+    )
 
 
 def rotary_order(config: HybridConfig) -> Make:

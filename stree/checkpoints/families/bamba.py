@@ -18,35 +18,21 @@ WORDS = {
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    values.require("hidden_act", "silu", default="silu")
-    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
-    attention = values.indices("attn_layer_indices", [])
-    theta, scaling, share = config_parts.rope(values, ROTARY_SHARE)
-    heads = config_parts.heads(values, d_model, usual_kv_heads=8)
-    rotary_dim = int(heads["head_dim"] * share)
-    values.require("attn_rotary_emb", rotary_dim, default=rotary_dim)  # an older name for it
-    proj_bias = values.boolean("mamba_proj_bias", False)
+    values.require(hidden_act="silu")
+    common = config_parts.decoder(values, positions=262144, kv_heads=8)
+    rope = config_parts.rope(values, head_dim=common["head_dim"], usual_share=ROTARY_SHARE)
+    values.require(attn_rotary_emb=rope["rotary_dim"])  # an older name for it
     eps = values.number("rms_norm_eps", 1e-5)
     return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        attn_layers=tuple(sorted(set(attention))),
+        attn_layers=tuple(sorted(set(values.indices("attn_layer_indices", [])))),
         intermediate_size=values.integer("intermediate_size", 14336),
         rms_norm_eps=eps,
-        tie_embeddings=values.boolean("tie_word_embeddings", False),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rotary_dim=rotary_dim,
-        max_position_embeddings=values.integer("max_position_embeddings", 262144),
+        gated_norm_eps=eps,
         attention_bias=values.boolean("attention_bias", False),
         mlp_bias=values.boolean("mlp_bias", False),
-        mamba_in_bias=proj_bias,
-        mamba_out_bias=proj_bias,
-        gated_norm_eps=eps,
-        **heads,
-        **config_parts.mamba(values, d_model),
-        **config_parts.special_tokens(values),
+        **common,
+        **rope,
+        **config_parts.mamba(values),
     )
 
 

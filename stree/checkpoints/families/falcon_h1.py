@@ -17,11 +17,8 @@ WORDS = {
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    values.require("hidden_act", "silu", default="silu")
-    values.require("mamba_use_mlp", True, default=True)
-    values.require("attn_layer_indices", None, default=None)
-    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
-    theta, scaling, _ = config_parts.rope(values)
+    values.require(hidden_act="silu", mamba_use_mlp=True, attn_layer_indices=None)
+    common = config_parts.decoder(values, positions=8192, kv_heads=8)
     d_inner = None if values.is_null("mamba_d_ssm") else values.integer("mamba_d_ssm", 1024)
     norm = "gate"
     # An old default of transformers' that its configs always write
@@ -29,26 +26,19 @@ def spec(values: CheckedJson) -> HybridConfig:
     if values.boolean("mamba_rms_norm", False):
         norm = "norm, gate" if norm_first else "gate, norm"
     eps = values.number("rms_norm_eps", 1e-5)
+    mamba = config_parts.mamba(values, d_inner)
+    mamba["mamba_out_bias"] = values.boolean("projectors_bias", False)
     return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        layer_types=("mamba+attention mlp",) * num_layers,
+        layer_types=("mamba+attention mlp",) * common["num_layers"],
         intermediate_size=values.integer("intermediate_size", 14336),
         rms_norm_eps=eps,
-        tie_embeddings=values.boolean("tie_word_embeddings", False),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=values.integer("max_position_embeddings", 8192),
         attention_bias=values.boolean("attention_bias", False),
         mlp_bias=values.boolean("mlp_bias", False),
         gated_norm=norm,
         gated_norm_eps=eps,
-        mamba_in_bias=values.boolean("mamba_proj_bias", False),
-        mamba_out_bias=values.boolean("projectors_bias", False),
-        **config_parts.heads(values, d_model, usual_kv_heads=8),
-        **config_parts.mamba(values, d_model, d_inner),
-        **config_parts.special_tokens(values),
+        **common,
+        **config_parts.rope(values),
+        **mamba,
     )
 
 

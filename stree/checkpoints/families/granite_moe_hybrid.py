@@ -11,7 +11,6 @@ from typing import Any
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.sources import Layout, Rename, Source, half, scaled, translated
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 KINDS = {
@@ -34,19 +33,17 @@ IN_MEMORY = {  # what newer versions call stored experts once they are loaded
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    values.require("hidden_act", "silu", default="silu")
-    values.require("output_router_logits", False, default=False)
-    values.require("normalization_function", "rmsnorm", default="rmsnorm")
-    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
-    mixers = _mixers(values, num_layers)
+    values.require(
+        hidden_act="silu", output_router_logits=False, normalization_function="rmsnorm"
+    )
+    common = config_parts.decoder(values, positions=2048)
+    mixers = config_parts.layers(values, KINDS, "layer_types", "layers_block_type")
     num_experts = values.integer("num_local_experts", 8)
     after = "experts+mlp" if num_experts else "mlp"
-    theta, scaling, _ = config_parts.rope(values)
     positions = values.get("position_embedding_type", "nope")
     if positions not in ("nope", "rope"):
-        raise CheckpointRefused(
-            f"{values.path} has position_embedding_type = {positions!r:.99}, wanted 'rope', 'nope' "
-            "or null"
+        values.refuse(
+            f"has position_embedding_type = {positions!r:.99}, wanted 'rope', 'nope' or null"
         )
     experts: dict[str, Any] = {}
     if num_experts:
@@ -55,46 +52,22 @@ def spec(values: CheckedJson) -> HybridConfig:
             "experts_per_token": values.integer("num_experts_per_tok", 2),
             "expert_intermediate_size": values.integer("intermediate_size", 11008),
         }
-    heads = config_parts.heads(values, d_model)
-    proj_bias = values.boolean("mamba_proj_bias", False)
     eps = values.number("rms_norm_eps", 1e-6)
     return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        layer_types=tuple(f"{mixer} {after}" for mixer in mixers),
+        layer_types=tuple(
+            f"{mixer} {after}" for mixer in mixers or ["mamba"] * common["num_layers"]
+        ),
         intermediate_size=values.integer("shared_intermediate_size", 1024),
         rms_norm_eps=eps / _branch(values) ** 2,
-        tie_embeddings=values.boolean("tie_word_embeddings", False),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        gated_norm_eps=eps,
         rotary_dim=None if positions == "rope" else 0,
-        max_position_embeddings=values.integer("max_position_embeddings", 2048),
         attention_bias=values.boolean("attention_bias", False),
         attention_scale=config_parts.factor(values, "attention_multiplier"),
-        mamba_in_bias=proj_bias,
-        mamba_out_bias=proj_bias,
-        gated_norm_eps=eps,
         **experts,
-        **heads,
-        **config_parts.mamba(values, d_model),
-        **config_parts.special_tokens(values),
+        **common,
+        **config_parts.rope(values),
+        **config_parts.mamba(values),
     )
-
-
-def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
-    """Read the mixers from the newer key, the older one, or both if they agree."""
-    said = []
-    for name in ("layer_types", "layers_block_type"):
-        if values.get(name) is not None:
-            said.append(config_parts.layer_list(values, name, KINDS))
-            config_parts.require_count(values, name, said[0])
-    if said and said[0] != said[-1]:
-        raise CheckpointRefused(
-            f"{values.path} has layer_types and layers_block_type that differ: use an undamaged "
-            "checkpoint"
-        )
-    return said[0] if said else ["mamba"] * num_layers
 
 
 def _branch(values: CheckedJson) -> float:
@@ -106,7 +79,7 @@ def _branch(values: CheckedJson) -> float:
     """
     branch = config_parts.factor(values, "residual_multiplier")
     if branch < 0:
-        raise CheckpointRefused(f"{values.path} has residual_multiplier = {branch}, wanted above 0")
+        values.refuse(f"has residual_multiplier = {branch}, wanted above 0")
     return branch
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.sources import Layout, Rename, Source, translated
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 KINDS = {"conv": "short_conv", "full_attention": "attention", "attention": "attention"}
@@ -27,44 +26,33 @@ WORDS = {
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    values.require("block_use_swiglu", True, default=True)
-    mixers = _mixers(values, config_parts.num_layers(values))
+    values.require(block_use_swiglu=True)
+    shared = common(values)
+    every = range(shared["num_layers"])
+    attention = values.indices("full_attn_idxs", list(every))
+    mixers = config_parts.layers(values, KINDS, "layer_types")
+    if mixers is None:
+        mixers = ["attention" if layer in attention else "short_conv" for layer in every]
     return HybridConfig(
         layer_types=tuple(f"{mixer} mlp" for mixer in mixers),
         intermediate_size=_width(values),
-        **common(values),
+        **shared,
     )
 
 
 def common(values: CheckedJson) -> dict[str, Any]:
     """Read the keys that LFM2-MoE's config shares: all except the layers and their MLPs."""
-    d_model = values.integer("hidden_size")
-    theta, scaling, _ = config_parts.rope(values, usual_theta=1e6)
-    tied = values.boolean("tie_word_embeddings", True)
+    fields = config_parts.decoder(values, positions=128000, kv_heads=8, tied=True)
+    # The older name counts
+    fields["tie_embeddings"] = values.boolean("tie_embedding", fields["tie_embeddings"])
     return {
-        "vocab_size": values.integer("vocab_size"),
-        "d_model": d_model,
-        "num_layers": config_parts.num_layers(values),
         "rms_norm_eps": values.number("norm_eps", 1e-5),
-        "tie_embeddings": values.boolean("tie_embedding", tied),  # the older name counts
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "max_position_embeddings": values.integer("max_position_embeddings", 128000),
         "qk_norm": True,
         "d_conv": values.integer("conv_L_cache", 3),
         "short_conv_bias": values.boolean("conv_bias", False),
-        **config_parts.heads(values, d_model, usual_kv_heads=8),
-        **config_parts.special_tokens(values),
+        **fields,
+        **config_parts.rope(values, usual_theta=1e6),
     }
-
-
-def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
-    attention = values.indices("full_attn_idxs", list(range(num_layers)))
-    if values.get("layer_types") is None:
-        return ["attention" if i in attention else "short_conv" for i in range(num_layers)]
-    mixers = config_parts.layer_list(values, "layer_types", KINDS)
-    config_parts.require_count(values, "layer_types", mixers)
-    return mixers
 
 
 def _width(values: CheckedJson) -> int:
@@ -75,9 +63,9 @@ def _width(values: CheckedJson) -> int:
     if not values.boolean("block_auto_adjust_ff_dim", True):
         return width
     if not 0 < multiplier < width or not multiple:
-        raise CheckpointRefused(
-            f"{values.path} has block_ffn_dim_multiplier {multiplier} and block_multiple_of "
-            f"{multiple}, wanted numbers above 0: copy it again"
+        values.refuse(
+            f"has block_ffn_dim_multiplier {multiplier} and block_multiple_of {multiple}, wanted "
+            "numbers above 0"
         )
     width = int(multiplier * int(2 * width / 3))
     return -(-width // multiple) * multiple

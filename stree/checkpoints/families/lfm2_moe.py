@@ -10,7 +10,7 @@ import torch
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.families import lfm2
-from stree.checkpoints.sources import Layout, Rename, Source, stacked, stacked_pairs, translated
+from stree.checkpoints.sources import Layout, Rename, Source, of_experts, translated
 from stree.models.config import HybridConfig
 
 WORDS = {
@@ -22,13 +22,14 @@ ROUTER_FLOOR = 1e-6  # added to the sum of the chosen experts' scores
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    values.require("output_router_logits", False, default=False)
-    num_layers = config_parts.num_layers(values)
-    mixers = config_parts.layer_list(values, "layer_types", lfm2.KINDS)
-    config_parts.require_count(values, "layer_types", mixers)
+    values.require(output_router_logits=False)
+    common = lfm2.common(values)
+    mixers = config_parts.layers(values, lfm2.KINDS, "layer_types")
+    if mixers is None:
+        values.refuse("has no layer_types")
     num_dense = values.integer("num_dense_layers", 2)
     experts: dict[str, Any] = {}
-    if num_dense < num_layers:
+    if num_dense < len(mixers):
         experts = {
             "num_experts": values.integer("num_experts", 32),
             "experts_per_token": values.integer("num_experts_per_tok", 4),
@@ -46,13 +47,17 @@ def spec(values: CheckedJson) -> HybridConfig:
         router_scale=config_parts.factor(values, "routed_scaling_factor"),
         router_floor=ROUTER_FLOOR,
         **experts,
-        **lfm2.common(values),
+        **common,
     )
 
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     d_model, inner = config.d_model, config.expert_intermediate_size
     corrected = values.boolean("use_expert_bias", True)
+    projections = {
+        ".experts.up": ("gate_up_proj", ("w1", "w3"), (inner, d_model)),
+        ".experts.down": ("down_proj", ("w2",), (d_model, inner)),
+    }
 
     def source(name: str) -> Source:
         place = translated(name, WORDS)
@@ -60,21 +65,10 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
             gate = place.replace(".expert_bias", ".gate.weight")
             none = torch.zeros(config.num_experts)
             return Source((gate,), lambda _: none, (config.num_experts, d_model))
-        for ours, together, projections, shape in (
-            (".experts.up", "gate_up_proj", ("w1", "w3"), (inner, d_model)),
-            (".experts.down", "down_proj", ("w2",), (d_model, inner)),
-        ):
-            if not name.endswith(ours):
-                continue
-            experts = f"{name.removesuffix(ours)}.feed_forward.experts"
-            if f"{experts}.{together}" in stored:  # as newer versions have them once loaded
-                return Source((f"{experts}.{together}",))
-            names = tuple(
-                f"{experts}.{expert}.{projection}.weight"
-                for expert in range(config.num_experts)
-                for projection in projections
-            )
-            return Source(names, stacked_pairs if len(projections) == 2 else stacked, shape)
+        for ours, theirs in projections.items():
+            if name.endswith(ours):
+                experts = f"{name.removesuffix(ours)}.feed_forward.experts"
+                return of_experts(experts, *theirs, config.num_experts, stored)
         return Source((place,))
 
     return source

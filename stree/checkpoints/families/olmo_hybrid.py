@@ -16,7 +16,6 @@ from torch import Tensor
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.sources import Layout, Rename, Source, translated
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 KINDS = {"linear_attention": "gated_delta mlp", "full_attention": "attention>norm mlp>norm"}
@@ -43,25 +42,16 @@ NORMS_AFTER = {
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    values.require("hidden_act", "silu", default="silu")
-    values.require("sliding_window", None, default=None)
-    num_layers = config_parts.num_layers(values)
-    d_model = values.integer("hidden_size")
-    num_heads = values.integer("num_attention_heads", 30)
+    values.require(hidden_act="silu")
+    common = config_parts.decoder(values, positions=65536, num_heads=30)
+    num_heads = common["num_heads"]
     key_heads = values.integer("linear_num_key_heads", num_heads)
-    key_dim = values.integer("linear_key_head_dim", int(0.75 * d_model / max(key_heads, 1)))
+    usual_key_dim = int(0.75 * common["d_model"] / max(key_heads, 1))
+    key_dim = values.integer("linear_key_head_dim", usual_key_dim)
     return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        layer_types=tuple(_layers(values, num_layers)),
+        layer_types=tuple(_layers(values, common["num_layers"])),
         intermediate_size=values.integer("intermediate_size", 11008),
         rms_norm_eps=values.number("rms_norm_eps", 1e-6),
-        tie_embeddings=values.boolean("tie_word_embeddings", False),
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", num_heads),
-        head_dim=values.integer("head_dim", d_model // max(num_heads, 1)),
-        max_position_embeddings=values.integer("max_position_embeddings", 65536),
         attention_bias=values.boolean("attention_bias", False),
         qk_norm=True,
         qk_norm_whole=True,
@@ -73,25 +63,20 @@ def spec(values: CheckedJson) -> HybridConfig:
         d_conv=values.integer("linear_conv_kernel_dim", 4),
         conv_bias=False,
         gated_norm_eps=GATED_NORM_EPS,
+        **common,
         **_positions(values),
-        **config_parts.special_tokens(values),
     )
 
 
 def _layers(values: CheckedJson, num_layers: int) -> list[str]:
-    if values.get("layer_types") is not None:
-        layers = config_parts.layer_list(values, "layer_types", KINDS)
-        config_parts.require_count(values, "layer_types", layers)
-    else:
-        linear, full = KINDS.values()
+    linear, full = KINDS.values()
+    layers = config_parts.layers(values, KINDS, "layer_types")
+    if layers is None:
         layers = [linear if (layer + 1) % ATTENTION_EVERY else full for layer in range(num_layers)]
         if full not in layers:
             layers[-1:] = [full]
     if missing := [name for name, kind in KINDS.items() if kind not in layers]:
-        raise CheckpointRefused(
-            f"{values.path} has no layer of {missing[0]}, wanted one of each kind: use an "
-            "undamaged checkpoint"
-        )
+        values.refuse(f"has no layer of {missing[0]}, wanted one of each kind")
     return layers
 
 
@@ -101,23 +86,22 @@ def _positions(values: CheckedJson) -> dict[str, Any]:
         values[name] for name in ("rope_parameters", "rope_scaling")
         if isinstance(values.get(name), Mapping) and values[name]
     ]
-    beside = None if values.is_null("rope_theta") else values.get("rope_theta", 10000.0)
-    bases = [table.get("rope_theta", beside) for table in tables] or [beside]
+    outside = None if values.is_null("rope_theta") else values.get("rope_theta", 10000.0)
+    bases = [table.get("rope_theta", outside) for table in tables] or [outside]
     if all(base is None for base in bases):
         return {"rotary_dim": 0}
     if None in bases:
-        raise CheckpointRefused(
-            f"{values.path} has rope_parameters and rope_scaling of which one has no rope_theta: "
-            "delete the one that the checkpoint was not trained with"
+        values.refuse(
+            "has rope_parameters and rope_scaling of which one has no rope_theta",
+            "delete the one that the checkpoint was not trained with",
         )
     if values.is_null("rope_parameters") and not tables and "rope_theta" not in values:
-        raise CheckpointRefused(
-            f"{values.path} has rope_parameters = null, which some versions of transformers take "
-            "for no positions and others for a rope_theta of 10000: add rope_theta, null for no "
-            "positions"
+        values.refuse(
+            "has rope_parameters = null, which some versions of transformers take for no positions "
+            "and others for a rope_theta of 10000",
+            "add rope_theta, null for no positions",
         )
-    theta, scaling, _ = config_parts.rope(values)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return config_parts.rope(values)
 
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:

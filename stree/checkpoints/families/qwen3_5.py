@@ -9,11 +9,10 @@ import re
 from collections.abc import Collection
 from functools import partial
 
-from stree.checkpoints import config_keys, config_parts
+from stree.checkpoints import config_keys
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.families import qwen3_next
 from stree.checkpoints.sources import Layout, Rename
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -27,14 +26,12 @@ def spec(values: CheckedJson) -> HybridConfig:
     if kind in TEXT_ALONE:
         return _text(values, kind)
     text = values.section("text_config")
-    text.require("model_type", WITH_VISION[kind], default=WITH_VISION[kind])
+    text.require(model_type=WITH_VISION[kind])
     config = _text(text, WITH_VISION[kind])
     if values.boolean("tie_word_embeddings", config.tie_embeddings) != config.tie_embeddings:
-        raise CheckpointRefused(
-            f"{values.path} has another tie_word_embeddings than its text_config: correct it"
-        )
-    text.pass_over_unread(
-        partial(config_keys.of_family, WITH_VISION[kind]), config_keys.TRAINING_AND_GENERATION
+        values.refuse("has another tie_word_embeddings than its text_config", "correct it")
+    text.refuse_unread(
+        config_keys.TRAINING_AND_GENERATION, partial(config_keys.of_family, WITH_VISION[kind])
     )
     # Fine-tunes name the end of a turn beside the table
     ends = dict.fromkeys((*config.eos_token_ids, *values.token_ids("eos_token_id")))
@@ -42,10 +39,8 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def _text(values: CheckedJson, kind: str) -> HybridConfig:
-    values.require("attn_output_gate", True, default=True)
-    values.require("output_gate_type", "swish", default="swish")
-    num_layers = config_parts.num_layers(values)
-    mixers = qwen3_next.mixers(values, num_layers)
+    values.require(attn_output_gate=True, output_gate_type="swish")
+    mixers = qwen3_next.mixers(values)
     if kind == "qwen3_5_text":
         return HybridConfig(
             layer_types=tuple(f"{mixer} mlp" for mixer in mixers),

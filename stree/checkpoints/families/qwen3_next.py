@@ -20,13 +20,11 @@ from stree.checkpoints.sources import (
     Rename,
     Source,
     after_each_other,
+    of_experts,
     plus_one,
     rotary_order,
-    stacked,
-    stacked_pairs,
     translated,
 )
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 from stree_kernels.contracts import GatedDeltaShape
 
@@ -47,38 +45,38 @@ MULTI_TOKEN_PREDICTION = re.compile(r"mtp\..*")
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    num_layers = config_parts.num_layers(values)
+    shared = common(values, usual_kv_heads=2)
     num_experts = values.integer("num_experts", 512)
     every = values.integer("decoder_sparse_step", 1)
     dense = values.indices("mlp_only_layers", [])
     if num_experts and not every:
-        raise CheckpointRefused(f"{values.path} has decoder_sparse_step 0, wanted at least 1")
+        values.refuse("has decoder_sparse_step 0, wanted at least 1")
     sparse = [
         bool(num_experts) and layer not in dense and not (layer + 1) % every
-        for layer in range(num_layers)
+        for layer in range(shared["num_layers"])
     ]
     return HybridConfig(
         layer_types=tuple(
             f"{mixer} {'experts+shared_mlp' if has_experts else 'mlp'}"
-            for mixer, has_experts in zip(mixers(values, num_layers), sparse, strict=True)
+            for mixer, has_experts in zip(mixers(values), sparse, strict=True)
         ),
         intermediate_size=values.integer("intermediate_size", 5632),
         router_normalised=values.boolean("norm_topk_prob", True),
         **(experts(values, num_experts, usual_choice=10) if any(sparse) else {}),
-        **common(values, usual_kv_heads=2),
+        **shared,
     )
 
 
-def mixers(values: CheckedJson, num_layers: int) -> list[str]:
+def mixers(values: CheckedJson) -> list[str]:
     """Return each layer's mixer; without a list every full_attention_interval-th is attention."""
     interval = values.integer("full_attention_interval", 4)
-    if values.get("layer_types") is not None:
-        found = config_parts.layer_list(values, "layer_types", KINDS)
-        config_parts.require_count(values, "layer_types", found)
+    found = config_parts.layers(values, KINDS, "layer_types")
+    if found is not None:
         return found
     if not interval:
-        raise CheckpointRefused(f"{values.path} has full_attention_interval 0, wanted at least 1")
-    return ["gated_delta" if (layer + 1) % interval else "attention" for layer in range(num_layers)]
+        values.refuse("has full_attention_interval 0, wanted at least 1")
+    layers = range(1, config_parts.num_layers(values) + 1)
+    return ["gated_delta" if layer % interval else "attention" for layer in layers]
 
 
 def experts(values: CheckedJson, num_experts: int, usual_choice: int) -> dict[str, Any]:
@@ -93,24 +91,13 @@ def experts(values: CheckedJson, num_experts: int, usual_choice: int) -> dict[st
 
 def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
     """Read the keys that Qwen3.5's config shares: all except the layers and their MLPs."""
-    values.require("hidden_act", "silu", default="silu")
-    values.require("use_sliding_window", False, default=False)
-    theta, scaling, share = config_parts.rope(values, ROTARY_SHARE, ignored=SECTIONS)
-    head_dim = values.integer("head_dim", 256)
+    values.require(hidden_act="silu", use_sliding_window=False)
+    fields = config_parts.decoder(
+        values, positions=32768, num_heads=16, kv_heads=usual_kv_heads, head_dim=256
+    )
     eps = values.number("rms_norm_eps", 1e-6)
     return {
-        "vocab_size": values.integer("vocab_size"),
-        "d_model": values.integer("hidden_size"),
-        "num_layers": config_parts.num_layers(values),
         "rms_norm_eps": eps,
-        "tie_embeddings": values.boolean("tie_word_embeddings", False),
-        "num_heads": values.integer("num_attention_heads", 16),
-        "num_kv_heads": values.integer("num_key_value_heads", usual_kv_heads),
-        "head_dim": head_dim,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rotary_dim": int(head_dim * share),
-        "max_position_embeddings": values.integer("max_position_embeddings", 32768),
         "attention_bias": values.boolean("attention_bias", False),
         "qk_norm": True,
         "attention_gate": True,
@@ -121,7 +108,10 @@ def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
         "d_conv": values.integer("linear_conv_kernel_dim", 4),
         "conv_bias": False,
         "gated_norm_eps": eps,
-        **config_parts.special_tokens(values),
+        **fields,
+        **config_parts.rope(
+            values, head_dim=fields["head_dim"], usual_share=ROTARY_SHARE, ignored=SECTIONS
+        ),
     }
 
 
@@ -173,7 +163,11 @@ def of_key_heads(shape: GatedDeltaShape) -> dict[str, tuple[str, Make]]:
 def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) -> Rename:
     """Return the map of the parameters that Qwen3.5 stores alike, after a prefix."""
     order, d_model = rotary_order(config), config.d_model
-    inner, num_experts = config.expert_intermediate_size, config.num_experts
+    inner = config.expert_intermediate_size
+    experts = {
+        ".experts.up": ("gate_up_proj", ("gate_proj", "up_proj"), (inner, d_model)),
+        ".experts.down": ("down_proj", ("down_proj",), (d_model, inner)),
+    }
 
     def of_each_head(second: bool) -> Make:
         """Take q, or its gate, out of q_proj, where both lie side by side for each head."""
@@ -195,14 +189,11 @@ def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) ->
             if ".gate_proj." in name:
                 return Source((place,), of_each_head(True), shape)
             return Source((place,), after_each_other(of_each_head(False), order), shape)
-        if place in stored or not name.endswith((".experts.up", ".experts.down")):
-            return Source((place,))  # newer versions store all experts in one
-        each = [f"{place.rpartition('.')[0]}.{expert}" for expert in range(num_experts)]
-        if name.endswith(".down"):
-            names = tuple(f"{expert}.down_proj.weight" for expert in each)
-            return Source(names, stacked, (d_model, inner))
-        names = tuple(f"{expert}.{way}_proj.weight" for expert in each for way in ("gate", "up"))
-        return Source(names, stacked_pairs, (inner, d_model))
+        for ours, theirs in experts.items():
+            if name.endswith(ours):
+                folder, _, _ = place.rpartition(".")
+                return of_experts(folder, *theirs, config.num_experts, stored)
+        return Source((place,))
 
     return source
 

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.sources import Layout, Rename, Source, half, translated
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 KINDS = {"linear_attention": "mamba", "mamba": "mamba", "hybrid": "hybrid"}
@@ -28,92 +27,61 @@ ADAPTERS = {
 
 def spec(values: CheckedJson) -> HybridConfig:
     # Without it, transformers does not tie the shared blocks either
-    values.require("tie_word_embeddings", True, default=True)
-    d_model = values.integer("hidden_size")
-    if values.get("layers_block_type") is None:
-        raise CheckpointRefused(f"{values.path} has no layers_block_type: use a whole checkpoint")
-    layers = config_parts.layer_list(values, "layers_block_type", KINDS)
-    config_parts.require_count(values, "layers_block_type", layers)
+    values.require(tie_word_embeddings=True)
+    layers = config_parts.layers(values, KINDS, "layers_block_type")
+    if layers is None:
+        values.refuse("has no layers_block_type")
+    values.set("num_hidden_layers", len(layers))
+    common = config_parts.decoder(values, positions=4096, tied=True)
+    d_model, num_heads = common["d_model"], common["num_heads"]
     uses = [layer for layer, kind in enumerate(layers) if kind == "hybrid"]
     blocks = min(values.integer("num_mem_blocks", 1), len(uses))
     if uses and not blocks:
-        raise CheckpointRefused(f"{values.path} has num_mem_blocks 0 for {len(uses)} hybrid layers")
+        values.refuse(f"has num_mem_blocks 0 for {len(uses)} hybrid layers")
     for number, layer in enumerate(uses):
         layers[layer] = f"shared{number % blocks}>mamba"
     width = values.integer("intermediate_size", 0) or 4 * d_model
-    num_heads = values.integer("num_attention_heads", 32)
-    if not num_heads or 2 * d_model % num_heads:
-        raise CheckpointRefused(
-            f"{values.path} has num_attention_heads {num_heads}, wanted a divisor of "
-            f"2 · hidden_size = {2 * d_model}: use an undamaged checkpoint"
-        )
-    head_dim = 2 * d_model // num_heads
-    ssm_heads, groups = values.integer("n_mamba_heads", 8), values.integer("mamba_ngroups", 1)
+    head_dim = config_parts.quotient(values, 2 * d_model, "num_attention_heads", num_heads)
+    ssm_heads = values.integer("n_mamba_heads", 8)
     d_inner = values.integer("mamba_expand", 2) * d_model
-    if not ssm_heads or d_inner % ssm_heads:
-        raise CheckpointRefused(
-            f"{values.path} has n_mamba_heads {ssm_heads}, wanted a divisor of {d_inner}: use an "
-            "undamaged checkpoint"
+    ssm_head_dim = config_parts.quotient(values, d_inner, "n_mamba_heads", ssm_heads)
+    if "n_mamba_heads" not in values and values.get("mamba_headdim", 0) not in (0, ssm_head_dim):
+        values.refuse(
+            "has no n_mamba_heads, as in early revisions of Zamba2, which named its dimensions "
+            "otherwise", "use a newer revision of the checkpoint",
         )
-    if "n_mamba_heads" not in values and values.integer("mamba_headdim", 0) not in (
-        0, d_inner // ssm_heads
-    ):
-        raise CheckpointRefused(
-            f"{values.path} has no n_mamba_heads, as in early revisions of Zamba2, which named its "
-            "dimensions otherwise: use a newer revision of the checkpoint"
-        )
-    for name, follows in (
-        ("attention_hidden_size", 2 * d_model), ("attention_head_dim", head_dim),
-        ("mamba_headdim", d_inner // ssm_heads), ("hybrid_layer_ids", uses),
-        ("use_shared_mlp_adapter", True), ("ffn_hidden_size", width),
-    ):
-        values.require(name, follows, default=follows)
+    values.require(
+        attention_hidden_size=2 * d_model, attention_head_dim=head_dim,
+        mamba_headdim=ssm_head_dim, hybrid_layer_ids=uses, use_shared_mlp_adapter=True,
+        ffn_hidden_size=width,
+    )
     activation = values.get("hidden_act", "gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise CheckpointRefused(
-            f"{values.path} asks for hidden_act {activation!r:.99}; supported are "
-            f"{', '.join(map(repr, ACTIVATIONS))}"
-        )
-    values.require("sliding_window", None, default=None)
-    theta, scaling, _ = config_parts.rope(values)
-    bias = values.boolean("add_bias_linear", False)
-    longest = values.integer("max_position_embeddings", 4096)
+        values.refuse(f"has hidden_act {activation!r:.99}, wanted one of {', '.join(ACTIVATIONS)}")
+    bias, groups = values.boolean("add_bias_linear", False), values.integer("mamba_ngroups", 1)
     if values.boolean("use_long_context", False):
-        longest = LONG_CONTEXT
+        common["max_position_embeddings"] = LONG_CONTEXT
     return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=len(layers),
+        **{**common, "head_dim": head_dim},
         layer_types=tuple(layers),
         intermediate_size=width,
         rms_norm_eps=values.number("rms_norm_eps", 1e-5),
-        tie_embeddings=True,
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
         rotary_dim=None if values.boolean("use_mem_rope", False) else 0,
         attention_scale=(head_dim / 2) ** -0.5,
-        max_position_embeddings=longest,
         mlp_kind=ACTIVATIONS[activation],
         mlp_bias=bias,
         num_shared_blocks=blocks,
         adapter_rank=values.integer("adapter_rank", 128),
         attention_adapters=values.boolean("use_shared_attention_adapter", False),
-        num_ssm_heads=ssm_heads,
-        ssm_head_dim=d_inner // ssm_heads,
-        d_state=values.integer("mamba_d_state", 64),
-        num_x_groups=ssm_heads,
-        num_b_groups=groups,
-        num_c_groups=groups,
         d_conv=values.integer("mamba_d_conv", 4),
         mamba_in_bias=bias,
         mamba_out_bias=bias,
-        gated_norm_groups=groups,
         chunk_size=values.integer("chunk_size", 256),
         dt_limit=(values.number("time_step_min", 0.001), math.inf),
-        **config_parts.special_tokens(values),
+        **config_parts.mixer(
+            ssm_heads, ssm_head_dim, values.integer("mamba_d_state", 64), groups
+        ),
+        **config_parts.rope(values),
     )
 
 

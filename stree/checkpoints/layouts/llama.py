@@ -7,7 +7,6 @@ from typing import Any
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.sources import Layout, as_it_is
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 
@@ -18,46 +17,17 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 def fields_of(values: CheckedJson) -> dict[str, Any]:
     """Read the fields of a `HybridConfig` from Llama's config.json."""
-    values.require("hidden_act", "silu", default="silu")
-    for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
-        values.require(name, False, default=False)
-    values.require("is_causal", True, default=True)
-    values.require("sliding_window", None, default=None)
-    num_heads, num_layers = values.integer("num_attention_heads"), config_parts.num_layers(values)
-    d_model = values.integer("hidden_size")
-    _require_full_attention(values, num_layers)
-    rope_theta, rope_scaling, _ = config_parts.rope(values)
+    values.require(
+        hidden_act="silu", attention_bias=False, mlp_bias=False, rope_interleaved=False,
+        is_causal=True,
+    )
+    config_parts.layers(values, {"full_attention": "attention"}, "layer_types")
     return {
-        "vocab_size": values.integer("vocab_size"),
-        "d_model": d_model,
-        "num_layers": num_layers,
         "intermediate_size": values.integer("intermediate_size"),
         "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
-        "tie_embeddings": values.boolean("tie_word_embeddings", False),
-        "num_heads": num_heads,
-        "num_kv_heads": values.integer("num_key_value_heads", num_heads),
-        "head_dim": values.integer("head_dim", d_model // max(num_heads, 1)),
-        "rope_theta": rope_theta,
-        "rope_scaling": rope_scaling,
-        "max_position_embeddings": values.integer("max_position_embeddings", 2048),
-        **config_parts.special_tokens(values),
+        **config_parts.decoder(values, positions=2048, num_heads=None),
+        **config_parts.rope(values),
     }
-
-
-def _require_full_attention(values: CheckedJson, num_layers: int) -> None:
-    kinds = values.get("layer_types")
-    if kinds is None:
-        return
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise CheckpointRefused(
-            f"{values.path} has layer_types = {kinds!r:.99}, wanted a list of {num_layers}: copy "
-            "it again"
-        )
-    if other := [kind for kind in kinds if kind != "full_attention"]:
-        raise CheckpointRefused(
-            f"{values.path} asks for layer_types of {other[0]!r:.99}; only 'full_attention' is "
-            "supported"
-        )
 
 
 def config_json(config: HybridConfig, dtype: str) -> dict[str, Any]:

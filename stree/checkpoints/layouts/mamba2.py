@@ -7,21 +7,19 @@ from collections.abc import Callable, Collection
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.sources import Layout, Rename, Source, translated
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 
 def transformers_spec(values: CheckedJson) -> HybridConfig:
-    values.require("hidden_act", "silu", default="silu")
     # transformers 5 applies rescale_prenorm_residual to weights that it has just loaded.
-    for name in ("use_bias", "rescale_prenorm_residual"):
-        values.require(name, False, default=False)
+    values.require(hidden_act="silu", use_bias=False, rescale_prenorm_residual=False)
     num_heads, groups = values.integer("num_heads"), values.integer("n_groups")
     d_model, head_dim = values.integer("hidden_size"), values.integer("head_dim")
-    if values.integer("expand", 2) * d_model != num_heads * head_dim:
-        raise CheckpointRefused(
-            f"{values.path} has num_heads · head_dim = {num_heads} · {head_dim}, wanted expand · "
-            f"hidden_size = {values.integer('expand', 2)} · {d_model}: use an undamaged checkpoint"
+    d_inner = values.integer("expand", 2) * d_model
+    if d_inner != num_heads * head_dim:
+        values.refuse(
+            f"has num_heads · head_dim = {num_heads} · {head_dim}, wanted expand · hidden_size = "
+            f"{d_inner}"
         )
     eps = values.number("layer_norm_epsilon", 1e-5)
     return HybridConfig(
@@ -30,52 +28,37 @@ def transformers_spec(values: CheckedJson) -> HybridConfig:
         num_layers=values.integer("num_hidden_layers"),
         rms_norm_eps=eps,
         tie_embeddings=values.boolean("tie_word_embeddings", False),
-        num_ssm_heads=num_heads,
-        ssm_head_dim=head_dim,
-        d_state=values.integer("state_size"),
-        num_x_groups=num_heads,
-        num_b_groups=groups,
-        num_c_groups=groups,
         d_conv=values.integer("conv_kernel", 4),
         conv_bias=values.boolean("use_conv_bias", True),
-        gated_norm_groups=groups,
         gated_norm_eps=eps,
         chunk_size=values.integer("chunk_size", 256),
-        dt_limit=values.limits("time_step_limit"),
+        dt_limit=values.numbers("time_step_limit", config_parts.NO_LIMIT),
+        **config_parts.mixer(num_heads, head_dim, values.integer("state_size"), groups),
         **config_parts.special_tokens(values),
     )
 
 
 def state_spaces_spec(values: CheckedJson) -> HybridConfig:
-    values.require("rms_norm", True, default=True)
-    values.refuse_if_set("attn_layer_idx", "its attention layers are not supported")
-    values.refuse_if_set("d_intermediate", "its MLPs are not supported")
+    values.require(rms_norm=True)
+    values.refuse_if_set({
+        "attn_layer_idx": "its attention layers are not supported",
+        "d_intermediate": "its MLPs are not supported",
+    })
     ssm = values.section("ssm_cfg")
-    ssm.require("layer", "Mamba2", default="Mamba1")
+    ssm.set("layer", ssm.get("layer", "Mamba1"))
+    ssm.require(layer="Mamba2")
     d_model, d_state = values.integer("d_model"), ssm.integer("d_state", 128)
     d_inner = ssm.integer("expand", 2) * d_model
     if ssm.get("d_ssm") is not None:
-        ssm.require("d_ssm", d_inner, default=d_inner)
-    head_dim, groups = ssm.integer("headdim", 64), ssm.integer("ngroups", 1)
-    if not head_dim or d_inner % head_dim:
-        raise CheckpointRefused(
-            f"{values.path}: expand · d_model = {d_inner} is no multiple of headdim {head_dim}: "
-            "use an undamaged checkpoint"
-        )
+        ssm.require(d_ssm=d_inner)
+    head_dim = ssm.integer("headdim", 64)
+    num_heads = config_parts.quotient(values, d_inner, "headdim", head_dim)
     config = HybridConfig(
         vocab_size=values.integer("vocab_size"),
         d_model=d_model,
         num_layers=values.integer("n_layer"),
-        rms_norm_eps=1e-5,
         tie_embeddings=values.boolean("tie_embeddings", True),
-        num_ssm_heads=d_inner // head_dim,
-        ssm_head_dim=head_dim,
-        d_state=d_state,
-        num_x_groups=d_inner // head_dim,
-        num_b_groups=groups,
-        num_c_groups=groups,
-        gated_norm_groups=groups,
-        gated_norm_eps=1e-5,
+        **config_parts.mixer(num_heads, head_dim, d_state, ssm.integer("ngroups", 1)),
         **config_parts.mamba_ssm(ssm),
         **config_parts.special_tokens(values),
     )

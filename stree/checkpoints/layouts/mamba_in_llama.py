@@ -9,7 +9,6 @@ from stree.checkpoints.checked_json import CheckedJson, json_number
 from stree.checkpoints.layouts import llama
 from stree.checkpoints.layouts.own import MODEL_TYPE
 from stree.checkpoints.sources import Layout, as_it_is
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 MIXER_CONFIG_NAME = "mamba_config.json"
@@ -29,62 +28,53 @@ def spec(values: CheckedJson) -> HybridConfig:
     """Read mamba_config.json, and config.json for all that it does not say or says as null."""
     mamba = CheckedJson.load(values.path.with_name(MIXER_CONFIG_NAME))
     if values.get("model_type") != MODEL_TYPE:
-        values.require("model_type", "llama", default="llama")
-    mamba.require("hidden_act", "silu", default="silu")
+        values.require(model_type="llama")
+    mamba.require(hidden_act="silu")
     for ours, theirs in (
         ("d_model", "hidden_size"),
         ("n_layer", "num_hidden_layers"),
         ("intermediate_size", "intermediate_size"),
         ("vocab_size", "vocab_size"),
+        ("rms_norm_eps", "rms_norm_eps"),  # all norms of a model share one
     ):
         if mamba.get(ours) is not None:
-            size = mamba.integer(ours)
-            if values.get(theirs) not in (None, size):
-                raise CheckpointRefused(
-                    f"{mamba.path} says {ours} {size}, {values.path} {theirs} "
-                    f"{values.get(theirs)!r:.99}: correct the wrong file"
+            size = mamba.number(ours)
+            if values.get(theirs, size) != size:
+                mamba.refuse(
+                    f"says {ours} {mamba[ours]}, {values.path} {theirs} {values[theirs]!r:.99}",
+                    "correct the wrong file",
                 )
-            values.set(theirs, size)
+            values.set(theirs, mamba[ours])
     fields = llama.fields_of(values)
-    eps = mamba.number("rms_norm_eps", fields["rms_norm_eps"])
-    if eps != values.number("rms_norm_eps", eps):
-        raise CheckpointRefused(
-            f"{mamba.path} says rms_norm_eps {eps}, {values.path} {fields['rms_norm_eps']}: "
-            "all norms of a model share one; correct the wrong file"
-        )
     ssm = mamba.section("ssm_cfg")
-    ssm.require("layer", "Mamba2", default="Mamba2")
+    ssm.require(layer="Mamba2")
     if "layer" not in ssm and "ngroups" not in ssm:  # as its Mamba-1 checkpoints are written
-        raise CheckpointRefused(
-            f"{mamba.path} describes Mamba-1 layers (its ssm_cfg has no ngroups), only Mamba-2 is "
-            "supported: use a checkpoint with Mamba-2 layers"
+        mamba.refuse(
+            "describes Mamba-1 layers (its ssm_cfg has no ngroups), only Mamba-2 is supported",
+            "use a checkpoint with Mamba-2 layers",
         )
     num_ssm_heads, d_state = ssm.integer("ngroups"), ssm.integer("d_state")
     ssm_head_dim = ssm.integer("headdim", d_state)
     d_inner, d_xb = mamba.integer("d_inner"), mamba.integer("d_xb")
     if d_inner != num_ssm_heads * ssm_head_dim:
-        raise CheckpointRefused(
-            f"{mamba.path} has d_inner {d_inner}, wanted ngroups · d_state = "
-            f"{num_ssm_heads} · {ssm_head_dim}: use an undamaged checkpoint"
+        mamba.refuse(
+            f"has d_inner {d_inner}, wanted ngroups · d_state = {num_ssm_heads} · {ssm_head_dim}"
         )
     if not ssm_head_dim or d_xb % ssm_head_dim:
-        raise CheckpointRefused(
-            f"{mamba.path} has d_xb {d_xb}, wanted a multiple of the head dim {ssm_head_dim}: "
-            "use an undamaged checkpoint"
-        )
+        mamba.refuse(f"has d_xb {d_xb}, wanted a multiple of the head dim {ssm_head_dim}")
     attn_layers = mamba.indices("attn_layers")
     if not attn_layers:
         fields |= {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
-    fields |= {"rms_norm_eps": eps}
     mamba.refuse_unread(("resid_dropout",))
+    num_x_groups = d_xb // ssm_head_dim
     config = HybridConfig(
         **fields,
         attn_layers=tuple(attn_layers),
         num_ssm_heads=num_ssm_heads,
         ssm_head_dim=ssm_head_dim,
         d_state=d_state,
-        num_x_groups=d_xb // ssm_head_dim,
-        num_b_groups=ssm.integer("num_b_groups", d_xb // ssm_head_dim),
+        num_x_groups=num_x_groups,
+        num_b_groups=ssm.integer("num_b_groups", num_x_groups),
         num_c_groups=ssm.integer("num_c_groups", num_ssm_heads),
         gated_norm_groups=ssm.integer("gated_norm_groups", num_ssm_heads),
         gated_norm_eps=ssm.number("gated_norm_eps", 1e-5),

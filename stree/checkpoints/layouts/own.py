@@ -9,7 +9,6 @@ from typing import Any
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson, json_number
 from stree.checkpoints.sources import Layout, as_it_is
-from stree.common.errors import CheckpointRefused
 from stree.models.config import HybridConfig
 
 # Model type of our own exports with Mamba layers. Published MambaInLlama checkpoints have
@@ -26,21 +25,19 @@ def spec(values: CheckedJson) -> HybridConfig:
         "bool": lambda name: table.boolean(name, False),
         "str": table.text,
         "tuple[int, ...]": table.token_ids, "tuple[str, ...]": table.texts,
-        "tuple[float, float]": table.limits,
+        "tuple[float, float]": lambda name: table.numbers(name, config_parts.NO_LIMIT),
     }
     given: dict[str, Any] = {}
     for field in fields(HybridConfig):
         if field.name == "rope_scaling":
-            _, given["rope_scaling"], _ = config_parts.rope(table)
+            given["rope_scaling"] = config_parts.rope(table)["rope_scaling"]
         elif table.get(field.name) is not None:
             given[field.name] = readers[str(field.type)](field.name)
     table.refuse_unread()
     values.refuse_unread(config_keys.TRAINING_AND_GENERATION)
     missing = [name for name in ("vocab_size", "d_model", "num_layers") if name not in given]
     if missing:
-        raise CheckpointRefused(
-            f"{values.path} says no {', '.join(missing)} in {TABLE}: copy it again"
-        )
+        values.refuse(f"says no {', '.join(missing)} in {TABLE}")
     return HybridConfig(**given)
 
 

@@ -155,9 +155,9 @@ CONFIG_DAMAGES = {
     ),
     "sliding-layers": (
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        "layer_types of 'sliding_attention'; only 'full_attention'",
+        "layer_types of 'sliding_attention'; supported are 'full_attention'",
     ),
-    "layers-of-another-depth": ({"layer_types": ["full_attention"]}, "wanted a list of 3"),
+    "layers-of-another-depth": ({"layer_types": ["full_attention"]}, "has 1 layer_types for num"),
     "sliding-window": ({"sliding_window": 16}, "sliding_window = 16"),
     "both-ways": ({"is_causal": False}, "is_causal = False; only True"),
     "both-ways-by-null": ({"is_causal": None}, "is_causal = None; only True"),
@@ -205,7 +205,7 @@ MIXER_DAMAGES = {
     "norm": ({"norm_before_gate": True}, "norm_before_gate = True"),
     "no-norm": ({"rmsnorm": False}, "rmsnorm = False"),
     "unknown": ({"learnable_init_states": True}, "learnable_init_states = True, which is not"),
-    "dt-limit": ({"dt_limit": 3}, "dt_limit = 3, wanted two numbers"),
+    "dt-limit": ({"dt_limit": 3}, "dt_limit = 3, wanted 2 numbers"),
 }
 
 
@@ -252,7 +252,7 @@ def test_keys_without_effect_pass_and_unknown_ones_of_the_mixer_do_not(tmp_path)
     ("changes", "reason"),
     [
         ({"ssm_cfg": {}}, "layer = 'Mamba1'; only 'Mamba2'"),
-        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 48}}, "no multiple of headdim 48"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 48}}, "headdim 48, wanted a divisor of 64"),
         ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 32}}, "d_ssm = 32; only 64"),
         ({"rms_norm": False}, "rms_norm = False"),
         ({"attn_layer_idx": [3]}, "its attention layers are not supported"),
