@@ -125,13 +125,13 @@ def of_experts(
     names = tuple(
         f"{folder}.{expert}.{each}.weight" for expert in range(count) for each in projections
     )
-    return Source(names, lambda *tensors: _stacked(tensors, len(projections)), shape)
 
+    def stacked(*tensors: Tensor) -> Tensor:
+        step = len(projections)
+        starts = range(0, len(tensors), step)
+        return torch.stack([torch.cat(tensors[start : start + step]) for start in starts])
 
-def _stacked(tensors: Sequence[Tensor], joined: int) -> Tensor:
-    return torch.stack(
-        [torch.cat(tensors[i : i + joined]) for i in range(0, len(tensors), joined)]
-    )
+    return Source(names, stacked, shape)
 
 
 def rotary_order(config: HybridConfig) -> Make:

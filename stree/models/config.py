@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,16 +16,45 @@ MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours befo
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
 MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square
 MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)
-ROUTERS = ("softmax", "sigmoid")
-GATED_NORMS = ("gate, norm", "norm, gate", "gate")
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_LENGTH = "original_max_position_embeddings"
-
 
 MIXERS = ("attention", "mamba", "short_conv", "gated_delta")  # with a memory of earlier tokens
 PARTS = (*MIXERS, "mlp", "experts", "shared_mlp")
 MOST_BLOCKS = 2  # of a layer
 _BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)(>norm)?")
+
+_BOUNDS = {  # of fields
+    "vocab_size": (1, math.inf), "d_model": (1, math.inf), "num_layers": (1, MAX_LAYERS),
+    "chunk_size": (1, MAX_CHUNK_SIZE), "num_experts": (0, MAX_EXPERTS),
+    "rms_norm_eps": (0, math.inf), "gated_norm_eps": (0, math.inf), "rope_theta": (0, math.inf),
+    "router_floor": (0, math.inf),
+}
+_CHOICES = {
+    "mlp_kind": MLP_KINDS, "router": ("softmax", "sigmoid"),
+    "gated_norm": ("gate, norm", "norm, gate", "gate"),
+}
+# Fields that a part needs above 0, and pairs of which the first must divide the second
+_NEEDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+    "attention": (("num_heads", "num_kv_heads", "head_dim"), (("num_kv_heads", "num_heads"),)),
+    "mlp": (("intermediate_size",), ()),
+    "shared_mlp": (("shared_intermediate_size",), ()),
+    "experts": (
+        ("num_experts", "experts_per_token", "expert_intermediate_size"),
+        (("router_groups", "num_experts"),),
+    ),
+    "shared block": (("adapter_rank",), ()),
+    "mamba": (
+        ("num_ssm_heads", "ssm_head_dim", "d_state", "num_x_groups", "num_b_groups",
+         "num_c_groups"),
+        (("num_x_groups", "num_ssm_heads"), ("num_b_groups", "num_ssm_heads"),
+         ("num_c_groups", "num_ssm_heads"), ("gated_norm_groups", "d_inner")),
+    ),
+    "gated_delta": (
+        ("num_delta_heads", "num_delta_key_heads", "delta_key_dim", "delta_value_dim"),
+        (("num_delta_key_heads", "num_delta_heads"),),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +132,7 @@ class HybridConfig:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     expert_latent_size: int = 0  # width of the experts' input and output; 0: d_model
-    router: str = "softmax"  # one of ROUTERS
+    router: str = "softmax"  # or "sigmoid"
     router_groups: int = 1  # of experts, of which the router_top_groups best are chosen from
     router_top_groups: int = 1
     router_normalised: bool = True  # the chosen experts' weights sum to router_scale
@@ -131,7 +160,7 @@ class HybridConfig:
     conv_bias: bool = True
     gated_norm_groups: int = 1
     gated_norm_eps: float = 1e-5
-    gated_norm: str = "gate, norm"  # one of GATED_NORMS
+    gated_norm: str = "gate, norm"  # how a mixer is gated and normed
     mamba_in_bias: bool = False
     mamba_out_bias: bool = False
     short_conv_bias: bool = False  # of its projections, too
@@ -161,82 +190,100 @@ class HybridConfig:
     def __post_init__(self) -> None:
         for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids", "feature_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("vocab_size", "d_model", "num_layers", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.num_layers > MAX_LAYERS:
-            raise UsageError(f"num_layers is {self.num_layers}, it must be at most {MAX_LAYERS}")
-        if self.chunk_size > MAX_CHUNK_SIZE:
-            raise UsageError(
-                f"chunk_size is {self.chunk_size}, it must be at most {MAX_CHUNK_SIZE}"
-            )
-        for name in ("rms_norm_eps", "gated_norm_eps", "rope_theta", "router_floor"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name} is {getattr(self, name)}, it must be a finite number")
-        if not 0 <= self.dt_limit[0] <= self.dt_limit[-1]:
-            raise UsageError(f"dt_limit is {self.dt_limit}, it must be a lower and an upper bound")
-        self._require_possible_head()
-        self._take_layer_types()
-        bad = [i for i in self.attn_layers if not 0 <= i < self.num_layers]
-        if bad or len(set(self.attn_layers)) != len(self.attn_layers):
-            raise UsageError(
-                f"attn_layers {self.attn_layers} must be distinct layer indices below "
-                f"num_layers = {self.num_layers}"
-            )
-        if self.attn_layers:
-            self._require_positive("attention", "num_heads", "num_kv_heads", "head_dim")
-            self._require_divides("num_kv_heads", "num_heads")
-            if self.head_dim % 2:
-                raise UsageError(f"head_dim is {self.head_dim}, rotary embedding needs it even")
-            if self.rotary_dim is not None and not (
-                0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
-            ):
+        head_bounds = {"head_vocab_size": (0, self.vocab_size), "head_rank": (0, self.d_model)}
+        for name, (least, most) in {**_BOUNDS, **head_bounds}.items():
+            if not least <= getattr(self, name) <= most or getattr(self, name) == math.inf:
+                limit = "finite" if most == math.inf else f"at most {most}"
                 raise UsageError(
-                    f"rotary_dim is {self.rotary_dim}, it must be even and at most "
-                    f"head_dim = {self.head_dim}"
+                    f"{name} is {getattr(self, name)}, it must be at least {least} and {limit}"
                 )
-            if self.attention_scale is not None and not math.isfinite(self.attention_scale):
-                raise UsageError(f"attention_scale is {self.attention_scale}, it must be finite")
-            self._require_possible_rope()
-        if self.has("mlp") or self.num_shared_blocks:
-            self._require_positive("MLP", "intermediate_size")
-        if self.has("shared_mlp"):
-            self._require_positive("shared MLP", "shared_intermediate_size")
-        if self.has("experts"):
-            self._require_possible_router()
-        if self.num_shared_blocks:
-            self._require_positive("shared", "adapter_rank")
-        if self.has("mamba"):
-            groups = ("num_x_groups", "num_b_groups", "num_c_groups")
-            self._require_positive("Mamba-2", "num_ssm_heads", "ssm_head_dim", "d_state", *groups)
-            for name in groups:
-                self._require_divides(name, "num_ssm_heads")
-            self._require_divides("gated_norm_groups", "d_inner")
-        if self.has("gated_delta"):
-            heads = ("num_delta_heads", "num_delta_key_heads")
-            self._require_positive("gated delta", *heads, "delta_key_dim", "delta_value_dim")
-            self._require_divides("num_delta_key_heads", "num_delta_heads")
-        if any(map(self.has, ("mamba", "short_conv", "gated_delta"))) and self.d_conv < 2:
-            raise UsageError(f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens")
-        if self.feature_layers or self.own_features:
-            self._require_possible_features()
-        for name, known in (
-            ("mlp_kind", MLP_KINDS), ("router", ROUTERS), ("gated_norm", GATED_NORMS)
-        ):
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}"
                 )
+        self._take_layer_types()
+        shared = ("attention", "mlp", "shared block") if self.num_shared_blocks else ()
+        for part, (needed, divisors) in _NEEDS.items():
+            if not self.has(part) and part not in shared:
+                continue
+            if missing := [name for name in needed if getattr(self, name) < 1]:
+                raise UsageError(f"the model has {part}, so set {', '.join(missing)} above 0")
+            for small, large in divisors:
+                size, whole = getattr(self, small), getattr(self, large)
+                if size < 1 or whole % size:
+                    raise UsageError(f"{large} = {whole} is no multiple of {small} = {size}")
+        for complaint in self._complaints():
+            raise UsageError(complaint)
 
-    def _require_possible_head(self) -> None:
-        for name, most in (("head_vocab_size", self.vocab_size), ("head_rank", self.d_model)):
-            if not 0 <= getattr(self, name) <= most:
-                raise UsageError(f"{name} is {getattr(self, name)}, it must be from 0 to {most}")
+    def _complaints(self) -> Iterator[str]:
+        """Yield what is wrong with fields that each are possible, and together are not."""
+        if not 0 <= self.dt_limit[0] <= self.dt_limit[-1]:
+            yield f"dt_limit is {self.dt_limit}, it must be a lower and an upper bound"
         if self.tie_embeddings and (self.head_vocab_size or self.head_rank):
-            raise UsageError(
+            yield (
                 "the embedding cannot be a head of fewer tokens or lower rank: with "
                 "head_vocab_size or head_rank, set tie_embeddings to false"
             )
+        if not _distinct(self.attn_layers, self.num_layers):
+            yield (
+                f"attn_layers {self.attn_layers} must be distinct layer indices below "
+                f"num_layers = {self.num_layers}"
+            )
+        if any(map(self.has, ("mamba", "short_conv", "gated_delta"))) and self.d_conv < 2:
+            yield f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens"
+        features, count = self.feature_layers, self.target_num_layers
+        if features or self.own_features:
+            if not features or list(features) != sorted(features) or not _distinct(features, count):
+                yield (
+                    f"feature_layers {features} must be distinct layers, in order, of a target "
+                    f"with target_num_layers = {count}"
+                )
+            if self.target_width < 1:
+                yield "a drafter that reads features needs target_width above 0"
+        if self.attn_layers:
+            yield from self._attention_complaints()
+        if self.has("experts"):
+            yield from self._router_complaints()
+
+    def _attention_complaints(self) -> Iterator[str]:
+        if self.head_dim % 2:
+            yield f"head_dim is {self.head_dim}, rotary embedding needs it even"
+        if self.rotary_dim not in (None, *range(0, self.head_dim + 1, 2)):
+            yield (
+                f"rotary_dim is {self.rotary_dim}, it must be even and at most "
+                f"head_dim = {self.head_dim}"
+            )
+        if not math.isfinite(self.attention_scale or 0):
+            yield f"attention_scale is {self.attention_scale}, it must be finite"
+        rope = self.rope_scaling or {}
+        if rope.get("rope_type", rope.get("type")) == "llama3":
+            names = (*ROPE_NUMBERS, ROPE_LENGTH)
+            numbers: list[Any] = [rope.get(name) for name in names]
+            factor, low, high, length = numbers
+            if not all(isinstance(number, int | float) for number in numbers) or not (
+                1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= length < math.inf
+            ):
+                yield (
+                    f"rope_scaling has {dict(zip(names, numbers, strict=True))}: wanted factor of "
+                    f"at least 1, 0 < low_freq_factor < high_freq_factor, {ROPE_LENGTH} of at "
+                    "least 1"
+                )
+
+    def _router_complaints(self) -> Iterator[str]:
+        if not 1 <= self.router_top_groups <= self.router_groups:
+            yield (
+                f"router_top_groups is {self.router_top_groups}, it must be at most "
+                f"router_groups = {self.router_groups}"
+            )
+        in_group = self.num_experts // self.router_groups
+        if self.experts_per_token > in_group * self.router_top_groups:
+            yield (
+                f"experts_per_token is {self.experts_per_token}, the chosen groups have "
+                f"{in_group * self.router_top_groups} experts"
+            )
+        if self.router_groups > 1 and in_group < 2:
+            yield "a group of experts is judged by its two best: make groups larger"
 
     def _take_layer_types(self) -> None:
         """Check `layer_types`, and set `attn_layers` by them."""
@@ -250,15 +297,15 @@ class HybridConfig:
         for index, layer_type in enumerate(self.layer_types):
             blocks = _blocks(layer_type)
             parts = [part for block in blocks for part in block.parts]
+            shared = [block.shared for block in blocks if block.shared is not None]
             if len(set(parts)) != len(parts):
                 raise UsageError(f"layer_types has {layer_type!r}: a layer has each part once")
-            for block in blocks:
-                if block.shared is not None and block.shared >= self.num_shared_blocks:
-                    raise UsageError(
-                        f"layer_types has {layer_type!r}, there are num_shared_blocks = "
-                        f"{self.num_shared_blocks}"
-                    )
-            if "attention" in parts or any(block.shared is not None for block in blocks):
+            if any(number >= self.num_shared_blocks for number in shared):
+                raise UsageError(
+                    f"layer_types has {layer_type!r}, there are num_shared_blocks = "
+                    f"{self.num_shared_blocks}"
+                )
+            if "attention" in parts or shared:
                 with_attention.append(index)
         if self.attn_layers not in ((), tuple(with_attention)):
             raise UsageError(
@@ -266,63 +313,6 @@ class HybridConfig:
                 f"{tuple(with_attention)}: leave them out"
             )
         object.__setattr__(self, "attn_layers", tuple(with_attention))
-
-    def _require_possible_features(self) -> None:
-        layers, count = self.feature_layers, self.target_num_layers
-        if not layers or list(layers) != sorted({each for each in layers if 0 <= each < count}):
-            raise UsageError(
-                f"feature_layers {layers} must be distinct layers, in order, of a target with "
-                f"target_num_layers = {count}"
-            )
-        self._require_positive("feature", "target_width")
-
-    def _require_possible_router(self) -> None:
-        self._require_positive(
-            "expert", "num_experts", "experts_per_token", "expert_intermediate_size"
-        )
-        if self.num_experts > MAX_EXPERTS:
-            raise UsageError(f"num_experts is {self.num_experts}, it must be at most {MAX_EXPERTS}")
-        self._require_divides("router_groups", "num_experts")
-        if not 1 <= self.router_top_groups <= self.router_groups:
-            raise UsageError(
-                f"router_top_groups is {self.router_top_groups}, it must be at most "
-                f"router_groups = {self.router_groups}"
-            )
-        in_groups = self.num_experts // self.router_groups
-        if self.experts_per_token > in_groups * self.router_top_groups:
-            raise UsageError(
-                f"experts_per_token is {self.experts_per_token}, the chosen groups have "
-                f"{in_groups * self.router_top_groups} experts"
-            )
-        if self.router_groups > 1 and in_groups < 2:
-            raise UsageError("a group of experts is judged by its two best: make groups larger")
-
-    def _require_possible_rope(self) -> None:
-        rope = self.rope_scaling or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "llama3":
-            return
-        names = (*ROPE_NUMBERS, ROPE_LENGTH)
-        numbers: list[Any] = [rope.get(name) for name in names]
-        factor, low, high, length = numbers
-        if not all(isinstance(number, int | float) for number in numbers) or not (
-            1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= length < math.inf
-        ):
-            raise UsageError(
-                f"rope_scaling has {dict(zip(names, numbers, strict=True))}: wanted factor of at "
-                f"least 1, 0 < low_freq_factor < high_freq_factor, {ROPE_LENGTH} of at least 1"
-            )
-
-    def _require_positive(self, kind: str, *names: str) -> None:
-        missing = [name for name in names if getattr(self, name) < 1]
-        if missing:
-            raise UsageError(f"the model has {kind} layers, so set {', '.join(missing)} above 0")
-
-    def _require_divides(self, small: str, large: str) -> None:
-        if getattr(self, small) < 1 or getattr(self, large) % getattr(self, small):
-            raise UsageError(
-                f"{large} = {getattr(self, large)} is no multiple of "
-                f"{small} = {getattr(self, small)}"
-            )
 
     @property
     def head_size(self) -> int:
@@ -443,6 +433,11 @@ class HybridConfig:
         if unknown:
             raise UsageError(f"unknown model keys {unknown}; known: {sorted(known)}")
         return cls(**values)
+
+
+def _distinct(layers: Sequence[int], count: int) -> bool:
+    """Return whether layers are different numbers below `count`."""
+    return len(set(layers)) == len(layers) and all(0 <= layer < count for layer in layers)
 
 
 @functools.lru_cache(maxsize=256)

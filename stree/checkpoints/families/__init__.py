@@ -13,15 +13,10 @@ from stree.checkpoints.families import (
     zamba2,
 )
 
-FAMILIES = (
-    bamba.LAYOUT,
-    granite_moe_hybrid.LAYOUT,
-    nemotron_h.LAYOUT,
-    falcon_h1.LAYOUT,
-    lfm2.LAYOUT,
-    lfm2_moe.LAYOUT,
-    zamba2.LAYOUT,
-    qwen3_next.LAYOUT,
-    qwen3_5.LAYOUT,
-    olmo_hybrid.LAYOUT,
+FAMILIES = tuple(
+    family.LAYOUT
+    for family in (
+        bamba, granite_moe_hybrid, nemotron_h, falcon_h1, lfm2, lfm2_moe, zamba2, qwen3_next,
+        qwen3_5, olmo_hybrid,
+    )
 )
