@@ -25,8 +25,18 @@ from stree.common.errors import UsageError, exit_with_reason
 from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.command_line import CommandParser
-from stree_pipelines.lab.benches.options import require_numbers, require_results_file
-from stree_pipelines.lab.benches.timing import interleaved_times, ratio_by_turn, spread, write_rows
+from stree_pipelines.lab.benches.command import (
+    require_numbers,
+    require_results_file,
+    require_some,
+)
+from stree_pipelines.lab.benches.timing import (
+    Row,
+    interleaved_times,
+    ratio_by_turn,
+    spread,
+    write_rows,
+)
 
 LAYOUTS = ("llama", "mamba2")
 CPU = torch.device("cpu")
@@ -44,20 +54,15 @@ def main(arguments: list[str] | None = None) -> None:
     add("--new_tokens", "--new-tokens", type=int, default=96, help="a generation")
     add("--repeats", type=int, default=11, help="turns")
     options = parser.parse_args(arguments)
-    for layout in options.layouts:
-        if layout not in LAYOUTS:
-            raise UsageError(f"{layout!r} is not one of {', '.join(LAYOUTS)}")
-    require_numbers(
-        layers=options.layers, vocabulary=options.vocabulary, context=options.context,
-        new_tokens=options.new_tokens, repeats=options.repeats,
-    )
+    require_some("layouts", options.layouts, LAYOUTS)
+    require_numbers(options, "layers", "vocabulary", "context", "new_tokens", "repeats")
     if options.width < 64 or options.width % 64:
         raise UsageError(f"--width: wanted a multiple of 64, got {options.width}")
     require_results_file(options.out)
     write_rows(options.out, measure(options), CPU)
 
 
-def measure(options: Any) -> Iterator[dict[str, Any]]:
+def measure(options: Any) -> Iterator[Row]:
     for layout in options.layouts:
         theirs, ours = same_weights(layout, options)
         with threads.for_decoding(ours):  # which transformers is given, too
@@ -83,23 +88,16 @@ def _reference(layout: str, options: Any) -> Any:
     )
     heads = options.width // 64
     if layout == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(
-                **shared,
-                intermediate_size=options.width * 43 // 16,
-                num_attention_heads=heads,
-                num_key_value_heads=max(heads // 2, 1),
-                head_dim=64,
-            )
-        )
-    return Mamba2ForCausalLM(
-        Mamba2Config(
-            **shared, num_heads=2 * heads, head_dim=64, state_size=64, n_groups=1, chunk_size=64
-        )
-    )
+        return LlamaForCausalLM(LlamaConfig(
+            **shared, intermediate_size=options.width * 43 // 16, num_attention_heads=heads,
+            num_key_value_heads=max(heads // 2, 1), head_dim=64,
+        ))
+    return Mamba2ForCausalLM(Mamba2Config(
+        **shared, num_heads=2 * heads, head_dim=64, state_size=64, n_groups=1, chunk_size=64
+    ))
 
 
-def plain(theirs: Any, ours: HybridModel, options: Any) -> dict[str, Any]:
+def plain(theirs: Any, ours: HybridModel, options: Any) -> Row:
     """Time plain decoding: µs per token, and tokens/s over transformers' in each turn."""
     tokens, count = _tokens(options), options.new_tokens
     decoder = Decoder(ours, max_length=options.context + count + 1)
@@ -121,7 +119,7 @@ def plain(theirs: Any, ours: HybridModel, options: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def tree_call(ours: HybridModel, options: Any) -> dict[str, Any]:
+def tree_call(ours: HybridModel, options: Any) -> Row:
     """Time a call over the paper's tree and over one node, in µs, one token after the last
     call's."""
     trees = {"step_us": TokenTree.chain(0), "tree_us": TokenTree.paper()}

@@ -19,17 +19,11 @@ from stree.tree_policy.names import TREE_POLICIES
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS
-from stree_pipelines.evaluation.result_store import append_row, read_rows, write_rows
-from stree_pipelines.lab.bench_report import table_of
-from stree_pipelines.lab.benches.options import require_results_file
+from stree_pipelines.lab.bench_report import rows_of_file
+from stree_pipelines.lab.benches.command import require_results_file
+from stree_pipelines.lab.benches.timing import save_rows
 from stree_pipelines.lab.queue.bench import QueueBench
-from stree_pipelines.lab.queue.queueing import POLICIES, QueueRow
-
-NAMES = ("policy", "method", "rate")
-FIGURES = (
-    "latency_s_mean", "latency_s_p50", "latency_s_p95", "time_to_first_token_s_p50", "throughput",
-    "requests_per_second", "occupancy",
-)
+from stree_pipelines.lab.queue.queueing import POLICIES
 
 
 def build_parser() -> CommandParser:
@@ -43,13 +37,8 @@ def build_parser() -> CommandParser:
         help="a name in --benchmark_dir, or a JSONL file, whose prompts' first turns are asked in "
         f"turn; {PROMPT_FORMAT}")
     add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
-    add(
-        "--methods",
-        type=str,
-        nargs="+",
-        default=[],
-        help=f"of {', '.join(METHODS)} (default: the first and, with a drafter, the last)",
-    )
+    add("--methods", type=str, nargs="+", default=[],
+        help=f"of {', '.join(METHODS)} (default: the first and, with a drafter, the last)")
     add("--policies", type=str, nargs="+", default=list(POLICIES), help=", ".join(POLICIES))
     add("--rates", type=float, nargs="+", default=[1.0], help="requests a second, on average")
     add("--num_requests", "--num-requests", type=int, default=64, help="of a setting")
@@ -67,8 +56,6 @@ def build_parser() -> CommandParser:
     add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
     add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--overwrite", action="store_true", help="measure again what exists")
-    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     return parser
 
 
@@ -76,25 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     require_results_file(options.out)
     out, bench = Path(options.out), QueueBench(options)
-    wanted = [each.hash for each in bench.wanted]
-    existing = read_rows(out, QueueRow)
-    if options.overwrite and not options.dry_run:
-        existing = [row for row in existing if row.setting_hash not in wanted]
-        write_rows(out, existing)
-    done = {row.setting_hash for row in existing} if not options.overwrite else set()
+    rows = list(rows_of_file(out)) if out.exists() else []
+    done = {row["setting_hash"] for row in rows}
     to_go = [each for each in bench.wanted if each.hash not in done]
-    if options.dry_run:
-        for line in bench.describe(len(to_go)):
-            print(line, flush=True)
-        return
     bench.announce(len(to_go))
     for setting in to_go:
-        append_row(out, bench.measure(setting))
-    found = {row.setting_hash: row for row in read_rows(out, QueueRow)}
-    rows = [found[each] for each in wanted]
-    title = f"{rows[0].benchmark}: latency from a request's arrival to its last token"
-    table = table_of([row.model_dump() for row in rows], title, NAMES, FIGURES)
-    print(f"{table.to_markdown()}\n{out}")
+        rows.append(bench.measure(setting))
+        save_rows(out, rows)
+    print(f"{out}: bench_report.py {out.parent} makes a table of it")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from stree.common.errors import BadData, UsageError, exit_with_reason, first_lin
 from stree.common.files import write_atomically
 from stree.common.plain_data import parse_json
 from stree_pipelines.console.command_line import CommandParser
-from stree_pipelines.lab.benches.intervals import logged_steps
 from stree_pipelines.reports.plots import add_legend, new_figure, to_svg
 from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.tables.tables import MISSING, Table
@@ -84,6 +83,9 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "serve": ("Serving, tokens/s of all rows", "shape num_rows tau context",
               "tokens_per_second_plain tokens_per_second_tree tokens_per_second_modes "
               "speedup_tree speedup_modes host_share_plain host_share_tree"),
+    "queue": ("Requests that arrive by chance", "policy method rate",
+              "latency_s_mean latency_s_p50 latency_s_p95 time_to_first_token_s_p50 throughput "
+              "requests_per_second occupancy"),
     "distill": ("Distillation on several processes", "strategy num_processes",
                 "tokens_per_second efficiency loss_distance"),
     "distillation step": (
@@ -196,7 +198,7 @@ def kinds_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Group rows by kind, with the kinds of `TABLES` and `FIGURES` that are computed from rows."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
-        what = "op" if "op" in row else row["what"]
+        what = _kind(row)
         kinds.setdefault(what, []).append(row)
         if what == "graphs":
             flat = _flat(row)
@@ -250,6 +252,17 @@ def in_words(polynomial: np.poly1d) -> str:
     )
 
 
+def interval(num_steps: int) -> int:
+    """Return after how many steps a measured training logs: ten times, if it has the steps."""
+    return max(num_steps // 10, 1)
+
+
+def logged_steps(num_steps: int) -> list[int]:
+    """Return the steps of a row's losses: the first, the ends of intervals, and the last."""
+    ends = range(interval(num_steps), num_steps + 1, interval(num_steps))
+    return sorted({1, *ends, num_steps})
+
+
 def read_rows(directory: Path) -> list[Row]:
     """Read the rows of all *.jsonl of a folder. Raises UsageError and BadData."""
     rows = [row for path in sorted(directory.glob("*.jsonl")) for row in rows_of_file(path)]
@@ -264,14 +277,21 @@ def rows_of_file(path: Path) -> Iterator[Row]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = parse_json(line)
-            if "git_sha" not in row["environment"] or not {"op", "what"} & row.keys():
-                raise ValueError("no environment, or neither op nor what")
+            if "git_sha" not in row["environment"] or not _kind(row):
+                raise ValueError("no environment, or no kind")
         except (ValueError, TypeError, LookupError) as error:
             raise BadData(
                 f"{path}, line {number} is no row of a benchmark ({first_line(error)}): write the "
                 "file anew, or take it away"
             ) from error
         yield row
+
+
+def _kind(row: Row) -> str:
+    """Return the kind of a row. Raises KeyError for what is none."""
+    if "op" in row:
+        return "op"
+    return "queue" if "policy" in row else row["what"]
 
 
 def _is(row: Row, wanted: dict[str, Any]) -> bool:

@@ -30,24 +30,25 @@ import numpy as np
 import torch
 
 from stree.checkpoints.load_save import save_model
-from stree.common.errors import UsageError, exit_with_reason, kind_of_code, naming_what_does_not_fit
-from stree.models.slicing import drafter_config_from
+from stree.common.errors import UsageError, exit_with_reason, kind_of_code
 from stree_pipelines import distill
 from stree_pipelines.console.command_line import CommandParser, read_yaml
-from stree_pipelines.console.progress import stage
 from stree_pipelines.data.tokenizer_training import train_tokenizer
-from stree_pipelines.lab.benches.intervals import interval
+from stree_pipelines.lab.bench_report import interval
+from stree_pipelines.lab.benches.command import (
+    device_of,
+    measure_when_green,
+    require_numbers,
+    require_results_file,
+    require_some,
+)
 from stree_pipelines.lab.benches.models import OWN_SHAPES, random_model
-from stree_pipelines.lab.benches.options import device_of, require_numbers, require_results_file
-from stree_pipelines.lab.benches.timing import require_green, save_rows, write_rows
-from stree_pipelines.lab.benches.training_step import PRECISION, TEACHERS, TeacherKind, step_row
-from stree_pipelines.resources.dry_run import MemoryEstimate, model_line
-from stree_pipelines.resources.estimates import ModelPlan, training_memory
-from stree_pipelines.training.distillation import Distillation, drafter_config_of
+from stree_pipelines.lab.benches.timing import Row
+from stree_pipelines.lab.benches.training_step import TEACHERS, TeacherKind, step_row
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parallel.sharding import require_supported
 from stree_pipelines.training.run.console import quieten
 from stree_pipelines.training.run.parser import TrainingParser
-from stree_pipelines.training.teachers.frozen_target import held_dtype
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
@@ -57,14 +58,13 @@ TESTS = {  # by measurement
     "processes": ["pipelines/training/losses", "pipelines/training/parallel/test_scaling.py"],
     "step": ["pipelines/training/losses"],
 }
-WHAT = tuple(TESTS)
 LESS = "lower --batch_size or --sequence_length, or take a smaller --shape"
 
 
 def measure(
     shape: str, strategies: list[str], processes: list[int], batch_size: int,
     sequence_length: int, steps: int, more: list[str], device: torch.device,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield a row for one process, then one per larger number of processes and strategy.
 
     Args:
@@ -113,49 +113,7 @@ def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
     return list(dict.fromkeys([ALONE, *several]))
 
 
-def describe(options: Any, on_cuda: bool) -> Iterator[str]:
-    """Yield lines about the runs, and the memory of an unsharded process and of a step alone.
-
-    The process is in fp32, the step under bf16 autocast. Raises OutOfMemory, after the last line,
-    when there is less.
-    """
-    target = TARGETS[options.shape]
-    yield model_line("target", target)
-    estimates = []
-    rows, length = options.batch_size, options.sequence_length
-    if "step" in options.what:
-        yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
-        for teacher in options.teacher:
-            model = recipe(options, teacher)
-            drafter = drafter_config_of(
-                target, model["drafter"], model["drafter_layers"], model["start_from"],
-                model["features"], model["head"],
-            )
-            plan = ModelPlan(
-                drafter, target, held_dtype(model["target_dtype"]), cached=teacher != "live",
-                compiled=on_cuda,
-            )
-            memory = training_memory(plan, (rows, length), PRECISION, on_cuda)
-            estimates.append(MemoryEstimate(memory, on_cuda))
-            yield model_line("drafter", drafter)
-            in_8_bits = " in 8 bits" if model["target_dtype"] == "float8" else ""
-            yield f"{teacher} teacher{in_8_bits}, {PRECISION}, {estimates[-1]}"
-    if "processes" in options.what:
-        several = _runs(options.strategies, options.processes)
-        runs = ", ".join(f"{strategy} on {count}" for strategy, count in several)
-        drafter = drafter_config_from(target)
-        plan = ModelPlan(drafter, target)
-        memory = training_memory(plan, (rows, length), "32-true", on_cuda)
-        estimates.append(MemoryEstimate(memory, on_cuda))
-        rows *= max(options.processes)
-        yield f"runs: {runs}; each {options.steps} steps of {rows} rows of {length} tokens"
-        yield model_line("drafter", drafter)
-        yield f"each process, unsharded, 32-true, {estimates[-1]}"
-    for estimate in estimates:
-        estimate.require(LESS)
-
-
-def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure_step(options: Any, device: torch.device) -> Iterator[Row]:
     """Yield a row per teacher: a step of a recipe with a target of this shape.
 
     Layers are compiled on a GPU.
@@ -232,43 +190,38 @@ def _distil(arguments: list[str]) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def build_parser() -> CommandParser:
     parser = CommandParser("bench_training.py", description=__doc__)
-    parser.add_argument("out", type=str, help="file to write, JSON lines")
-    parser.add_argument("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
-    parser.add_argument("--what", type=list[str], default=["processes"],
-                        help=f"of {', '.join(WHAT)}")
-    parser.add_argument("--recipe", type=str | None,
-                        help="config of distill.py whose model section is the step's")
-    parser.add_argument("--teacher", type=list[str], default=["live"],
-                        help=f"of {', '.join(TEACHERS)}, for step")
-    parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
-    parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
-    parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
-    parser.add_argument("--sequence_length", "--sequence-length", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--device", type=str, default="cuda")
-    parser.add_argument("--more", type=list[str], default=[],
-                        help="--NAME=VALUE of distill.py; a step has those of --model")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
-    options = parser.parse_args(arguments)
-    quieten()
-    device = device_of(options.device)
-    if options.shape not in TARGETS or options.steps < 3:
-        raise UsageError(f"wanted a shape of {sorted(TARGETS)} and at least 3 steps (2 warm up)")
-    require_numbers(
-        processes=options.processes, batch_size=options.batch_size,
-        sequence_length=options.sequence_length,
-    )
+    add = parser.add_argument
+    add("out", type=str, help="file to write, JSON lines")
+    add("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
+    add("--what", type=list[str], default=["processes"], help=f"of {', '.join(TESTS)}")
+    add("--recipe", type=str | None, help="config of distill.py whose model section is the step's")
+    add("--teacher", type=list[str], default=["live"], help=f"of {', '.join(TEACHERS)}, for step")
+    add("--strategies", type=list[str], default=["ddp", "fsdp2"])
+    add("--processes", type=list[int], default=[1, 2, 4])
+    add("--batch_size", "--batch-size", type=int, default=16)
+    add("--sequence_length", "--sequence-length", type=int, default=1024)
+    add("--steps", type=int, default=60)
+    add("--device", type=str, default="cuda")
+    add("--more", type=list[str], default=[],
+        help="--NAME=VALUE of distill.py; a step has those of --model")
+    return parser
+
+
+def require_possible(options: Any) -> None:
+    """Raise UsageError for options that cannot be measured, CannotWrite for the file."""
+    require_some("shape", [options.shape], sorted(TARGETS))
+    require_some("what", options.what, TESTS)
+    require_some("teacher", options.teacher, TEACHERS)
+    require_numbers(options, "processes", "batch_size", "sequence_length", "steps")
+    if options.steps < 3:
+        raise UsageError(f"--steps: wanted at least 3 (2 warm up), got {options.steps}")
     for strategy in options.strategies:
         require_supported(strategy)
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
         if any(name in each for each in options.more):
             raise UsageError(f"--more may not set {name}: --steps decides it")
-    for name, known in (("what", WHAT), ("teacher", TEACHERS)):
-        given = getattr(options, name)
-        if not given or set(given) - set(known):
-            raise UsageError(f"--{name}: wanted some of {', '.join(known)}, got {given}")
     if "processes" not in options.what and len(_of_model(options.more)) < len(options.more):
         raise UsageError(
             f"--more {' '.join(options.more)}: a step alone has the options of --model only"
@@ -276,36 +229,28 @@ def main(arguments: list[str] | None = None) -> None:
     if options.recipe and "step" not in options.what:
         raise UsageError('--recipe is the recipe of a step: add --what "[step]", or leave it out')
     require_results_file(options.out)
-    if options.dry_run:
-        for line in describe(options, device.type == "cuda"):
-            print(line, flush=True)
-        return
-    most = max(options.processes) if "processes" in options.what else 1
-    if device.type == "cuda" and torch.cuda.device_count() < most:
-        raise UsageError(
-            f"{most} processes need as many CUDA devices, there are "
-            f"{torch.cuda.device_count()}; --device cpu --shape tiny tries the script"
-        )
-    with stage("tests"):
-        require_green(sorted({each for what in options.what for each in TESTS[what]}))
-    rows = []
     if "step" in options.what:
-        with naming_what_does_not_fit(LESS):
-            rows += write_rows(options.out, measure_step(options, device), device)
-    if "processes" not in options.what:
-        return
-    print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")
-    for row in measure(
-        options.shape, options.strategies, options.processes, options.batch_size,
-        options.sequence_length, options.steps, options.more, device,
-    ):
-        rows.append(row)
-        save_rows(options.out, rows, device)
-        print(
-            f"| {row['strategy']} | {row['num_processes']} | "
-            f"{row['tokens_per_second']['median']:,.0f} | {row['efficiency']:.2f} | "
-            f"{row['loss_distance']:.1e} |",
-            flush=True,
+        for teacher in options.teacher:
+            recipe(options, teacher)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
+    quieten()
+    device = device_of(options.device)
+    require_possible(options)
+    num_devices = max(options.processes) if "processes" in options.what else 1
+    tests = sorted({each for what in options.what for each in TESTS[what]})
+    measure_when_green(options.out, _measure_all(options, device), device, tests, LESS, num_devices)
+
+
+def _measure_all(options: Any, device: torch.device) -> Iterator[Row]:
+    if "step" in options.what:
+        yield from measure_step(options, device)
+    if "processes" in options.what:
+        yield from measure(
+            options.shape, options.strategies, options.processes, options.batch_size,
+            options.sequence_length, options.steps, options.more, device,
         )
 
 

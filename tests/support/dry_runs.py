@@ -8,10 +8,8 @@ from pathlib import Path
 from tiny_run import ARCHITECTURE, distill_arguments
 
 from stree.models.config import HybridConfig
-from stree_pipelines.lab import bench_training
 
 CONFIG = HybridConfig(**ARCHITECTURE)
-TINY = bench_training.TINY
 PROMPTS = [{"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]} for i in range(3)]
 
 

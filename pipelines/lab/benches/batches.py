@@ -30,9 +30,8 @@ from stree_pipelines.lab.benches.steps import (
     graphs_alone_us,
     graphs_of,
 )
-from stree_pipelines.lab.benches.timing import interleave, side_by_side
+from stree_pipelines.lab.benches.timing import Row, interleave, side_by_side, us_fields
 
-Row = dict[str, Any]
 TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 
@@ -66,7 +65,7 @@ def steps_of_rows(
                 context=context, us_memory=memory_us, state_bytes=state_bytes, key_bytes=key_bytes,
                 bytes_per_us_read=reading, bytes_per_us_in_place=in_place,
                 over_bound=times["target"]["median"] / bound,
-                **{f"us_{name}": each for name, each in times.items()},
+                **us_fields(times),
             )
             del decoder, functions
 
@@ -111,7 +110,7 @@ def joint_of_rows(
             what="joint", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
             path_nodes=path_nodes, context=context,
             joint_over_replay=times["joint"]["median"] / times["replay"]["median"], **sizes,
-            **{f"us_{name}": each for name, each in times.items()},
+            **us_fields(times),
         )
         del decoder, decoders, targets
 

@@ -30,18 +30,17 @@ from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import ops
 from stree_pipelines.lab.benches.profiles import profile_call
-from stree_pipelines.lab.benches.timing import interleave, side_by_side
+from stree_pipelines.lab.benches.timing import Row, interleave, side_by_side, us_fields
 
-Row = dict[str, Any]
+PAPER = "paper"  # the tree whose drafts the bars are about; its rows do not name it
 REMEMBERED = ("keys", "values", "state")  # fields of a cache's layers for committed tokens
 MORE = 64  # tokens that a drafter's cache has room for beyond the context
 UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
 BEAMS, BEAM_STEPS = (2, 3, 4, 5), (4, 8, 16)  # of STree's Table 2
 
 
-def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
+def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> Iterator[Row]:
     """Time a target call over N nodes, one step and the floor, in µs."""
-    rows = []
     floor = Floor(target, max(nodes))
     for num_nodes in nodes:
         functions = {
@@ -52,43 +51,36 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
         }
         times = side_by_side(functions, target.device, repeats)
         medians = {name: each["median"] for name, each in times.items()}
-        row: Row = dict(what="target call", num_nodes=num_nodes, context=context)
-        row["over_step"] = medians["tree"] / medians["step"]
-        row["over_floor"] = medians["tree"] / medians["floor"]
-        row["step_over_floor"] = medians["step"] / medians["step_floor"]
-        rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
-    return rows
+        yield dict(
+            what="target call", num_nodes=num_nodes, context=context,
+            over_step=medians["tree"] / medians["step"],
+            over_floor=medians["tree"] / medians["floor"],
+            step_over_floor=medians["step"] / medians["step_floor"], **us_fields(times),
+        )
 
 
-def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
+def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) -> Iterator[Row]:
     """Profile a target call over N nodes by kernel; CUDA only."""
-    rows = []
     for num_nodes in nodes:
         measured = profile_call(_tree_call(target, _star(num_nodes), context), repeats)
-        rows.append(dict(what="profile", num_nodes=num_nodes, context=context, **measured))
-    return rows
+        yield dict(what="profile", num_nodes=num_nodes, context=context, **measured)
 
 
-def draft(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
-    """Time one draft of a tree in µs, greedy and sampled; the row has the bytes that a level
+def draft(
+    drafter: HybridModel, trees: Sequence[str], context: int, repeats: int
+) -> Iterator[Row]:
+    """Time one draft of each tree in µs, greedy and sampled; rows have the bytes that a level
     reads."""
     config = drafter.config
-    times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
-    return [dict(
-        what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
-        num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
-        head_rank=config.head_rank, level_bytes=level_bytes(drafter),
-        **{f"us_{name}": each for name, each in times.items()},
-    )]
-
-
-def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
-    """Profile a draft by kernel; CUDA only."""
-    rows = []
-    for name, function in _drafts(drafter, tree, context).items():
-        measured = profile_call(function, repeats)
-        rows.append(dict(what=f"profile of {name}", num_nodes=tree.num_nodes, **measured))
-    return rows
+    for name in trees:
+        tree = as_tree(name)
+        times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
+        row: Row = dict(
+            what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
+            num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
+            head_rank=config.head_rank, level_bytes=level_bytes(drafter), **us_fields(times),
+        )
+        yield row if name == PAPER else {**row, "tree": name}
 
 
 def draft_lengths(
@@ -139,19 +131,15 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
         by_graphs = decoder.runner.prefiller.read_row
         functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
         times = interleave(functions, target.device, repeats)
-        yield dict(what="prompt", num_tokens=num_tokens) | {
-            f"us_{name}": each for name, each in times.items()
-        }
+        yield dict(what="prompt", num_tokens=num_tokens, **us_fields(times))
 
 
 def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
     """Return calls that draft a tree after `context` tokens, greedy and sampled."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     model.read(0, _tokens(drafter, 1, context)[0])
-    rows, tree_batch = (
-        BatchState.new(1, tree.num_nodes, drafter.device),
-        make_tree_batch([tree], drafter.device),
-    )
+    rows = BatchState.new(1, tree.num_nodes, drafter.device)
+    tree_batch = make_tree_batch([tree], drafter.device)
     rows.begin(0, context, 1)
     longest, bound = tree.max_depth + 1, model.cache.num_slots
     sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
@@ -170,13 +158,12 @@ def level_bytes(drafter: HybridModel) -> int:
     return head + drafter.dtype.itemsize * sum(rows * columns for rows, columns in sizes)
 
 
-def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
+def unrolled(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
     """Time a call over full binary trees, and over each leaf's path as a sequence of its own.
 
     In µs, as the paper's Figure 3: by the tree scan, by the multi-step update (if the kernels are
     there), and by chunk scan as in prefill.
     """
-    rows = []
     for depth in range(1, UNROLLED_DEPTH + 1):
         tree = balanced([2] * depth, f"binary-{depth}")
         leaves = 2**depth
@@ -188,9 +175,10 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
         if ops.fused(target.device, target.dtype):
             functions["unrolled_multi_step"] = _by_multi_step_updates(functions["unrolled"])
         times = side_by_side(functions, target.device, repeats)
-        row: Row = dict(what="unrolled", num_nodes=tree.num_nodes, leaves=leaves, context=context)
-        rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
-    return rows
+        yield dict(
+            what="unrolled", num_nodes=tree.num_nodes, leaves=leaves, context=context,
+            **us_fields(times),
+        )
 
 
 def kept_beams(num_beams: int, num_steps: int) -> TokenTree:
@@ -230,12 +218,12 @@ def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
             what="beams", num_beams=num_beams, num_steps=num_steps, num_nodes=tree.num_nodes,
             leaves=leaves, context=context, weight_bytes=weight_bytes(target),
             **{f"cache_bytes_{name}": cache_bytes(each) for name, each in caches.items()},
-            **{f"us_{name}": each for name, each in times.items()},
+            **us_fields(times),
         )
         del functions, caches
 
 
-def memory(target: HybridModel, num_nodes: int) -> list[Row]:
+def memory(target: HybridModel, num_nodes: int) -> Iterator[Row]:
     """Count the bytes that a tree needs in recurrent layers apart from the state, per state and
     node.
 
@@ -244,11 +232,11 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
     kept = [kept_bytes(target.new_cache(16, size)) for size in (1, num_nodes)]
     joint = target.new_cache(16, num_nodes, backtracking="joint")
     states = sum(layer.state.nbytes for layer in joint.layers if isinstance(layer, RecurrentCache))
-    return [dict(
+    yield dict(
         what="memory", num_nodes=num_nodes, kept_bytes=kept[1], kept_bytes_joint=kept_bytes(joint),
         kept_bytes_of_one_node=kept[0], state_bytes=states,
         over_a_state_a_node=kept[1] / (num_nodes * states),
-    )]
+    )
 
 
 def kept_bytes(cache: HybridCache) -> int:
@@ -339,13 +327,6 @@ class Floor:
             for weight in weights
         }
         return lambda: [ops.linear(inputs[weight.shape[1]], weight) for weight in weights]
-
-
-def floor_bytes(config: HybridConfig, most_nodes: int) -> int:
-    """Count the bytes of a `Floor`'s weights in bf16."""
-    with torch.device("meta"):
-        sizes = product_sizes(HybridModel(config), most_nodes)
-    return torch.bfloat16.itemsize * sum(rows * columns for rows, columns in sizes)
 
 
 def _star(num_nodes: int) -> TokenTree:

@@ -10,7 +10,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import fits, named
 from stree.verifiers.coupled import Coupled
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.lab.benches.timing import elapsed_us, interleave, spread
+from stree_pipelines.lab.benches.timing import Row, elapsed_us, interleave, spread, us_fields
 
 TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper()}
 PERIOD = 20  # steps after which the numbers of accepted drafts repeat
@@ -79,8 +78,8 @@ def decode_at(
     context: int,
     num_steps: int,
     repeats: int,
-) -> list[dict[str, Any]]:
-    """Return a row per τ: tokens/s of the paper's tree and of autoregressive decoding, interleaved.
+) -> Iterator[Row]:
+    """Yield a row per τ: tokens/s of the paper's tree and of autoregressive decoding, interleaved.
 
     The share of a step in which the GPU is idle is host time that is not hidden: 1 − the time of
     the graphs replayed one after the other over that of the steps.
@@ -89,7 +88,6 @@ def decode_at(
     longest = context + (tree.max_depth + 1) * (num_steps + 2)
     plain = Decoder(target, max_length=longest)
     prompt = tokens_of_row(0, context, target.config.vocab_size)
-    rows = []
     for tau in taus:
         verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
         decoder = Decoder(target, drafter, tree, max_length=longest, verifier=verifier)
@@ -106,13 +104,11 @@ def decode_at(
         }
         speedup = reached * a_step["plain"]["median"] / a_step["tree"]["median"]
         gpu_us = graphs_alone_us(decoder.batch, context, num_steps)
-        rows.append(dict(
+        yield dict(
             what="step", context=context, num_nodes=tree.num_nodes, tau=reached,
-            us_plain=a_step["plain"], us_tree=a_step["tree"], us_graphs=gpu_us,
-            host_share=1 - gpu_us / a_step["tree"]["median"],
-            speedup=speedup, speedup_per_tau=speedup / reached,
-        ))
-    return rows
+            us_graphs=gpu_us, host_share=1 - gpu_us / a_step["tree"]["median"],
+            speedup=speedup, speedup_per_tau=speedup / reached, **us_fields(a_step),
+        )
 
 
 def graphs(
@@ -122,13 +118,12 @@ def graphs(
     repeats: int,
     verifiers: Sequence[str] = ("coupled",),
     num_rows: Sequence[int] = (1,),
-) -> list[dict[str, Any]]:
+) -> Iterator[Row]:
     """Time a step's two graphs in µs: the draft, and the target's call with acceptance.
 
     Rows are by number of sequences, temperature, method and, when sampled drafts are verified,
     verifier.
     """
-    rows = []
     for count, temperature in itertools.product(num_rows, (0.0, 1.0)):
         for method, tree, verifier in compared(temperature, verifiers):
             longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
@@ -138,12 +133,10 @@ def graphs(
             )
             functions = graphs_of(decoder, context, temperature)
             times = interleave(functions, target.device, repeats)
-            row = dict(
+            yield dict(
                 what="graphs", context=context, num_rows=count, method=method, verifier=verifier,
-                temperature=temperature, num_nodes=decoder.tree.num_nodes,
+                temperature=temperature, num_nodes=decoder.tree.num_nodes, **us_fields(times),
             )
-            rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
-    return rows
 
 
 def compared(

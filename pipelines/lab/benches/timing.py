@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,17 +15,16 @@ import torch
 
 from stree import metrics
 from stree.batching.runners import CudaGraph
-from stree.common.errors import InvariantBroken
 from stree.common.files import write_atomically
 from stree_pipelines.evaluation.context import describe_environment
 
-ROOT = Path(__file__).resolve().parents[3]
-NUM_WORKERS = 4  # processes that run the tests
+Row = dict[str, Any]
+Times = dict[str, dict[str, float]]  # by function: median, p20 and p80 in µs
 
 
 def side_by_side(
     functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
-) -> dict[str, dict[str, float]]:
+) -> Times:
     """Time functions interleaved, `repeats` times each: median, p20 and p80 in µs.
 
     On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
@@ -41,11 +37,23 @@ def side_by_side(
 
 def interleave(
     functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
-) -> dict[str, dict[str, float]]:
+) -> Times:
     """Time functions interleaved without graphs; on CUDA they launch work that the host need not
     await."""
     times = interleaved_times(functions, device, repeats)
     return {name: spread(each) for name, each in times.items()}
+
+
+def per_layer(times: Times, layers: int) -> Times:
+    """Divide the times of several layers' calls by their number."""
+    return {
+        name: {key: value / layers for key, value in each.items()} for name, each in times.items()
+    }
+
+
+def us_fields(times: Times) -> dict[str, Any]:
+    """Return the times as fields of a row."""
+    return {f"us_{name}": each for name, each in times.items()}
 
 
 def interleaved_times(
@@ -95,17 +103,6 @@ def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
     return before.elapsed_time(after) * 1e3
 
 
-def require_green(tests: list[str]) -> None:
-    """Run test files of tests/. Raises InvariantBroken when one fails: then nothing is measured."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{each}" for each in tests)]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(NUM_WORKERS)]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
-        last = answer.stdout.strip().splitlines()[-3:]
-        raise InvariantBroken("the tests are red, so nothing is measured: " + " | ".join(last))
-
-
 def release_memory(device: torch.device) -> None:
     """Free the last models' memory: they and their graphs point at each other."""
     gc.collect()
@@ -113,22 +110,20 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def write_rows(
-    path: str | Path, rows: Iterable[dict[str, Any]], device: torch.device
-) -> list[dict[str, Any]]:
-    """Print each row when it is there, and save all rows so far."""
-    done: list[dict[str, Any]] = []
+def write_rows(path: str | Path, rows: Iterable[Row], device: torch.device) -> list[Row]:
+    """Print each row when it is there, and save all rows so far, with commit, device and
+    versions."""
+    done: list[Row] = []
     for row in rows:
-        done.append(row)
-        save_rows(path, done, device)
+        made_by = describe_environment(device, {}, 1).model_dump(mode="json")
+        done.append({**row, "environment": made_by})
+        save_rows(path, done)
         print(" ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
     return done
 
 
-def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:
-    """Write rows as JSON lines, each with the commit, device and versions."""
-    made_by = describe_environment(device, {}, 1).model_dump(mode="json")
-    lines = [json.dumps({**row, "environment": made_by}, ensure_ascii=False) for row in rows]
+def save_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     write_atomically(path, "\n".join(lines) + "\n")
 
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stree.models.config import HybridConfig
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import topology_of
-from stree_kernels import naive, ops
-from stree_kernels.contracts import CacheState
-from stree_pipelines.lab.benches.timing import side_by_side
+from stree_kernels import naive
+from stree_pipelines.lab.benches.buffers import OpCall
+from stree_pipelines.lab.benches.timing import per_layer, side_by_side, us_fields
 from stree_pipelines.lab.papers.node_order import (
     Parents,
     by_level,
@@ -58,30 +55,14 @@ def orders(
                 what="orders", num_nodes=num_nodes, order=name, context=context,
                 blocks=num_blocks(parents, BLOCK), all_blocks=(-(-num_nodes // BLOCK)) ** 2,
             )
-            if _fused(device):
+            call = OpCall(TokenTree(parents), context, LAYERS, device, replayed=1)
+            if call.fused:
                 queries, keys = _kernel_block(config)
                 chain = tuple(range(-1, num_nodes - 1))  # which sees all that comes before
                 row["blocks_read"] = num_blocks(parents, queries, keys)
                 row["blocks_below"] = num_blocks(chain, queries, keys)
-            times = side_by_side(
-                _calls(config, TokenTree(parents), context, device), device, repeats
-            )
-            for way, each in times.items():
-                row[f"us_{way}"] = {key: value / LAYERS for key, value in each.items()}
-            yield row
-
-
-def bytes_of(config: HybridConfig, num_nodes: int, context: int) -> int:
-    """Count the bytes of keys and values, of the nodes' queries, keys and values, and of the
-    mask."""
-    slots, dim = context + 2 * num_nodes, config.head_dim
-    columns = config.num_heads + 2 * config.num_kv_heads
-    layers = 2 * LAYERS * (2 * config.num_kv_heads * slots + columns * num_nodes) * dim
-    return layers + num_nodes * num_nodes
-
-
-def _fused(device: torch.device) -> bool:
-    return ops.fused(device, torch.bfloat16)
+            times = side_by_side(_ways(config, call), device, repeats)
+            yield {**row, **us_fields(per_layer(times, LAYERS))}
 
 
 def _kernel_block(config: HybridConfig) -> tuple[int, int]:
@@ -91,40 +72,15 @@ def _kernel_block(config: HybridConfig) -> tuple[int, int]:
     return max(1, MAX_ROWS * config.num_kv_heads // config.num_heads), CORNER_KEYS
 
 
-def _calls(
-    config: HybridConfig, tree: TokenTree, context: int, device: torch.device
-) -> dict[str, Callable[[], object]]:
-    topology = topology_of(tree, 1, device)
-
-    def whole(value: int) -> Tensor:
-        return torch.full((1,), value, device=device)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).bfloat16()
-
-    path = torch.arange(tree.num_nodes, device=device)[None]
-    cache_state = CacheState(whole(context), path, whole(1), whole(0), whole(0))
-    slots, dim = context + 2 * tree.num_nodes, config.head_dim
-    columns = (config.num_heads + 2 * config.num_kv_heads) * dim
-    angles = torch.rand(2, slots, dim // 2, device=device)
-    sets: list[tuple[Any, ...]] = [
-        (
-            normal(1, tree.num_nodes, columns),
-            *(normal(1, config.num_kv_heads, slots, dim) for _ in range(2)),
-            angles, topology, cache_state, 0, slots,
-        )
-        for _ in range(LAYERS)
-    ]
-    if not _fused(device):
+def _ways(config: HybridConfig, call: OpCall) -> dict[str, Callable[[], object]]:
+    """Return calls of attention in all layers: by the twin, or by the kernel with and without
+    skipping."""
+    sets = call.attention_sets(config.num_heads, config.num_kv_heads, config.head_dim)
+    if not call.fused:
         return {"naive": lambda: [naive.attend_tree(*each) for each in sets]}
     from stree_kernels.attention.tree_attention import attend_tree
 
-    ways: dict[str, Callable[..., object]] = {
-        "dense": partial(attend_tree, skips=False), "sparse": partial(attend_tree, skips=True)
+    return {
+        "dense": lambda: [attend_tree(*each, skips=False) for each in sets],
+        "sparse": lambda: [attend_tree(*each, skips=True) for each in sets],
     }
-
-    def attend(way: str) -> None:
-        for each in sets:
-            ways[way](*each)
-
-    return {way: partial(attend, way) for way in ways}

@@ -12,15 +12,12 @@ from typing import Any
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.batching.step_timing import row_counts
-from stree.checkpoints.load_save import load_config
 from stree.common.errors import UsageError, naming_what_does_not_fit, require_fitting
 from stree.common.words import device_name
 from stree.generation import GenerationConfig
-from stree.speculation_profile import Tree
 from stree_pipelines.console.progress import EvaluationProgress, clock
 from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.evaluation.context import Workers, describe_environment
-from stree_pipelines.evaluation.estimates import drafter_paths, memory_of
 from stree_pipelines.evaluation.evaluate import Evaluation, what_to_lower
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
@@ -30,29 +27,27 @@ from stree_pipelines.evaluation.plan import (
     prompt_seed,
 )
 from stree_pipelines.evaluation.records import config_hash
+from stree_pipelines.lab.benches.command import require_some
+from stree_pipelines.lab.benches.timing import Row
 from stree_pipelines.lab.queue.queueing import (
     CLEARING,
     POLICIES,
-    Clock,
     Policy,
-    QueueRow,
     Served,
     WallClock,
     figures_of,
     poisson_arrivals,
     serve,
 )
-from stree_pipelines.resources.dry_run import config_lines, model_line
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row to measure."""
+    """A row to measure; the hash is of all that decides it."""
 
     job: Job
     policy: Policy
     rate: float
-    num_requests: int
     hash: str
 
 
@@ -60,50 +55,43 @@ class QueueBench:
     """Bench of one target and drafter; `Evaluation` plans, loads and warms up."""
 
     def __init__(self, options: Any, progress: EvaluationProgress | None = None) -> None:
-        settings = settings_of(options)
-        self.options, self.settings = options, settings
+        self.num_requests = options.num_requests
+        self.settings = settings_of(options)
         self.evaluation = Evaluation(
-            settings, workers=Workers(), progress=progress,
-            make_decoder=partial(BatchDecoder, num_rows=settings.batch_size),
+            self.settings, workers=Workers(), progress=progress,
+            make_decoder=partial(BatchDecoder, num_rows=self.settings.batch_size),
         )
         self.progress, self.benchmark = self.evaluation.progress, self.evaluation.benchmarks[0]
-        self.jobs = self.evaluation.plan(options.drafter)
-        self.wanted = self._settings()
+        self.wanted = list(self._settings(options))
 
-    def _settings(self) -> list[Setting]:
-        options, found = self.options, []
-        for rate in options.rates:
-            for job in self.jobs:
-                for policy in (policy_of(options, name) for name in options.policies):
-                    identity = {
-                        "decoding": job.result_key, "policy": asdict(policy), "rate": rate,
-                        "num_requests": options.num_requests,
-                        "device": device_name(self.evaluation.decoders.device),
-                    }
-                    setting_hash = config_hash(identity)
-                    found.append(Setting(job, policy, rate, options.num_requests, setting_hash))
-        return found
+    def _settings(self, options: Any) -> Iterator[Setting]:
+        jobs = self.evaluation.plan(options.drafter)
+        for rate, job, name in itertools.product(options.rates, jobs, options.policies):
+            policy = policy_of(options, name)
+            identity = {
+                "decoding": job.result_key, "policy": asdict(policy), "rate": rate,
+                "num_requests": self.num_requests,
+                "device": device_name(self.evaluation.decoders.device),
+            }
+            yield Setting(job, policy, rate, config_hash(identity))
 
     def announce(self, num_left: int) -> None:
-        longest = sum(each.num_requests / each.rate for each in self.wanted)
+        longest = sum(self.num_requests / each.rate for each in self.wanted)
         self.progress.say(
-            f"{len(self.wanted)} settings of {self.options.num_requests} requests, "
+            f"{len(self.wanted)} settings of {self.num_requests} requests, "
             f"{num_left} to go; their traffic takes {clock(longest)} in all, on "
             f"{device_name(self.evaluation.decoders.device)}, {self.settings.dtype}"
         )
 
-    def measure(self, setting: Setting, moments: Clock | None = None) -> QueueRow:
+    def measure(self, setting: Setting) -> Row:
         """Serve the setting's traffic. Raises decoding's errors and OutOfMemory."""
         job, answerer = setting.job, self.evaluation.answerer
-        prompts = [
-            self.benchmark.prompts[index % len(self.benchmark.prompts)]
-            for index in range(setting.num_requests)
-        ]
+        prompts = itertools.islice(itertools.cycle(self.benchmark.prompts), self.num_requests)
         requests = [
             Request(answerer.prompt_ids(prompt), self._generation(job, prompt.id, index))
             for index, prompt in enumerate(prompts)
         ]
-        arrivals = poisson_arrivals(setting.rate, setting.num_requests, self.settings.seed)
+        arrivals = poisson_arrivals(setting.rate, self.num_requests, self.settings.seed)
         with naming_what_does_not_fit(what_to_lower(self.settings)):
             longest = max((request.prompt_ids for request in requests), key=len)
             decoder = self.evaluation.decoders.warm(job, list(longest))
@@ -117,13 +105,13 @@ class QueueBench:
                 mean = sum(finished) / len(finished)
                 task.advance(f"latency {mean:.2f} s, longest {max(finished):.2f} s")
 
-            with self.progress.task(label, setting.num_requests) as task:
-                moments = moments or WallClock()
-                with gc_freeze.left_alone():
-                    traffic = serve(
-                        decoder, requests, list(arrivals), setting.policy, moments, show
-                    )
-        return self._row(setting, figures_of(traffic))
+            with (
+                self.progress.task(label, self.num_requests) as task,
+                gc_freeze.left_alone(),
+            ):
+                moments, waiting = WallClock(), list(arrivals)
+                traffic = serve(decoder, requests, waiting, setting.policy, moments, show)
+        return {**self._about(setting), **figures_of(traffic), "environment": self._environment()}
 
     def _generation(self, job: Job, prompt_id: str, index: int) -> GenerationConfig:
         """Return a request's settings; a prompt that comes again gets another seed."""
@@ -134,52 +122,38 @@ class QueueBench:
             ignore_eos=self.settings.ignore_eos,
         )
 
-    def _row(self, setting: Setting, figures: dict[str, Any]) -> QueueRow:
+    def _about(self, setting: Setting) -> Row:
+        """Return the fields of a row that tell its setting."""
         job, policy, settings = setting.job, setting.policy, self.settings
+        clears, drafter = policy.name == CLEARING, job.drafter
+        return {
+            "version": 1,
+            "policy": policy.name,
+            "queue_size": policy.queue_size if clears else None,
+            "max_wait_s": policy.max_wait_s if clears else None,
+            "rate": setting.rate,
+            "num_requests": self.num_requests,
+            "batch_size": settings.batch_size,
+            "method": job.method,
+            "tree": {"name": job.tree.name, "parents": job.tree.parents} if job.tree else None,
+            "step": drafter.step if drafter else None,
+            "checkpoint": drafter.path if drafter else None,
+            "checkpoint_sha256": drafter.sha256 if drafter else None,
+            "target": settings.target,
+            "target_sha256": self.evaluation.target_sha256,
+            "benchmark": self.benchmark.name,
+            "prompts_hash": self.benchmark.prompts_hash,
+            "temperature": job.temperature,
+            "max_new_tokens": settings.max_new_tokens,
+            "ignore_eos": settings.ignore_eos,
+            "seed": settings.seed,
+            "setting_hash": setting.hash,
+        }
+
+    def _environment(self) -> Row:
         decoders = self.evaluation.decoders
-        is_clearing = policy.name == CLEARING
-        return QueueRow(
-            policy=policy.name,
-            queue_size=policy.queue_size if is_clearing else None,
-            max_wait_s=policy.max_wait_s if is_clearing else None,
-            rate=setting.rate,
-            num_requests=setting.num_requests,
-            batch_size=settings.batch_size,
-            method=job.method,
-            tree=Tree(name=job.tree.name, parents=job.tree.parents) if job.tree else None,
-            step=job.drafter.step if job.drafter else None,
-            checkpoint=job.drafter.path if job.drafter else None,
-            checkpoint_sha256=job.drafter.sha256 if job.drafter else None,
-            target=settings.target,
-            target_sha256=self.evaluation.target_sha256,
-            benchmark=self.benchmark.name,
-            prompts_hash=self.benchmark.prompts_hash,
-            temperature=job.temperature,
-            max_new_tokens=settings.max_new_tokens,
-            ignore_eos=settings.ignore_eos,
-            seed=settings.seed,
-            setting_hash=setting.hash,
-            environment=describe_environment(decoders.device, decoders.dtypes, 1),
-            **figures,
-        )
-
-    def describe(self, num_left: int) -> Iterator[str]:
-        """Yield lines about a run's settings and resources.
-
-        Raises OutOfMemory, after the last line, when there is less memory.
-        """
-        memory = memory_of(self.evaluation, self.jobs)
-        yield config_lines(self.options.as_dict())
-        yield model_line("target", load_config(self.settings.target))
-        for path in drafter_paths(self.jobs):
-            yield model_line(path, load_config(path))
-        longest = sum(each.num_requests / each.rate for each in self.wanted)
-        yield (
-            f"rows: {len(self.wanted)}, {len(self.wanted) - num_left} are there; "
-            f"traffic of {clock(longest)} in all, longer where it comes faster than it is served"
-        )
-        yield str(memory)
-        memory.require(what_to_lower(self.settings))
+        environment = describe_environment(decoders.device, decoders.dtypes, 1)
+        return environment.model_dump(mode="json")
 
 
 def settings_of(options: Any) -> EvaluationSettings:
@@ -189,19 +163,17 @@ def settings_of(options: Any) -> EvaluationSettings:
         methods = (AUTOREGRESSIVE, TREE) if options.drafter else (AUTOREGRESSIVE,)
     if set(methods) - {AUTOREGRESSIVE} and options.drafter is None:
         raise UsageError(f"methods {', '.join(methods)} need a drafter: give --drafter")
+    rates = options.rates
+    require_some("policies", options.policies, POLICIES)
     require_fitting(options, {
         "batch_size": (options.batch_size >= 2, "at least 2 rows"),
         "num_requests": (options.num_requests >= 1, "at least 1"),
+        "rates": (
+            len(set(rates)) == len(rates) > 0 and all(0 < rate < float("inf") for rate in rates),
+            "requests a second, above 0, each once",
+        ),
+        "policies": (len(set(options.policies)) == len(options.policies), "each once"),
     }, "--")
-    if not options.rates or not all(0 < rate < float("inf") for rate in options.rates):
-        raise UsageError(f"--rates: wanted requests a second, above 0, got {options.rates}")
-    if not options.policies or set(options.policies) - set(POLICIES):
-        raise UsageError(
-            f"--policies: wanted some of {', '.join(POLICIES)}, got {options.policies}"
-        )
-    for name in ("rates", "policies"):
-        if len(set(getattr(options, name))) < len(getattr(options, name)):
-            raise UsageError(f"--{name}: wanted each once, got {getattr(options, name)}")
     for name in options.policies:
         policy_of(options, name)
     return EvaluationSettings(

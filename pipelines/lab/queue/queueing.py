@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.generation import DecodingStats
-from stree.speculation_profile import Record, Tree
-from stree_pipelines.evaluation.records import BatchSize, Count, Environment, NonNegative, Share
 
 CONTINUOUS, CLEARING = POLICIES = ("continuous", "clearing")
 
@@ -164,76 +162,33 @@ def serve(
     return Traffic(served, row_seconds, decoder.num_rows)
 
 
-class Spread(Record):
-    """Mean and percentiles over all requests, in seconds."""
-
-    mean: NonNegative
-    p50: NonNegative
-    p95: NonNegative
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        p50, p95 = np.percentile(seconds, (50, 95))
-        return cls(mean=float(np.mean(seconds)), p50=float(p50), p95=float(p95))
-
-
-class QueueRow(Record):
-    """Row of one (policy, rate, method): its requests' waits, and how busy the rows were.
-
-    Attributes:
-        setting_hash: hash of everything that decides the row; it is measured once.
-        latency_s, time_to_first_token_s: from a request's arrival. waiting_s: until it had a row.
-        throughput: new tokens of all requests, first ones included, per second of duration_s, which
-            is from the first arrival until the last token. requests_per_second over the same time;
-            when it is below `rate`, the queue grew as long as requests came.
-        occupancy: share of the rows that held a request, on average over duration_s.
-    """
-
-    version: int = 1
-    policy: str
-    queue_size: Count | None
-    max_wait_s: NonNegative | None
-    rate: NonNegative
-    num_requests: Count
-    batch_size: BatchSize
-    method: str
-    tree: Tree | None
-    step: Count | None
-    checkpoint: str | None
-    checkpoint_sha256: str | None
-    target: str
-    target_sha256: str
-    benchmark: str
-    prompts_hash: str
-    temperature: NonNegative
-    max_new_tokens: Count
-    ignore_eos: bool
-    seed: int
-    setting_hash: str
-    latency_s: Spread
-    time_to_first_token_s: Spread
-    waiting_s: Spread
-    throughput: NonNegative
-    requests_per_second: NonNegative
-    occupancy: Share
-    acceptance_length: NonNegative | None
-    duration_s: NonNegative
-    environment: Environment
-
-
 def figures_of(traffic: Traffic) -> dict[str, Any]:
-    """Compute the measured fields of a `QueueRow`."""
+    """Compute the measured fields of a row.
+
+    - `latency_s`, `time_to_first_token_s`: from a request's arrival. `waiting_s`: until it had a
+      row. Mean and percentiles over all requests.
+    - `throughput`: new tokens of all requests, first ones included, per second of `duration_s`,
+      which is from the first arrival until the last token. `requests_per_second` over the same
+      time; when it is below the rate, the queue grew while requests came.
+    - `occupancy`: share of the rows that held a request, on average over `duration_s`.
+    - `acceptance_length`: None without a target call.
+    """
     requests, seconds = traffic.requests, traffic.duration_s
     stats = [r.stats for r in requests if r.stats is not None]
     num_calls = sum(s.num_calls for s in stats)
     num_new_tokens = sum(s.num_new_tokens for s in stats)
     return {
-        "latency_s": Spread.of([r.finished - r.arrival for r in requests]),
-        "time_to_first_token_s": Spread.of([r.first_token - r.arrival for r in requests]),
-        "waiting_s": Spread.of([r.admitted - r.arrival for r in requests]),
+        "latency_s": _spread([r.finished - r.arrival for r in requests]),
+        "time_to_first_token_s": _spread([r.first_token - r.arrival for r in requests]),
+        "waiting_s": _spread([r.admitted - r.arrival for r in requests]),
         "throughput": sum(r.num_tokens for r in requests) / seconds,
         "requests_per_second": len(requests) / seconds,
         "occupancy": min(1.0, traffic.row_seconds / (traffic.num_rows * seconds)),
         "acceptance_length": num_new_tokens / num_calls if num_calls else None,
         "duration_s": seconds,
     }
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    p50, p95 = map(float, np.percentile(seconds, (50, 95)))
+    return {"mean": float(np.mean(seconds)), "p50": p50, "p95": p95}

@@ -53,7 +53,7 @@ def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, t
     """At T = 0 all verifiers are alike; block judges no tree that branches."""
     target = models.random_target("tiny", CPU)
     drafter = models.random_drafter("tiny", CPU)
-    rows = steps.graphs(target, drafter, 8, 3)
+    rows = list(steps.graphs(target, drafter, 8, 3))
     assert [(row["temperature"], row["num_nodes"], "us_draft" in row) for row in rows] == [
         (temperature, num_nodes, num_nodes > 1)
         for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
@@ -62,7 +62,7 @@ def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, t
     tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
     assert cells[2][1] == "autoregressive" and cells[2][-3] == "–"
     assert float(cells[-1][-1].replace(",", "")) == pytest.approx(tree, rel=1e-3)
-    rows = steps.graphs(target, drafter, 8, 1, ["coupled", "multi_step", "block"], [2])
+    rows = list(steps.graphs(target, drafter, 8, 1, ["coupled", "multi_step", "block"], [2]))
     assert {row["num_rows"] for row in rows} == {2} and len(rows) == 3 + 6
     chain, tree = (
         [row["verifier"] for row in rows if row["num_nodes"] == nodes and row["temperature"]]

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from stree.common.errors import UsageError
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import pack
-from stree_pipelines.lab import bench_training
-from stree_pipelines.lab.benches import intervals, models, timing, training_step
+from stree_pipelines.lab import bench_report, bench_training
+from stree_pipelines.lab.benches import models, timing, training_step
 from stree_pipelines.resources.estimates import ModelPlan, distillation_operations
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
@@ -37,14 +37,14 @@ def test_processes_are_measured_against_one(forks, tmp_path, monkeypatch):
     assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
     assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
     assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
-    assert all(len(row["losses"]) == len(intervals.logged_steps(4)) == 4 for row in rows)
+    assert all(len(row["losses"]) == len(bench_report.logged_steps(4)) == 4 for row in rows)
 
 
 def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
     row = dict(what="distill", strategy="auto", num_processes=1, num_steps=40, efficiency=1.0)
     row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
     four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
-    assert intervals.logged_steps(40) == [1, *range(4, 41, 4)]
+    assert bench_report.logged_steps(40) == [1, *range(4, 41, 4)]
     cells, figures = report(tmp_path, (row, four), capsys)
     assert cells[-1] == ["ddp", "4", "100,000", "0.912", "0"] and figures == {"losses"}
 
@@ -148,7 +148,7 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
     data = tmp_path / "data.yaml"
     data.write_text("data: {train: x}")
     with pytest.raises(UsageError, match="has no section `model`"):
-        bench_training.main([*tiny[:-1], str(data), "--what", "[step]", "--dry_run"])
+        bench_training.main([*tiny[:-1], str(data), "--what", "[step]"])
 
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from dry_runs import (
     CONFIG,
-    TINY,
     architecture_options,
     evaluation_of,
     everything_under,
@@ -24,7 +23,6 @@ from tiny_run import ARCHITECTURE, VOCAB_SIZE
 
 from stree.common.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
 from stree.models.model import HybridModel
-from stree.models.slicing import drafter_config_from
 from stree_pipelines import (
     benchmark_checkpoint,
     cache_teacher,
@@ -36,11 +34,10 @@ from stree_pipelines import (
 )
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
-from stree_pipelines.lab import bench_decode, bench_kernels, bench_training, study
+from stree_pipelines.lab import study
 from stree_pipelines.resources import dry_run, estimates
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation
-from stree_pipelines.training.hidden_states import FeatureConfig
 from stree_pipelines.training.run import estimates as needs
 
 # What is missing is all told at once, each with what asks for it
@@ -234,46 +231,6 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     assert everything_under(workspace, finished, tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "said"),
-    [
-        (
-            bench_decode,
-            "beams, memory, steps, graphs, rows, joint, serve, orders, draft_lengths, "
-            "prompts; calls over 1, 5, 13, 16, 32, 64, 128 nodes, 1024",
-        ),
-        (
-            bench_kernels,
-            "over 1, 2, 4, 5, 8, 10, 13, 16, 32, 64, 128 nodes, 16 layers, 1024 committed",
-        ),
-        (bench_training, "runs: auto on 1, ddp on 2, fsdp2 on 2, ddp on 4, fsdp2 on 4; each 60"),
-    ],
-)
-def test_a_benchmark_says_what_it_takes(benchmark, said, tmp_path, capsys):
-    benchmark.main([str(tmp_path / "out.jsonl"), "--shape", "tiny", "--dry_run"])
-    printed = capsys.readouterr().out
-    assert said in printed and "memory: about" in printed
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_step_s_benchmark_says_what_a_step_takes(tmp_path, capsys):
-    options = ("--shape", "tiny", "--device", "cpu", "--dry_run", "--what", "[step]")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {features: {layers: [1, 3]}}")
-    more = ("--teacher", "[live,cached]", "--recipe", str(recipe))
-    bench_training.main([str(tmp_path / "out.jsonl"), *options, *more])
-    printed = capsys.readouterr().out
-    assert "a step of 16 rows of 1024 tokens" in printed and "runs:" not in printed
-    live, cached = re.findall(r"(\w+) teacher, bf16-mixed, memory: about .*\((.*)\)", printed)
-    assert live[0] == "live" and "target " in live[1]
-    assert cached[0] == "cached" and "target " not in cached[1]
-    drafters = re.findall(r"drafter: ([\d,]+) parameters", printed)
-    read = FeatureConfig([1, 3]).added_to(drafter_config_from(TINY), TINY)
-    assert drafters == [f"{estimates.num_parameters(each):,}" for each in (
-        read, drafter_config_from(TINY)
-    )]
-
-
 def test_a_finished_run_says_so(workspace, finished, capsys):
     before = everything_under(finished)
     distill.main(options_of(workspace, finished, "--dry_run"))
@@ -350,7 +307,7 @@ def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["distill", "target", "cache", "evaluation", "gate", "decode", "kernels", "training"]
+    "command", ["distill", "target", "cache", "evaluation", "gate"]
 )
 def test_memory_that_is_too_small_is_code_71(
     command, workspace, finished, tmp_path, monkeypatch, capsys
@@ -359,7 +316,6 @@ def test_memory_that_is_too_small_is_code_71(
     monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
     target, train = str(workspace / "target"), str(workspace / "train.jsonl")
     checkpoint = str(finished / "drafter/step-00000008")
-    tiny = [str(tmp_path / "out"), "--shape", "tiny", "--device", "cpu"]
     main, arguments = {
         "distill": (distill.main, options_of(workspace, tmp_path / "run")),
         "target": (train_target.main, [
@@ -376,9 +332,6 @@ def test_memory_that_is_too_small_is_code_71(
             str(tmp_path / "gate"), "--fail-below", "acceptance_length=-3%", "--benchmarks",
             str(workspace / "prompts.jsonl"), "--device", "cpu",
         ]),
-        "decode": (bench_decode.main, [*tiny, "--what", "[calls]"]),
-        "kernels": (bench_kernels.main, tiny),
-        "training": (bench_training.main, tiny),
     }[command]
     with pytest.raises(OutOfMemory, match=r"of memory are needed, 1000 B are free: \w") as refused:
         main([*arguments, "--dry_run"])

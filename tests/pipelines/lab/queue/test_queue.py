@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,17 +14,17 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.common.errors import InvariantBroken, UsageError
 from stree.generation import GenerationConfig
-from stree_pipelines.evaluation.result_store import read_rows
-from stree_pipelines.lab import bench_queue
+from stree_pipelines.lab import bench_queue, bench_report
+from stree_pipelines.lab.bench_report import rows_of_file
 from stree_pipelines.lab.queue import bench as queue_bench
 from stree_pipelines.lab.queue.queueing import (
     Policy,
-    QueueRow,
     figures_of,
     poisson_arrivals,
     serve,
 )
 
+RESULTS = Path(__file__).parents[4] / "docs/results"
 CONTINUOUS = Policy("continuous")
 
 
@@ -73,10 +74,10 @@ def test_continuous_admission_fills_a_row_as_soon_as_it_is_free():
     assert moments(traffic) == [(1, 2, 4), (1, 2, 6), (4, 5, 7)]
     assert traffic.duration_s == 6 and traffic.row_seconds == 11
     figures = figures_of(traffic)
-    assert figures["latency_s"].mean == pytest.approx((3 + 5 + 4.5) / 3)
-    assert figures["latency_s"].p50 == 4.5
-    assert figures["time_to_first_token_s"].mean == pytest.approx((1 + 1 + 2.5) / 3)
-    assert figures["waiting_s"].mean == pytest.approx(1.5 / 3)
+    assert figures["latency_s"]["mean"] == pytest.approx((3 + 5 + 4.5) / 3)
+    assert figures["latency_s"]["p50"] == 4.5
+    assert figures["time_to_first_token_s"]["mean"] == pytest.approx((1 + 1 + 2.5) / 3)
+    assert figures["waiting_s"]["mean"] == pytest.approx(1.5 / 3)
     assert figures["throughput"] == 11 / 6 and figures["requests_per_second"] == 3 / 6
     assert figures["occupancy"] == pytest.approx(11 / 12) and figures["acceptance_length"] == 1
 
@@ -94,7 +95,7 @@ def test_a_cleared_queue_is_a_batch_of_its_own():
     traffic, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], Policy("clearing", 2, 2.0))
     assert moments(traffic) == [(0, 1, 3), (0, 1, 7), (7, 8, 10), (7, 8, 10)]
     better, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], CONTINUOUS)
-    assert figures_of(better)["latency_s"].mean < figures_of(traffic)["latency_s"].mean
+    assert figures_of(better)["latency_s"]["mean"] < figures_of(traffic)["latency_s"]["mean"]
 
 
 def test_no_more_than_the_rows_are_cleared_at_once():
@@ -149,50 +150,47 @@ def options(world, out, *more: str) -> list[str]:
 def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, monkeypatch):
     out = tmp_path / "queue.jsonl"
     bench_queue.main(options(world, out))
-    captured = capsys.readouterr()
-    rows = read_rows(out, QueueRow)
-    assert [(row.policy, row.method) for row in rows] == [
+    said = capsys.readouterr().err
+    assert "4 settings of 6 requests, 4 to go" in said
+    assert "clearing stree 200/s  6/6  latency" in said
+    rows = list(rows_of_file(out))
+    assert [(row["policy"], row["method"]) for row in rows] == [
         (policy, method) for method in ("autoregressive", "stree")
         for policy in ("continuous", "clearing")
     ]
     for row in rows:
-        assert row.latency_s.p50 <= row.latency_s.p95 <= row.duration_s
-        assert row.waiting_s.mean <= row.time_to_first_token_s.mean <= row.latency_s.mean
-        assert 0 < row.occupancy <= 1 and row.throughput > row.requests_per_second
-        assert (row.queue_size, row.max_wait_s) == (
-            (3, 0.01) if row.policy == "clearing" else (None, None)
+        latency, first, waiting = (
+            row[name] for name in ("latency_s", "time_to_first_token_s", "waiting_s")
         )
-        assert (row.step, row.tree and row.tree.name) == (
-            (10, "paper") if row.method == "stree" else (None, None)
-        )
-    table = [line.split("|")[1:-1] for line in captured.out.splitlines() if line.startswith("| ")]
+        assert latency["p50"] <= latency["p95"] <= row["duration_s"]
+        assert waiting["mean"] <= first["mean"] <= latency["mean"]
+        assert 0 < row["occupancy"] <= 1 and row["throughput"] > row["requests_per_second"]
+        clears, drafts = row["policy"] == "clearing", row["method"] == "stree"
+        assert (row["queue_size"], row["max_wait_s"]) == ((3, 0.01) if clears else (None, None))
+        tree = row["tree"] and row["tree"]["name"]
+        assert (row["step"], tree) == ((10, "paper") if drafts else (None, None))
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    table = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("| ")]
     assert [cell.strip() for cell in table[0][:4]] == ["policy", "method", "rate", "latency s mean"]
     assert [float(line[3]) for line in table[1:]] == pytest.approx(
-        [row.latency_s.mean for row in rows], rel=1e-3
+        [row["latency_s"]["mean"] for row in rows], rel=1e-3
     )
-    assert "4 settings of 6 requests, 4 to go" in captured.err
-    assert "clearing stree 200/s  6/6  latency" in captured.err
 
-    before = out.read_bytes()
-    with open(out, "ab") as file:
-        file.write(b'{"version":1,"policy":"torn')  # as a kill leaves it
     more = options(world, out, "--queue_size", "2")
     bench_queue.main(more)
-    assert out.read_bytes().startswith(before)
-    rows = read_rows(out, QueueRow)
-    assert len(rows) == 6 and {row.queue_size for row in rows[4:]} == {2}
+    again = list(rows_of_file(out))
+    assert again[:4] == rows and [row["queue_size"] for row in again[4:]] == [2, 2]
+    monkeypatch.setattr(
+        queue_bench.QueueBench, "measure", lambda *_: pytest.fail("its row is there")
+    )
+    bench_queue.main(more)
 
-    def refuse(*_):
-        raise AssertionError("a setting was measured although its row exists")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(queue_bench.QueueBench, "measure", refuse)
-        bench_queue.main(more)
-        bench_queue.main([*options(world, out, "--overwrite"), "--dry_run"])
-    assert "rows: 4, 0 are there" in capsys.readouterr().out
-    bench_queue.main(options(world, out, "--methods", "autoregressive", "--overwrite"))
-    again = read_rows(out, QueueRow)
-    assert len(again) == 6 and json.loads(out.read_text().splitlines()[0])["method"] == "stree"
+def test_committed_rows_are_a_table(tmp_path, capsys):
+    shutil.copy(RESULTS / "h200-batch/queue/queue.jsonl", tmp_path)
+    bench_report.main([str(tmp_path)])
+    assert "| clearing   | stree          | 400  | 0.09698" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,8 @@ def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, mo
     [
         (["--batch_size", "1"], "at least 2 rows"),
         (["--rates", "0"], "above 0"),
-        (["--rates", "1", "1"], "each once"),
+        (["--rates", "1", "1"], "above 0, each once"),
+        (["--policies", "clearing", "clearing"], "each once"),
         (["--policies", "lifo"], "wanted some of continuous, clearing"),
         (["--queue_size", "4"], "wanted 1 to the 3 rows"),
         (["--max_wait_s", "-1"], "seconds from 0 on"),
