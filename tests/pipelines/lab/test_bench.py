@@ -314,7 +314,7 @@ def test_drafters_of_other_heads_depths_and_widths():
         ("attention+attention", "attention and head_dtype=float8 joined by"),
         ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
         ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
-        ("head=200000", "head_vocab_size is 200000, it must be from 0 to 128256"),
+        ("head=200000", "head_vocab_size is 200000, it must be"),
     ):
         with pytest.raises(UsageError, match=said):
             models.drafter_config("8b", kind)
