@@ -6,10 +6,11 @@ K slots of an accepted path, Z trees.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ AFTER = 2**31  # the token after the accepted path
 
 # Terms to be added to a stream (…, D): none, parts of a sum (S, …, D), or several such
 Added = Tensor | tuple[Tensor, ...] | None
+
+
+class ScanShape(NamedTuple):
+    """Dimensions of a Mamba-2 scan, constants of its kernels. Heads read groups of x, B and C."""
+
+    head_dim: int
+    d_state: int
+    heads_a_x: int
+    heads_a_b: int
+    heads_a_c: int
+    b_channel: int  # of `Derived.xb`, at which B begins
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,11 @@ class MixerShape:
         know(num_kept=self.num_channels + self.num_heads, tail=self.width - 1)
         know(largest_dim=max(self.head_dim, self.d_state))
 
+    @functools.cached_property
+    def scan(self) -> ScanShape:
+        heads_a_group = (self.num_heads // groups for groups in self.scan_groups)
+        return ScanShape(self.head_dim, self.d_state, *heads_a_group, self.conv_dims[0])
+
 
 @dataclass(frozen=True)
 class MixerWeights:
@@ -108,6 +125,10 @@ class GatedDeltaShape:
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.d_inner
 
+    xbc_dims = conv_dims
+    dt_limit: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    scan: ClassVar[ScanShape] = ScanShape(1, 1, 1, 1, 1, 0)  # the conv's launch replays nothing
+
     @property
     def num_channels(self) -> int:
         """Channels of q, k and v together."""
@@ -144,6 +165,15 @@ class GatedDeltaWeights:
     A_log: Tensor
 
 
+class NodeArgs(NamedTuple):
+    """`Derived` as kernels take it; Any is a tensor on the host and a pointer on the device."""
+
+    xb: Any
+    xb_strides: Any  # of halves, sequences and nodes
+    steps: Any
+    steps_strides: Any  # of halves, sequences, dt or log-decay, and nodes
+
+
 @dataclass(frozen=True)
 class Derived:
     """Values that the fused kernels keep of a tree's nodes with their raw inputs, double-buffered.
@@ -156,9 +186,22 @@ class Derived:
     xb: Tensor
     steps: Tensor
 
+    @functools.cached_property
+    def args(self) -> NodeArgs:
+        return NodeArgs(self.xb, self.xb.stride()[:3], self.steps, self.steps.stride()[:4])
+
     def narrow(self, first: int, count: int) -> Derived:
         """Return views of `count` sequences from `first` on."""
         return Derived(self.xb.narrow(1, first, count), self.steps.narrow(1, first, count))
+
+
+class TreeArgs(NamedTuple):
+    """`Topology` as kernels take it."""
+
+    ancestors: Any  # as uint8
+    depths: Any
+    windows: Any
+    size: Any  # N
 
 
 @dataclass(frozen=True)
@@ -177,6 +220,22 @@ class Topology:
     depths: Tensor
     windows: Tensor
     written: bool = False
+
+    @functools.cached_property
+    def args(self) -> TreeArgs:
+        ancestors = self.ancestors.view(torch.uint8)
+        return TreeArgs(ancestors, self.depths, self.windows, self.depths.shape[1])
+
+
+class CacheArgs(NamedTuple):
+    """`CacheState` as kernels take it, without lengths and rows."""
+
+    path: Any
+    path_stride: Any
+    path_size: Any  # K
+    path_lengths: Any
+    variants: Any
+    parities: Any
 
 
 @dataclass(frozen=True)
@@ -204,6 +263,11 @@ class CacheState:
     rows: Tensor | None = None
     shared: dict[Any, Any] | None = None
     ready: str = "none"
+
+    @functools.cached_property
+    def args(self) -> CacheArgs:
+        path, length = self.path, self.path_length
+        return CacheArgs(path, path.stride(0), path.shape[1], length, self.variant, self.parity)
 
     def of_a_call(self, ready: str) -> CacheState:
         """Return a copy for one call, whose layers share the index plan."""

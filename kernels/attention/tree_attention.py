@@ -9,6 +9,7 @@ contiguous and writes the new ones, which no program reads by then. Twin: `naive
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +28,7 @@ STAGES = 3  # blocks in flight, the present one included
 LEAST_SPLITS = 2  # of staged keys, unless those of many queries fill the GPU once with one
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
-CORNER_KEYS = 16  # accepted and new ones at a time
+CORNER_KEYS = tl.constexpr(16)  # accepted and new ones at a time
 SKIPPED_FROM = 257  # nodes from which on keys that no query of a program sees are left out
 FEW_NODES = 16  # of more, the corner has two parts
 ATTEND_WARPS = 4
@@ -35,7 +36,7 @@ ATTEND_REGISTERS = 255
 COMBINE_PROGRAMS = 132
 COMBINE_WARPS = 1
 PARTS_A_PROGRAM = 16  # rows × parts that a program of the second launch combines, or one row's
-WRITE_DIMS = 32  # of each half of a head, written by one program of the second launch
+WRITE_DIMS = tl.constexpr(32)  # of each half of a head, written by one program of the second launch
 
 
 def attend_tree(
@@ -86,22 +87,17 @@ def attend_tree(
     sums = qkv.new_empty(2, *per_row, dtype=torch.float32)
     y = qkv.new_empty(batch, num_new, num_heads * head_dim) if out is None else out
     assert y.stride(2) == 1
-    common = (
-        qkv, qkv.stride(0), qkv.stride(1),
-        keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
-        rotary, rotary.stride(0), rotary.stride(1),
-        topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
-        cache_state.length, cache_state.path, cache_state.path.stride(0), cache_state.path_length,
-        cache_state.variant, cache_state.rows, first, num_new, outs, sums, sums.stride(0), num_rows,
+    call = AttentionArgs(
+        qkv, qkv.stride()[:2], keys, values, keys.stride()[:3], rotary, rotary.stride()[:2],
+        cache_state.length, cache_state.rows, outs, sums, sums.stride(0), num_rows,
     )
     constants = dict(
-        NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
-        NUM_CORNERS=num_corners, NUM_SPLITS=num_splits,
-        BLOCK_L=block_l, BLOCK_M=block_m, BLOCK_CORNER=CORNER_KEYS,
-        BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
+        SHAPE=AttentionShape(num_kv_heads, shared, head_dim, num_corners, num_splits),
+        BLOCK=AttentionBlock(block_l, block_m, max(16, triton.next_power_of_2(head_dim // 2))),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1 and not topology.written,
         **overlapping(qkv),
     )
+    common = call, topology.args, cache_state.args, first, num_new
     # A wider head's tiles would spill most of what four warps' registers hold
     attend_warps = ATTEND_WARPS if head_dim <= 128 or alone else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
@@ -109,14 +105,46 @@ def attend_tree(
         SKIPS=skips, READY=cache_state.ready, STAGES=STAGES if staged else 1,
         num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS, **constants,
     )
-    writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
+    writers = triton.cdiv(head_dim // 2, WRITE_DIMS.value)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
-        *common, y, y.stride(0), y.stride(1), writers, keys.shape[2],
-        BLOCK_PARTS=block_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
+        *common, y, y.stride()[:2], writers, keys.shape[2],
+        BLOCK_PARTS=block_parts, BLOCK_R=rows_each,
         BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))),
         num_warps=COMBINE_WARPS, **constants,
     )
     return y
+
+
+class AttentionArgs(NamedTuple):
+    """Tensors of both launches of a call; strides are of all dims but the last."""
+
+    qkv: Any
+    qkv_strides: Any
+    key_cache: Any
+    value_cache: Any
+    cache_strides: Any
+    rotary: Any
+    rotary_strides: Any
+    lengths: Any
+    rows: Any
+    outs: Any  # (parts, B·Hkv, rows, D), what each part of the keys gives
+    sums: Any  # (2, parts, B·Hkv, rows), its highest scores, and its sums of exponentials
+    sums_stride: Any
+    num_rows: Any  # queries a head of keys: those of all heads that share it
+
+
+class AttentionShape(NamedTuple):
+    num_kv_heads: int
+    shared: int  # heads a head of keys
+    head_dim: int
+    num_corners: int  # parts of the keys that are not in order yet
+    num_splits: int  # parts of the others
+
+
+class AttentionBlock(NamedTuple):
+    L: int  # committed keys at a time
+    M: int  # queries
+    HALF: int  # channels of half a head
 
 
 def _num_splits(programs: int, num_corners: int, staged: bool, many_queries: bool) -> int:
@@ -137,24 +165,20 @@ def _split_length(length, num_splits: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _held_by(rows, batch):
-    """Return the cache row of one of the call's sequences."""
-    if rows is None:
-        return batch
-    else:
-        return load_kept(rows + batch)
+def _at_head(call, batch, kv_head):
+    """Return the offset of a sequence's head of keys in the cache."""
+    row = batch
+    if call.rows is not None:
+        row = load_kept(call.rows + batch)
+    return row * call.cache_strides[0] + kv_head.to(tl.int64) * call.cache_strides[1]
 
 
 @triton.jit
-def _corner(
-    row, num_new, num_cached, num_corners: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-):
+def _corner(row, num_new, num_cached, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the numbers of the corner's keys that a block of rows sees, and of a part's keys."""
-    num_keys = num_cached + tl.minimum(
-        (row // BLOCK_M * BLOCK_M + BLOCK_M - 1) // SHARED + 1, num_new
-    )
-    return num_keys, _split_length(num_keys, num_corners, BLOCK)
+    last = row // BLOCK.M * BLOCK.M + BLOCK.M - 1
+    num_keys = num_cached + tl.minimum(last // SHAPE.shared + 1, num_new)
+    return num_keys, _split_length(num_keys, SHAPE.num_corners, CORNER_KEYS)
 
 
 @triton.jit
@@ -217,13 +241,12 @@ def _whole(at, known, d, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _rotated(low, high, position, known, half, rotary, rotary_stride, position_stride,
-             HEAD_DIM: tl.constexpr):
+def _rotated(low, high, position, known, half, call, HEAD_DIM: tl.constexpr):
     """Return columns of both halves of heads, rotated to their positions."""
     mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    table = rotary + position[:, None] * position_stride + half[None, :]
+    table = call.rotary + position[:, None] * call.rotary_strides[1] + half[None, :]
     cos = tl.load(table, mask=mask, other=0.0)
-    sin = tl.load(table + rotary_stride, mask=mask, other=0.0)
+    sin = tl.load(table + call.rotary_strides[0], mask=mask, other=0.0)
     low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
     rotated_low = (low_wide * cos - high_wide * sin).to(low.dtype)
     rotated_high = (high_wide * cos + low_wide * sin).to(low.dtype)
@@ -239,21 +262,21 @@ def _above(seen_by, known, node, there):
 
 @triton.jit
 def _attend_corner(
-    q_low, q_high, known, seen_by, key_at, qkv_stride,
-    keys, values, slot_stride, rotary, rotary_stride, position_stride,
+    call, q_low, q_high, known, seen_by, key_at, keys, values,
     depths, path, path_length, old_length, first, begin, end, highest, total, out, scale,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    REPLAY: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SHAPE: tl.constexpr, BLOCK: tl.constexpr, REPLAY: tl.constexpr, SKIPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Attend to the keys from begin to end that are not yet in order, and to the new nodes.
 
     First come the keys that the last call left in the cache (its accepted path, or the tree so
     far), then the new nodes; begin and end count through both.
     """
-    half, d = tl.arange(0, BLOCK_HALF), tl.arange(0, 2 * BLOCK_HALF)
+    half, d = tl.arange(0, BLOCK.HALF), tl.arange(0, 2 * BLOCK.HALF)
+    head_dim: tl.constexpr = SHAPE.head_dim
     num_cached = path_length if REPLAY else first
-    for start in range(begin, end, BLOCK):
-        k = start + tl.arange(0, BLOCK)
+    for start in range(begin, end, CORNER_KEYS):
+        k = start + tl.arange(0, CORNER_KEYS)
         there, cached = k < end, k < num_cached
         fresh, cached = there & ~cached, there & cached
         node = k - path_length  # negative on the path
@@ -267,17 +290,16 @@ def _attend_corner(
             else:
                 slot = old_length + k
             depth = load_kept(depths + node, fresh)
-            new_at = key_at + (node - first) * qkv_stride
-            slot_at = slot * slot_stride
+            new_at = key_at + (node - first) * call.qkv_strides[1]
+            slot_at = slot * call.cache_strides[2]
             # A choice between pointers would be one load, but of two bytes at a time
-            old_low, old_high = _halves(keys + slot_at, cached, half, HEAD_DIM)
-            old_v = _whole(values + slot_at, cached, d, HEAD_DIM)
-            k_low, k_high = _halves(new_at, fresh, half, HEAD_DIM)
-            v = _whole(new_at + NUM_KV_HEADS * HEAD_DIM, fresh, d, HEAD_DIM)
+            old_low, old_high = _halves(keys + slot_at, cached, half, head_dim)
+            old_v = _whole(values + slot_at, cached, d, head_dim)
+            k_low, k_high = _halves(new_at, fresh, half, head_dim)
+            v = _whole(new_at + SHAPE.num_kv_heads * head_dim, fresh, d, head_dim)
             above = _above(seen_by, known, node, there)
             k_low, k_high = _rotated(
-                k_low, k_high, old_length + path_length + depth, fresh, half,
-                rotary, rotary_stride, position_stride, HEAD_DIM,
+                k_low, k_high, old_length + path_length + depth, fresh, half, call, head_dim
             )
             k_low = tl.where(cached[:, None], old_low, k_low)
             k_high = tl.where(cached[:, None], old_high, k_high)
@@ -291,210 +313,188 @@ def _attend_corner(
 
 @triton.jit
 def attend_kernel(
-    qkv, qkv_batch_stride, qkv_stride,
-    keys, values, cache_batch_stride, cache_head_stride, slot_stride,
-    rotary, rotary_stride, position_stride,
-    ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants, rows,
-    first, num_new, outs, sums, sums_stride, num_rows, scale,
-    NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
-    SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, READY: tl.constexpr, OVERLAPS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    call, tree, cache, first, num_new, scale, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+    REPLAY: tl.constexpr, SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, READY: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
-    kv_head = sequence_head % NUM_KV_HEADS
-    half, d = tl.arange(0, BLOCK_HALF), tl.arange(0, 2 * BLOCK_HALF)
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    known = row < num_rows
-    query = row // SHARED
+    batch = (sequence_head // SHAPE.num_kv_heads).to(tl.int64)
+    kv_head = sequence_head % SHAPE.num_kv_heads
+    head_dim: tl.constexpr = SHAPE.head_dim
+    half, d = tl.arange(0, BLOCK.HALF), tl.arange(0, 2 * BLOCK.HALF)
+    row = block * BLOCK.M + tl.arange(0, BLOCK.M)
+    known = row < call.num_rows
+    query = row // SHAPE.shared
     if READY == "none":
         follow(OVERLAPS)
     if READY == "all":
         lead(OVERLAPS)
+    ancestors, depths = tree.ancestors, tree.depths
     if not ONE_TREE:
-        variant = load_kept(variants + batch)
-        depths += variant * tree_size
-        ancestors += variant * tree_size * tree_size
+        variant = load_kept(cache.variants + batch)
+        depths += variant * tree.size
+        ancestors += variant * tree.size * tree.size
     depth = load_kept(depths + first + query, known)
-    old_length = load_kept(lengths + batch).to(tl.int32)
+    old_length = load_kept(call.lengths + batch).to(tl.int32)
     path_length = 0
     if REPLAY:
-        path_length = load_kept(path_lengths + batch).to(tl.int32)
+        path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
     length = old_length + path_length
-    at_head = _held_by(rows, batch) * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
-    keys += at_head
-    values += at_head
-    qkv += batch * qkv_batch_stride
+    at_head = _at_head(call, batch, kv_head)
+    keys, values = call.key_cache + at_head, call.value_cache + at_head
+    qkv, slot_stride = call.qkv + batch * call.qkv_strides[0], call.cache_strides[2]
 
     # First come parts of the corner, then splits, whose first keys come ahead of the queries
-    share = _split_length(old_length, NUM_SPLITS, BLOCK_L)
-    begin = (part - NUM_CORNERS) * share
+    share = _split_length(old_length, SHAPE.num_splits, BLOCK.L)
+    begin = (part - SHAPE.num_corners) * share
     end = tl.minimum(begin + share, old_length)
     num_keys, corner_share = _corner(
-        block * BLOCK_M, num_new, path_length if REPLAY else first, NUM_CORNERS,
-        SHARED, BLOCK_M, BLOCK_CORNER,
+        block * BLOCK.M, num_new, path_length if REPLAY else first, SHAPE, BLOCK
     )
     corner_end = tl.minimum((part + 1) * corner_share, num_keys)
-    if part < NUM_CORNERS:
+    if part < SHAPE.num_corners:
         end = begin
         if part * corner_share >= num_keys:
             return
     elif begin >= end:
         return
     if STAGES == 1:
-        slot = begin + tl.arange(0, BLOCK_L)
-        k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
-        v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+        slot = begin + tl.arange(0, BLOCK.L)
+        k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, head_dim)
+        v = _whole(values + slot * slot_stride, slot < end, d, head_dim)
     if READY == "memory":
         follow(OVERLAPS)
-    low, high = _halves(
-        qkv + query * qkv_stride + (kv_head * SHARED + row % SHARED) * HEAD_DIM,
-        known, half, HEAD_DIM,
-    )
-    q_low, q_high = _rotated(
-        low, high, length + depth, known, half, rotary, rotary_stride, position_stride, HEAD_DIM
-    )
-    highest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    out = tl.zeros([BLOCK_M, 2 * BLOCK_HALF], dtype=tl.float32)
-    everyone = tl.full([BLOCK_M, 1], 1, dtype=tl.int1)
-    for start in tl.range(begin, end, BLOCK_L, num_stages=STAGES):
-        slot = start + tl.arange(0, BLOCK_L)
+    at_query = qkv + query * call.qkv_strides[1]
+    head = kv_head * SHAPE.shared + row % SHAPE.shared
+    low, high = _halves(at_query + head * head_dim, known, half, head_dim)
+    q_low, q_high = _rotated(low, high, length + depth, known, half, call, head_dim)
+    highest = tl.full([BLOCK.M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK.M], dtype=tl.float32)
+    out = tl.zeros([BLOCK.M, 2 * BLOCK.HALF], dtype=tl.float32)
+    everyone = tl.full([BLOCK.M, 1], 1, dtype=tl.int1)
+    for start in tl.range(begin, end, BLOCK.L, num_stages=STAGES):
+        slot = start + tl.arange(0, BLOCK.L)
         used = slot < end
         if STAGES > 1:
-            k_low, k_high = _halves(keys + slot * slot_stride, used, half, HEAD_DIM)
-            v = _whole(values + slot * slot_stride, used, d, HEAD_DIM)
+            k_low, k_high = _halves(keys + slot * slot_stride, used, half, head_dim)
+            v = _whole(values + slot * slot_stride, used, d, head_dim)
         else:
-            slot += BLOCK_L
-            next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
-            next_v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+            slot += BLOCK.L
+            next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, head_dim)
+            next_v = _whole(values + slot * slot_stride, slot < end, d, head_dim)
         highest, total, out = _attend(
             q_low, q_high, k_low, k_high, v, everyone & used[None, :],
             highest, total, out, scale, PRECISION,
         )
         if STAGES == 1:
             k_low, k_high, v = next_low, next_high, next_v
-    if part < NUM_CORNERS:
+    if part < SHAPE.num_corners:
         highest, total, out = _attend_corner(
-            q_low, q_high, known, ancestors + (first + query)[:, None] * tree_size,
-            qkv + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM, qkv_stride,
-            keys, values, slot_stride, rotary, rotary_stride, position_stride,
-            depths, path + batch * path_stride, path_length, old_length, first,
-            part * corner_share, corner_end,
-            highest, total, out, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, SKIPS, BLOCK_CORNER, PRECISION,
+            call, q_low, q_high, known, ancestors + (first + query)[:, None] * tree.size,
+            qkv + (SHAPE.num_kv_heads * SHAPE.shared + kv_head) * head_dim, keys, values,
+            depths, cache.path + batch * cache.path_stride, path_length, old_length, first,
+            part * corner_share, corner_end, highest, total, out, scale,
+            SHAPE, BLOCK, REPLAY, SKIPS, PRECISION,
         )
 
     if READY == "all":  # the previous launch may read the written memory
         follow(OVERLAPS)
-    at = (part * tl.num_programs(2) + sequence_head).to(tl.int64) * num_rows + row
+    at = (part * tl.num_programs(2) + sequence_head).to(tl.int64) * call.num_rows + row
     tl.store(
-        outs + at[:, None] * HEAD_DIM + d[None, :], out,
-        mask=known[:, None] & (d < HEAD_DIM)[None, :],
+        call.outs + at[:, None] * head_dim + d[None, :], out,
+        mask=known[:, None] & (d < head_dim)[None, :],
     )
-    tl.store(sums + at, highest, mask=known)
-    tl.store(sums + sums_stride + at, total, mask=known)
+    tl.store(call.sums + at, highest, mask=known)
+    tl.store(call.sums + call.sums_stride + at, total, mask=known)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def combine_kernel(
-    qkv, qkv_batch_stride, qkv_stride,
-    keys, values, cache_batch_stride, cache_head_stride, slot_stride,
-    rotary, rotary_stride, position_stride,
-    ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants, rows,
-    first, num_new, outs, sums, sums_stride, num_rows,
-    y_pointer, y_batch_stride, y_stride, writers, num_slots,
-    NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
-    ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+    call, tree, cache, first, num_new, y_pointer, y_strides, writers, num_slots,
+    SHAPE: tl.constexpr, BLOCK: tl.constexpr, REPLAY: tl.constexpr, ONE_TREE: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     block, sequence_head = tl.program_id(0), tl.program_id(1)
-    batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
-    kv_head = sequence_head % NUM_KV_HEADS
-    d = tl.arange(0, 2 * BLOCK_HALF)
-    in_d = d < HEAD_DIM
+    batch = (sequence_head // SHAPE.num_kv_heads).to(tl.int64)
+    kv_head = sequence_head % SHAPE.num_kv_heads
+    head_dim: tl.constexpr = SHAPE.head_dim
+    d = tl.arange(0, 2 * BLOCK.HALF)
+    in_d = d < head_dim
     # The first launch waited for all before it: the cache state is complete already
-    old_length = load_kept(lengths + batch).to(tl.int32)
+    old_length = load_kept(call.lengths + batch).to(tl.int32)
     path_length = 0
     if REPLAY:
-        path_length = load_kept(path_lengths + batch).to(tl.int32)
+        path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
     if block >= writers:
         row = (block - writers) * BLOCK_R + tl.arange(0, BLOCK_R)
-        known = row < num_rows
+        known = row < call.num_rows
         part = tl.arange(0, BLOCK_PARTS)
-        share = _split_length(old_length, NUM_SPLITS, BLOCK_L)
+        share = _split_length(old_length, SHAPE.num_splits, BLOCK.L)
         num_keys, corner_share = _corner(
-            row, num_new, path_length if REPLAY else first, NUM_CORNERS,
-            SHARED, BLOCK_M, BLOCK_CORNER,
+            row, num_new, path_length if REPLAY else first, SHAPE, BLOCK
         )
         # A part without keys left nothing
-        split = part - NUM_CORNERS
-        used = (split >= 0) & (split < NUM_SPLITS) & (split * share < old_length)
+        split = part - SHAPE.num_corners
+        used = (split >= 0) & (split < SHAPE.num_splits) & (split * share < old_length)
         in_corner = part[:, None] * corner_share[None, :] < num_keys[None, :]
         used = used[:, None] | ((split < 0)[:, None] & in_corner)
         used = used & known[None, :]
-        first_row = (part * tl.num_programs(1) + sequence_head).to(tl.int64) * num_rows
+        first_row = (part * tl.num_programs(1) + sequence_head).to(tl.int64) * call.num_rows
         at = first_row[:, None] + row[None, :]
         follow(OVERLAPS)
         out = tl.load(
-            outs + at[:, :, None] * HEAD_DIM + d[None, None, :],
+            call.outs + at[:, :, None] * head_dim + d[None, None, :],
             mask=used[:, :, None] & in_d[None, None, :], other=0.0,
         )
-        highest = tl.load(sums + at, mask=used, other=-float("inf"))
-        total = tl.load(sums + sums_stride + at, mask=used, other=0.0)
+        highest = tl.load(call.sums + at, mask=used, other=-float("inf"))
+        total = tl.load(call.sums + call.sums_stride + at, mask=used, other=0.0)
         top = tl.max(highest, axis=0)
         top = tl.where(known, top, 0.0)
         weights = tl.exp2(highest - top[None, :])
         whole = tl.where(known, tl.sum(total * weights, axis=0), 1.0)
         y = tl.sum(out * weights[:, :, None], axis=0) / whole[:, None]
-        head = kv_head * SHARED + row % SHARED
-        line = batch * y_batch_stride + row // SHARED * y_stride + head * HEAD_DIM
+        head = kv_head * SHAPE.shared + row % SHAPE.shared
+        line = batch * y_strides[0] + row // SHAPE.shared * y_strides[1] + head * head_dim
         tl.store(
             y_pointer + line[:, None] + d[None, :], y.to(y_pointer.dtype.element_ty),
             mask=known[:, None] & in_d[None, :],
         )
     else:
-        half = block * BLOCK_W + tl.arange(0, BLOCK_W)
-        held = _held_by(rows, batch) * cache_batch_stride
-        keys += held + kv_head.to(tl.int64) * cache_head_stride
-        values += held + kv_head.to(tl.int64) * cache_head_stride
+        half = block * WRITE_DIMS + tl.arange(0, WRITE_DIMS)
+        at_head = _at_head(call, batch, kv_head)
+        keys, values = call.key_cache + at_head, call.value_cache + at_head
         length = old_length + path_length
         follow(OVERLAPS)
         if REPLAY:
             # path[k] >= k: going up, no block overwrites what a later one reads
-            for start in range(0, path_length, 16):
-                k = start + tl.arange(0, 16)
+            for start in range(0, path_length, CORNER_KEYS):
+                k = start + tl.arange(0, CORNER_KEYS)
                 moved = k < path_length
-                node = load_kept(path + batch * path_stride + k, moved).to(tl.int32)
-                source = (old_length + node) * slot_stride
-                target = (old_length + k) * slot_stride
-                k_low, k_high = _halves(keys + source, moved, half, HEAD_DIM)
-                v_low, v_high = _halves(values + source, moved, half, HEAD_DIM)
+                node = load_kept(cache.path + batch * cache.path_stride + k, moved).to(tl.int32)
+                source = (old_length + node) * call.cache_strides[2]
+                target = (old_length + k) * call.cache_strides[2]
+                k_low, k_high = _halves(keys + source, moved, half, head_dim)
+                v_low, v_high = _halves(values + source, moved, half, head_dim)
                 tl.debug_barrier()
-                _store_halves(keys + target, moved, half, k_low, k_high, HEAD_DIM)
-                _store_halves(values + target, moved, half, v_low, v_high, HEAD_DIM)
+                _store_halves(keys + target, moved, half, k_low, k_high, head_dim)
+                _store_halves(values + target, moved, half, v_low, v_high, head_dim)
                 tl.debug_barrier()
+        depths = tree.depths
         if not ONE_TREE:
-            depths += load_kept(variants + batch) * tree_size
-        key_at = qkv + batch * qkv_batch_stride + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM
+            depths += load_kept(cache.variants + batch) * tree.size
+        key_head = SHAPE.num_kv_heads * SHAPE.shared + kv_head
+        key_at = call.qkv + batch * call.qkv_strides[0] + key_head * head_dim
         for start in range(0, num_new, BLOCK_N):
             new = start + tl.arange(0, BLOCK_N)
             used = new < num_new
             depth = load_kept(depths + first + new, used)
-            new_at = key_at + new * qkv_stride
-            k_low, k_high = _halves(new_at, used, half, HEAD_DIM)
-            v_low, v_high = _halves(new_at + NUM_KV_HEADS * HEAD_DIM, used, half, HEAD_DIM)
+            new_at = key_at + new * call.qkv_strides[1]
+            k_low, k_high = _halves(new_at, used, half, head_dim)
+            v_low, v_high = _halves(new_at + SHAPE.num_kv_heads * head_dim, used, half, head_dim)
             k_low, k_high = _rotated(
-                k_low, k_high, length + depth, used, half,
-                rotary, rotary_stride, position_stride, HEAD_DIM,
+                k_low, k_high, length + depth, used, half, call, head_dim
             )
             used = used & (length + first + new < num_slots)
-            at = (length + first + new) * slot_stride
-            _store_halves(keys + at, used, half, k_low, k_high, HEAD_DIM)
-            _store_halves(values + at, used, half, v_low, v_high, HEAD_DIM)
+            at = (length + first + new) * call.cache_strides[2]
+            _store_halves(keys + at, used, half, k_low, k_high, head_dim)
+            _store_halves(values + at, used, half, v_low, v_high, head_dim)

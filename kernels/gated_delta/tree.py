@@ -16,7 +16,7 @@ need it, and run at the same time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from stree_kernels.contracts import (
     GatedDeltaWeights,
     Topology,
 )
-from stree_kernels.conv.tree_conv import convolve
+from stree_kernels.conv.tree_conv import PATH_BLOCK, convolve
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.naive.gated_delta import NORM_EPS
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of, product
@@ -59,48 +59,92 @@ def gated_delta_tree(
     More than `FEW` and at most `MOST_PAIRED` nodes take three launches.
     """
     batch, num_new, _ = projected.shape
-    _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
-    v = convolve(kept, rows, derived, weights, shape, topology, cache_state, first)
-    y = torch.empty_like(v)
-    qk, steps = derived.xb, derived.steps
-    num_slots = min(qk.shape[2], steps.shape[3], updates.shape[1])
-    assert state.stride(3) == updates.stride(3) == 1 and num_slots >= first + num_new
-    tree = topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1]
+    args = begin(
+        projected, rows, derived, updates, state, weights, shape, topology, cache_state, first
+    )
     rule: dict[str, Any] = dict(
-        KEY_DIM=shape.key_dim, HEADS_A_KEY=shape.num_heads // shape.num_key_heads,
-        K_CHANNEL=shape.conv_dims[0], EPS=NORM_EPS, NEGATIVE=shape.negative_eigenvalues,
-        REPLAY=first == 0,
+        SHAPE=rule_shape(shape), REPLAY=first == 0,
         BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_N=BLOCK_NODES,
-        PRECISION=precision_of(kept), num_stages=1, **overlapping(kept),
+        PRECISION=precision_of(projected), num_stages=1, **overlapping(projected),
     )
     pairs = None
     if FEW < num_new <= MOST_PAIRED:
         num_blocks = triton.cdiv(num_new, BLOCK_NODES)
         num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
-        pairs = torch.empty(2, batch, shape.num_heads, num_new, first + num_new, device=kept.device)
+        size = 2, batch, shape.num_heads, num_new, first + num_new
+        pairs = torch.empty(size, device=projected.device)
         pairs_kernel[(num_blocks * num_columns, shape.num_heads, batch)](
-            qk, qk.stride(0), qk.stride(1), qk.stride(2),
-            steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
-            b, b.stride(0), b.stride(1), pairs, pairs.stride(0), *tree,
+            derived.args, args.b, args.b_strides, pairs, pairs.stride(0), topology.args,
             cache_state.variant, cache_state.parity, first, num_new, num_columns,
             num_warps=2, **rule,
         )
     block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
     gated_delta_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
-        qk, qk.stride(0), qk.stride(1), qk.stride(2),
-        steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
-        v, v.stride(0), v.stride(1), b, b.stride(0), b.stride(1),
-        updates, updates.stride(0), updates.stride(1), updates.stride(2),
-        state, state.stride(0), state.stride(1), state.stride(2),
-        y, y.stride(0), y.stride(1), pairs, 0 if pairs is None else pairs.stride(0), *tree,
-        cache_state.path, cache_state.path.stride(0), cache_state.path.shape[1],
-        cache_state.path_length,
-        cache_state.variant, cache_state.parity, first, num_new, num_slots,
-        VALUE_DIM=shape.value_dim, SCALE=shape.key_dim**-0.5, BLOCK_V=block_v,
-        BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(kept.dtype),
+        derived.args, args, pairs, 0 if pairs is None else pairs.stride(0), topology.args,
+        cache_state.args, first, num_new,
+        min(derived.xb.shape[2], derived.steps.shape[3], updates.shape[1]),
+        BLOCK_V=block_v, BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(projected.dtype),
         num_warps=2 if num_new <= FEW else 4, **rule,
     )
-    return y
+    return args.y
+
+
+class RuleArgs(NamedTuple):
+    """Tensors of a gated delta rule; strides are of all dims but the last."""
+
+    v: Any
+    v_strides: Any
+    b: Any
+    b_strides: Any
+    updates: Any
+    updates_strides: Any
+    state: Any
+    state_strides: Any
+    y: Any
+    y_strides: Any
+
+
+class RuleShape(NamedTuple):
+    """Dimensions of a gated delta rule, constants of its kernels."""
+
+    key_dim: int
+    value_dim: int
+    heads_a_key: int
+    k_channel: int  # of `Derived.xb`, at which k begins
+    scale: float  # of the queries
+    eps: float  # of the norm of keys and queries
+    negative: bool
+
+
+def rule_shape(shape: GatedDeltaShape) -> RuleShape:
+    return RuleShape(
+        shape.key_dim, shape.value_dim, shape.num_heads // shape.num_key_heads,
+        shape.conv_dims[0], shape.key_dim**-0.5, NORM_EPS, shape.negative_eigenvalues,
+    )
+
+
+def begin(
+    projected: Tensor,
+    rows: Tensor,
+    derived: Derived,
+    updates: Tensor,
+    state: Tensor,
+    weights: GatedDeltaWeights,
+    shape: GatedDeltaShape,
+    topology: Topology,
+    cache_state: CacheState,
+    first: int,
+) -> RuleArgs:
+    """Convolve; return what the rule reads, and y, which it writes."""
+    _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
+    v = convolve(kept, rows, derived, None, weights, shape, topology, cache_state, first)
+    y = torch.empty_like(v)
+    assert state.stride(3) == updates.stride(3) == 1
+    assert updates.shape[1] >= first + projected.shape[1]
+    return RuleArgs(
+        v, v.stride()[:2], b, b.stride()[:2], updates, updates.stride()[:3],
+        state, state.stride()[:3], y, y.stride()[:2],
+    )
 
 
 def exact_products(dtype: torch.dtype) -> str:
@@ -111,13 +155,9 @@ def exact_products(dtype: torch.dtype) -> str:
 
 @triton.jit(do_not_specialize=["num_new", "num_columns"])
 def pairs_kernel(
-    qk, qk_parity_stride, qk_batch_stride, qk_stride,
-    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
-    b_pointer, b_batch_stride, b_stride, pairs, scores_stride,
-    ancestors, depths, tree_size, variants, parities, first, num_new, num_columns,
-    KEY_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr, K_CHANNEL: tl.constexpr,
-    EPS: tl.constexpr, NEGATIVE: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    nodes, b, b_strides, pairs, scores_stride, tree, variants, parities,
+    first, num_new, num_columns, SHAPE: tl.constexpr, REPLAY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     """Compute the part of the system that couples a block of new nodes with earlier ones.
 
@@ -134,7 +174,7 @@ def pairs_kernel(
     if begin >= end:
         return
     d, at = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
-    in_d = d < KEY_DIM
+    in_d = d < SHAPE.key_dim
     place, other = start + at, begin + at
     known, there = place < num_new, other < end
     node = first + place
@@ -142,28 +182,27 @@ def pairs_kernel(
     if REPLAY:
         half = 1 - half
     variant = load_kept(variants + batch)
-    ancestors += variant * tree_size * tree_size
-    depth = load_kept(depths + variant * tree_size + node, known)
-    q_channel = (head // HEADS_A_KEY) * KEY_DIM + d
-    qk += half * qk_parity_stride + batch * qk_batch_stride
-    steps += half * steps_parity_stride + batch * steps_batch_stride + steps_part_stride + head
+    ancestors = tree.ancestors + variant * tree.size * tree.size
+    depth = load_kept(tree.depths + variant * tree.size + node, known)
+    q_channel = (head // SHAPE.heads_a_key) * SHAPE.key_dim + d
+    k_channel = SHAPE.k_channel + q_channel
+    qk = nodes.xb + (half * nodes.xb_strides[0] + batch * nodes.xb_strides[1])
+    decays = half * nodes.steps_strides[0] + batch * nodes.steps_strides[1]
+    log_decays = nodes.steps + (decays + nodes.steps_strides[2] + head)
+    qk_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
     follow(OVERLAPS)
-    k = _rows(qk + (K_CHANNEL + q_channel)[None, :], qk_stride, node, known, in_d)
+    k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)
     q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
-    keys = _rows(qk + (K_CHANNEL + q_channel)[None, :], qk_stride, other, there, in_d)
-    decays = _inverse_length(keys, EPS)[None, :] * _decays(
-        ancestors, tree_size, node, known, load_kept(steps + node * steps_stride, known),
-        other, there, load_kept(steps + other * steps_stride, there),
+    keys = _rows(qk + k_channel[None, :], qk_stride, other, there, in_d)
+    decays = _inverse_length(keys, SHAPE.eps)[None, :] * _decays(
+        ancestors, tree.size, node, known, load_kept(log_decays + node * steps_stride, known),
+        other, there, load_kept(log_decays + other * steps_stride, there),
     )
-    system = product(k, tl.trans(keys), PRECISION) * decays * _inverse_length(k, EPS)[:, None]
+    # (nodes, others) = (nodes, K) @ (K, others)
+    system = product(k, tl.trans(keys), PRECISION) * decays * _inverse_length(k, SHAPE.eps)[:, None]
     scores = product(q, tl.trans(keys), PRECISION) * decays
     if column == num_columns - 1:
-        b = tl.load(
-            b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
-        )
-        beta = tl.sigmoid(b.to(tl.float32))
-        if NEGATIVE:
-            beta *= 2
+        beta = _strength(b + batch * b_strides[0] + place * b_strides[1] + head, known, SHAPE)
         system = _inverse(system * beta[:, None], depth, known, BLOCK_N) * beta[None, :]
     row = (batch * tl.num_programs(1) + head) * num_new + place
     at = pairs + row[:, None] * (first + num_new) + other[None, :]
@@ -172,58 +211,61 @@ def pairs_kernel(
     store_kept(at + scores_stride, scores, mine)
 
 
+@triton.jit
+def _strength(at, known, SHAPE: tl.constexpr):
+    """Return β of some nodes."""
+    beta = tl.sigmoid(tl.load(at, mask=known, other=0.0).to(tl.float32))
+    if SHAPE.negative:
+        beta *= 2
+    return beta
+
+
 # Compiled for exactly one new node, the loop over nodes is gone, and with it, in Triton 3.6 on an
 # H200, what keeps the warps' use of shared memory apart: wrong numbers, others at each run
 @triton.jit(do_not_specialize=["num_new"])
 def gated_delta_kernel(
-    qk, qk_parity_stride, qk_batch_stride, qk_stride,
-    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
-    v_pointer, v_batch_stride, v_stride, b_pointer, b_batch_stride, b_stride,
-    updates, updates_batch_stride, updates_stride, updates_head_stride,
-    state_pointer, state_batch_stride, state_head_stride, state_row_stride,
-    y_pointer, y_batch_stride, y_stride, pairs, scores_stride,
-    ancestors, depths, tree_size, path, path_stride, path_size, path_lengths, variants, parities,
-    first, num_new, num_slots,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr,
-    K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, NEGATIVE: tl.constexpr,
-    REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    nodes, rule, pairs, scores_stride, tree, cache, first, num_new, num_slots,
+    SHAPE: tl.constexpr, REPLAY: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
     p = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_d, in_p = d < KEY_DIM, p < VALUE_DIM
+    in_d, in_p = d < SHAPE.key_dim, p < SHAPE.value_dim
     at_state = (
-        state_pointer + batch * state_batch_stride + head * state_head_stride
-        + d[:, None] * state_row_stride + p[None, :]
+        rule.state + batch * rule.state_strides[0] + head * rule.state_strides[1]
+        + d[:, None] * rule.state_strides[2] + p[None, :]
     )
     in_state = in_d[:, None] & in_p[None, :]
-    state = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
-    q_channel = (head // HEADS_A_KEY) * KEY_DIM + d
-    k_channel = K_CHANNEL + q_channel
-    value = head * VALUE_DIM + p
-    qk += batch * qk_batch_stride
-    steps += batch * steps_batch_stride + steps_part_stride + head  # of the log-decays
-    updates += batch * updates_batch_stride + head * updates_head_stride
+    state = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)  # (K, V)
+    q_channel = (head // SHAPE.heads_a_key) * SHAPE.key_dim + d
+    k_channel = SHAPE.k_channel + q_channel
+    value = head * SHAPE.value_dim + p
+    qk = nodes.xb + batch * nodes.xb_strides[1]
+    log_decays = nodes.steps + (batch * nodes.steps_strides[1] + nodes.steps_strides[2] + head)
+    qk_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
+    updates = rule.updates + (batch * rule.updates_strides[0] + head * rule.updates_strides[2])
+    updates_stride = rule.updates_strides[1]
     # The first launch waited for all before it: the last tree and the cache state are complete
     # already, and no other program uses the state
-    half = load_kept(parities)
-    variant = load_kept(variants + batch)
+    half = load_kept(cache.parities)
+    variant = load_kept(cache.variants + batch)
     if REPLAY:
-        path_length = load_kept(path_lengths + batch).to(tl.int32)
+        path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
         state = _replay(
-            state, qk + half * qk_parity_stride, qk_stride, k_channel, in_d,
-            steps + half * steps_parity_stride, steps_stride, updates, updates_stride, p, in_p,
-            path + batch * path_stride, path_size, path_length, num_slots, EPS, PRECISION, MIXED,
+            state, qk + half * nodes.xb_strides[0], qk_stride, k_channel, in_d,
+            log_decays + half * nodes.steps_strides[0], steps_stride,
+            updates, updates_stride, p, in_p, cache.path + batch * cache.path_stride,
+            cache.path_size, path_length, num_slots, SHAPE.eps, PRECISION, MIXED,
         )
         if path_length > 0:
-            tl.store(at_state, state.to(state_pointer.dtype.element_ty), mask=in_state)
+            tl.store(at_state, state.to(rule.state.dtype.element_ty), mask=in_state)
         half = 1 - half
-    qk += half * qk_parity_stride
-    steps += half * steps_parity_stride
-    ancestors += variant * tree_size * tree_size
-    depths += variant * tree_size
+    qk += half * nodes.xb_strides[0]
+    log_decays += half * nodes.steps_strides[0]
+    ancestors = tree.ancestors + variant * tree.size * tree.size
+    depths = tree.depths + variant * tree.size
     follow(OVERLAPS)
     tl.debug_barrier()  # all threads have read the last tree's u: the new one's may be written
     for start in range(0, num_new, BLOCK_N):
@@ -232,26 +274,24 @@ def gated_delta_kernel(
         node = first + place
         k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)
         q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
-        log_decay = load_kept(steps + node * steps_stride, known)
+        log_decay = load_kept(log_decays + node * steps_stride, known)
         v = tl.load(
-            v_pointer + batch * v_batch_stride + place[:, None] * v_stride + value[None, :],
-            mask=known[:, None] & in_p[None, :], other=0.0,
+            rule.v + batch * rule.v_strides[0] + place[:, None] * rule.v_strides[1]
+            + value[None, :], mask=known[:, None] & in_p[None, :], other=0.0,
         ).to(tl.float32)
         if pairs is None:
-            b = tl.load(
-                b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
-            )
-            beta = tl.sigmoid(b.to(tl.float32))
-            if NEGATIVE:
-                beta *= 2
-        k_scale, q_scale = _inverse_length(k, EPS), _inverse_length(q, EPS) * SCALE
+            at_b = rule.b + batch * rule.b_strides[0] + place * rule.b_strides[1] + head
+            beta = _strength(at_b, known, SHAPE)
+        k_scale = _inverse_length(k, SHAPE.eps)
+        q_scale = _inverse_length(q, SHAPE.eps) * SHAPE.scale
         # All that takes whole keys comes first: they, and the state, are most of the registers
+        # (nodes, V) = (nodes, K) @ (K, V)
         seen = mixed_product(k, state, PRECISION, MIXED)
         wanted = v - seen * (tl.exp(log_decay) * k_scale)[:, None]
         y = mixed_product(q, state, PRECISION, MIXED) * tl.exp(log_decay)[:, None]
         if pairs is None:
             decays = k_scale[None, :] * _decays(
-                ancestors, tree_size, node, known, log_decay, node, known, log_decay
+                ancestors, tree.size, node, known, log_decay, node, known, log_decay
             )
             system = product(k, tl.trans(k), PRECISION) * decays * (beta * k_scale)[:, None]
             scores = product(q, tl.trans(k), PRECISION) * decays
@@ -259,9 +299,9 @@ def gated_delta_kernel(
                 other = earlier + tl.arange(0, BLOCK_N)
                 there = other < first + start
                 keys = _rows(qk + k_channel[None, :], qk_stride, other, there, in_d)
-                decay_there = load_kept(steps + other * steps_stride, there)
-                decays = _inverse_length(keys, EPS)[None, :] * _decays(
-                    ancestors, tree_size, node, known, log_decay, other, there, decay_there
+                decay_there = load_kept(log_decays + other * steps_stride, there)
+                decays = _inverse_length(keys, SHAPE.eps)[None, :] * _decays(
+                    ancestors, tree.size, node, known, log_decay, other, there, decay_there
                 )
                 u_there = _rows(updates + p[None, :], updates_stride, other, there, in_p)
                 k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)  # anew
@@ -287,12 +327,13 @@ def gated_delta_kernel(
                 y += product(
                     load_kept(line + scores_stride + other[None, :], both), u_there, "tf32x3"
                 )
+        # (nodes, V) = (nodes, nodes) @ (nodes, V)
         u = product(inverse, wanted, "tf32x3")
         y = (y + product(scores, u, "tf32x3")) * q_scale[:, None]
         mine = known[:, None] & in_p[None, :]
         store_kept(updates + node[:, None] * updates_stride + p[None, :], u, mine)
-        at = y_pointer + batch * y_batch_stride + place[:, None] * y_stride + value[None, :]
-        tl.store(at, y.to(y_pointer.dtype.element_ty), mask=mine)
+        at = rule.y + batch * rule.y_strides[0] + place[:, None] * rule.y_strides[1]
+        tl.store(at + value[None, :], y.to(rule.y.dtype.element_ty), mask=mine)
         tl.debug_barrier()  # the next block reads what these threads have written
 
 
@@ -327,13 +368,13 @@ def _replay(
 ):
     """Return the state after the accepted path of the last tree."""
     # All values of the first nodes are loaded before it is known how many of them count
-    at = tl.arange(0, 16)
+    at = tl.arange(0, PATH_BLOCK)
     k, u, log_decay = _path_nodes(
         path, at, at < path_size, num_slots, qk, qk_stride, k_channel, in_d,
         log_decays, steps_stride, updates, updates_stride, p, in_p,
     )
     state, decayed = _advanced(state, 0.0, k, u, log_decay, at, path_length, EPS, PRECISION, MIXED)
-    for start in range(16, path_length, 16):
+    for start in range(PATH_BLOCK, path_length, PATH_BLOCK):
         k, u, log_decay = _path_nodes(
             path, start + at, start + at < path_length, num_slots, qk, qk_stride, k_channel, in_d,
             log_decays, steps_stride, updates, updates_stride, p, in_p,
@@ -362,16 +403,16 @@ def _advanced(
     state, decayed, k, u, log_decay, at, count,
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):
-    """Return the state after the nodes that count, of 16 of the path, and its log-decay.
+    """Return the state after the nodes that count of a `PATH_BLOCK`, and its log-decay.
 
     The log-decay from the root was `decayed` before these nodes.
     """
     counts = at < count
-    total = tl.sum(tl.where(at == tl.minimum(count, 16) - 1, log_decay, 0.0), axis=0)
+    total = tl.sum(tl.where(at == tl.minimum(count, PATH_BLOCK) - 1, log_decay, 0.0), axis=0)
     k = tl.where(counts[:, None], k, 0.0)
     weight = tl.exp(total - tl.where(counts, log_decay, total)) * _inverse_length(k, EPS)
     u = tl.where(counts[:, None], u, 0.0) * weight[:, None]
-    added = mixed_product(tl.trans(k), u, PRECISION, MIXED)
+    added = mixed_product(tl.trans(k), u, PRECISION, MIXED)  # (K, V) = (K, path) @ (path, V)
     return tl.exp(total - decayed) * state + added, total
 
 
@@ -388,9 +429,7 @@ def _inverse_length(rows, EPS: tl.constexpr):
 
 
 @triton.jit
-def _decays(
-    ancestors, tree_size, node, known, log_decay, other, there, other_decay
-):
+def _decays(ancestors, tree_size, node, known, log_decay, other, there, other_decay):
     """Return e^{c_i − c_j} where node j (column) is above or at node i (row), else 0."""
     above = load_kept(
         ancestors + node[:, None] * tree_size + other[None, :], known[:, None] & there[None, :]

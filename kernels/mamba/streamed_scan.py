@@ -10,13 +10,13 @@ writes no state, is the same launch as in the other scans. The naive twin is `na
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
 from stree_kernels.conv.tree_conv import (
+    PATH_BLOCK,
     advanced,
     advanced_along,
     path_inputs,
@@ -75,43 +75,28 @@ def mamba_streamed(
     Chains go step by step. y is in projected's dtype.
     """
     batch, num_new, _ = projected.shape
-    kept = projected[..., shape.d_inner :]
-    C = replay_and_convolve(kept, rows, derived, None, weights, shape, topology, cache_state, 0)
-    y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
-    assert y.stride(2) == projected.stride(2) == 1
-    xb, steps, heads = derived.xb, derived.steps, shape.num_heads
-    x_conv, b_conv, c_conv = shape.scan_groups
+    scan = replay_and_convolve(
+        projected, rows, derived, state, weights, shape, topology, cache_state, 0, out,
+        replays=False,
+    )
     block_s = max(16, triton.next_power_of_2(shape.d_state))
     block_p = max(16, min(BLOCK // block_s, triton.next_power_of_2(shape.head_dim)))
     stages, registers, wide = STAGES, None, projected.element_size() == 4
     multiprocessors, shared_bytes = device_of(projected)
-    if heads * batch > 3 * multiprocessors and num_new <= FEW_NODES and not wide:
+    if shape.num_heads * batch > 3 * multiprocessors and num_new <= FEW_NODES and not wide:
         stages, registers = MANY_STAGES, MANY_REGISTERS
     if shared_bytes < (SHARED_BYTES if wide else LEAST_SHARED):
         stages = 1
-    streamed_scan_kernel[(heads, batch)](
-        xb, xb.stride(0), xb.stride(1), xb.stride(2),
-        steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
-        C, C.stride(0), C.stride(1),
-        state, state.stride(0), state.stride(1), state.stride(2),
-        y, y.stride(0), y.stride(1),
-        projected if shape.gated else None, projected.stride(0), projected.stride(1),
-        weights.A_log, weights.D,
-        topology.ancestors.view(torch.uint8), topology.depths.shape[1],
-        cache_state.variant, cache_state.parity, num_new,
-        cache_state.path, cache_state.path.stride(0), cache_state.path.shape[1],
-        cache_state.path_length,
-        min(xb.shape[2], steps.shape[3]),
-        HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
-        HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
-        B_CHANNEL=x_conv * shape.head_dim,
-        BLOCK_P=block_p, BLOCK_S=block_s, STAGES=stages,
-        CHAIN=num_new if as_chain else 0, BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES,
-        LONG_PATHS=cache_state.path.shape[1] > 16,
-        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
-        num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(kept),
+    streamed_scan_kernel[(shape.num_heads, batch)](
+        derived.args, scan, topology.args, cache_state.args, num_new,
+        min(derived.xb.shape[2], derived.steps.shape[3]),
+        SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=block_s,
+        BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES, STAGES=stages,
+        CHAIN=num_new if as_chain else 0, LONG_PATHS=cache_state.path.shape[1] > PATH_BLOCK.value,
+        PRECISION=precision_of(projected), MIXED=mixed_precision_of(projected.dtype),
+        num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(projected),
     )
-    return y
+    return scan.y
 
 
 @triton.jit
@@ -134,105 +119,100 @@ def gated_by_silu(y, gate_at, mask, dtype: tl.constexpr):
 
 @triton.jit
 def streamed_scan_kernel(
-    xb, xb_parity_stride, xb_batch_stride, xb_stride,
-    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
-    C_pointer, C_batch_stride, C_stride,
-    state_pointer, state_batch_stride, state_head_stride, state_row_stride,
-    y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
-    A_log, D_pointer, ancestors, tree_size, variants, parities, num_new,
-    path, path_stride, path_size, path_lengths, num_slots,
-    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
-    B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
+    nodes, scan, tree, cache, num_new, num_slots, SHAPE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
     CHAIN: tl.constexpr, LONG_PATHS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
-    in_s = s < D_STATE
-    x_start = (head // HEADS_A_X) * HEAD_DIM
-    b_channel = B_CHANNEL + (head // HEADS_A_B) * D_STATE + s
-    A = -tl.exp(load_kept(A_log + head).to(tl.float32))
-    D = load_kept(D_pointer + head).to(tl.float32)
+    in_s = s < SHAPE.d_state
+    x_start = (head // SHAPE.heads_a_x) * SHAPE.head_dim
+    b_channel = SHAPE.b_channel + (head // SHAPE.heads_a_b) * SHAPE.d_state + s
+    A = -tl.exp(load_kept(scan.A_log + head).to(tl.float32))
+    D = load_kept(scan.D + head).to(tl.float32)
     # The first launch waited for all before it: the cache state is complete already, and so are the
     # values that the last call left
-    parity = load_kept(parities)
-    xb += batch * xb_batch_stride
-    steps += batch * steps_batch_stride + head
-    state_pointer += batch * state_batch_stride + head * state_head_stride
-    path += batch * path_stride
-    path_length = load_kept(path_lengths + batch).to(tl.int32)
-    old, old_steps = xb + parity * xb_parity_stride, steps + parity * steps_parity_stride
-    k = tl.arange(0, 16)
+    parity = load_kept(cache.parities)
+    xb = nodes.xb + batch * nodes.xb_strides[1]
+    steps = nodes.steps + (batch * nodes.steps_strides[1] + head)
+    xb_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
+    to_state = scan.state + (batch * scan.state_strides[0] + head * scan.state_strides[1])
+    path = cache.path + batch * cache.path_stride
+    path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
+    old, old_steps = xb + parity * nodes.xb_strides[0], steps + parity * nodes.steps_strides[0]
+    k = tl.arange(0, PATH_BLOCK)
     node, there, old_dt, old_B = path_inputs(
-        path, k, k < path_size, num_slots, old, xb_stride, old_steps, steps_stride,
+        path, k, k < cache.path_size, num_slots, old, xb_stride, old_steps, steps_stride,
         b_channel, in_s,
     )
     accepted = k < path_length
     decay, after = path_weights(A, old_dt, accepted)
     old_B = tl.where(accepted[:, None], old_B, 0.0)
     follow(OVERLAPS)
-    xb += (1 - parity) * xb_parity_stride
-    steps += (1 - parity) * steps_parity_stride
-    C_pointer += batch * C_batch_stride + (head // HEADS_A_C) * D_STATE + s
-    y_pointer += batch * y_batch_stride + head * HEAD_DIM
-    if gate is not None:
-        gate += batch * gate_batch_stride + head * HEAD_DIM
+    xb += (1 - parity) * nodes.xb_strides[0]
+    steps += (1 - parity) * nodes.steps_strides[0]
+    to_C = scan.C + (batch * scan.C_strides[0] + (head // SHAPE.heads_a_c) * SHAPE.d_state + s)
+    to_y = scan.y + (batch * scan.y_strides[0] + head * SHAPE.head_dim)
+    dtype = scan.y.dtype.element_ty
+    if scan.gate is not None:
+        to_gate = scan.gate + (batch * scan.gate_strides[0] + head * SHAPE.head_dim)
     if CHAIN == 0:
         q = tl.arange(0, BLOCK_Q)
         known = q < num_new
-        ancestors += load_kept(variants + batch) * tree_size * tree_size
+        ancestors = tree.ancestors + load_kept(cache.variants + batch) * tree.size * tree.size
         in_tree = known[:, None] & known[None, :]
-        above = load_kept(ancestors + q[:, None] * tree_size + q[None, :], in_tree) != 0
+        above = load_kept(ancestors + q[:, None] * tree.size + q[None, :], in_tree) != 0
         in_nodes = known[:, None] & in_s[None, :]
         B = load_kept(xb + q[:, None] * xb_stride + b_channel[None, :], in_nodes)
-        C = tl.load(C_pointer[None, :] + q[:, None] * C_stride, mask=in_nodes, other=0.0)
+        C = tl.load(to_C[None, :] + q[:, None] * scan.C_strides[1], mask=in_nodes, other=0.0)
         dt = load_kept(steps + q * steps_stride, known)
-        log_decay = tl.load(steps + steps_part_stride + q * steps_stride, mask=known, other=0.0)
-        scores = pair_scores(q, q, above, C, log_decay, B, dt, log_decay, D, PRECISION)
+        to_decay = steps + nodes.steps_strides[2]
+        log_decay = tl.load(to_decay + q * steps_stride, mask=known, other=0.0)
+        scores = pair_scores(q, q, above, C, log_decay, B, dt, log_decay, D, PRECISION)  # (Q, Q)
         fade = tl.exp(log_decay)
-    for start in tl.range(0, HEAD_DIM, BLOCK_P, num_stages=STAGES):
+    for start in tl.range(0, SHAPE.head_dim, BLOCK_P, num_stages=STAGES):
         p = start + tl.arange(0, BLOCK_P)
-        in_p = p < HEAD_DIM
+        in_p = p < SHAPE.head_dim
         x_channel = x_start + p
-        at_state = state_pointer + p[:, None] * state_row_stride + s[None, :]
+        at_state = to_state + p[:, None] * scan.state_strides[2] + s[None, :]
         in_state = in_p[:, None] & in_s[None, :]
-        h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
+        h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)  # (P, S)
         at = old + node[:, None] * xb_stride + x_channel[None, :]
         old_x = load_kept(at, there[:, None] & in_p[None, :])
         h = advanced(h, decay, after, old_x, old_B, accepted, PRECISION, MIXED)
         if LONG_PATHS:  # noqa: SIM102 (known when it is compiled, the other when it runs)
-            if path_length > 16:  # a loop that is in no `if` would keep this one from streaming
-                for first in range(16, path_length, 16):
+            # A loop that is in no `if` would keep this one from streaming
+            if path_length > PATH_BLOCK:
+                for first in range(PATH_BLOCK, path_length, PATH_BLOCK):
                     counts = first + k < path_length
                     h = advanced_along(
                         h, A, path, first + k, counts, counts, num_slots, old, xb_stride,
                         old_steps, steps_stride, x_channel, in_p, b_channel, in_s, PRECISION, MIXED,
                     )
-        kept = h.to(state_pointer.dtype.element_ty)
+        kept = h.to(scan.state.dtype.element_ty)
         if path_length > 0:
             tl.store(at_state, kept, mask=in_state)
         h = kept.to(tl.float32)
         if CHAIN == 0:
             in_y = known[:, None] & in_p[None, :]
             x = load_kept(xb + q[:, None] * xb_stride + x_channel[None, :], in_y)
+            # (Q, P) = (Q, S) @ (S, P) + (Q, Q) @ (Q, P)
             y = mixed_product(C, tl.trans(h), PRECISION, MIXED) * fade[:, None]
             y += mixed_product(scores, x, PRECISION, MIXED)
-            if gate is not None:
-                at = gate + q[:, None] * gate_stride + p[None, :]
-                y = gated_by_silu(y, at, in_y, y_pointer.dtype.element_ty)
-            at = y_pointer + q[:, None] * y_stride + p[None, :]
-            tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_y)
+            if scan.gate is not None:
+                at = to_gate + q[:, None] * scan.gate_strides[1] + p[None, :]
+                y = gated_by_silu(y, at, in_y, dtype)
+            at = to_y + q[:, None] * scan.y_strides[1] + p[None, :]
+            tl.store(at, y.to(dtype), mask=in_y)
         else:
             for i in tl.static_range(CHAIN):
                 dt = load_kept(steps + i * steps_stride)
                 x = load_kept(xb + i * xb_stride + x_channel, in_p).to(tl.float32)
                 B = load_kept(xb + i * xb_stride + b_channel, in_s).to(tl.float32)
-                C = tl.load(C_pointer + i * C_stride, mask=in_s, other=0.0).to(tl.float32)
+                C = tl.load(to_C + i * scan.C_strides[1], mask=in_s, other=0.0).to(tl.float32)
                 h = tl.exp(dt * A) * h + (dt * x)[:, None] * B[None, :]
                 y = tl.sum(h * C[None, :], axis=1) + D * x
-                if gate is not None:
-                    at = gate + i * gate_stride + p
-                    y = gated_by_silu(y, at, in_p, y_pointer.dtype.element_ty)
-                at = y_pointer + i * y_stride + p
-                tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_p)
+                if scan.gate is not None:
+                    y = gated_by_silu(y, to_gate + i * scan.gate_strides[1] + p, in_p, dtype)
+                tl.store(to_y + i * scan.y_strides[1] + p, y.to(dtype), mask=in_p)

@@ -43,56 +43,41 @@ def mamba_tree(
         return mamba_streamed(
             projected, rows, derived, state, weights, shape, topology, cache_state, out
         )
-    xb, steps = derived.xb, derived.steps
-    kept = projected[..., shape.d_inner :]
     block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
     query_blocks = triton.cdiv(num_new, block_q)
-    C = replay_and_convolve(
-        kept, rows, derived, state, weights, shape, topology, cache_state, first
+    scan = replay_and_convolve(
+        projected, rows, derived, state, weights, shape, topology, cache_state, first, out
     )
-    y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
-    assert y.stride(2) == projected.stride(2) == 1
     block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
-    x_conv, b_conv, c_conv = shape.scan_groups
-    heads, num_nodes = shape.num_heads, first + num_new
+    num_nodes = first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
-    tree_scan_kernel[(triton.cdiv(shape.head_dim, block_p) * query_blocks, heads, batch)](
-        xb, xb.stride(0), xb.stride(1), xb.stride(2),
-        steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
-        C, C.stride(0), C.stride(1),
-        state, state.stride(0), state.stride(1), state.stride(2),
-        y, y.stride(0), y.stride(1),
-        projected if shape.gated else None, projected.stride(0), projected.stride(1),
-        weights.A_log, weights.D,
-        topology.ancestors.view(torch.uint8), topology.depths.shape[1],
-        cache_state.variant, cache_state.parity, first, num_new, query_blocks,
-        HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
-        HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
-        B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
-        BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
-        BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n,
-        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
+    grid = triton.cdiv(shape.head_dim, block_p) * query_blocks, shape.num_heads, batch
+    tree_scan_kernel[grid](
+        derived.args, scan, topology.args, cache_state.variant, cache_state.parity,
+        first, num_new, query_blocks,
+        SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
+        BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n, NEW_HALF=first == 0,
+        PRECISION=precision_of(projected), MIXED=mixed_precision_of(projected.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if projected.dtype == torch.float32 else 3,
-        num_warps=num_warps, **overlapping(kept),
+        num_warps=num_warps, **overlapping(projected),
     )
-    return y
+    return scan.y
 
 
 @triton.jit
 def _nodes(
-    start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
-    steps, steps_part_stride, steps_stride, BLOCK_N: tl.constexpr,
+    start, num_nodes, xb, steps, nodes, x_channel, in_p, b_channel, in_s, BLOCK_N: tl.constexpr
 ):
-    """Load x, B, dt and log-decay of a block of nodes."""
+    """Load x (N, P), B (N, S), dt and log-decay (N,) of a block of nodes."""
     node = start + tl.arange(0, BLOCK_N)
     there = node < num_nodes
-    at = xb + node[:, None] * xb_stride
+    at = xb + node[:, None] * nodes.xb_strides[2]
     x = load_kept(at + x_channel[None, :], there[:, None] & in_p[None, :])
     B = load_kept(at + b_channel[None, :], there[:, None] & in_s[None, :])
-    dt = load_kept(steps + node * steps_stride, there)
-    log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=there, other=0.0)
-    return x, B, dt, log_decay
+    dt = load_kept(steps + node * nodes.steps_strides[3], there)
+    at = steps + nodes.steps_strides[2] + node * nodes.steps_strides[3]
+    return x, B, dt, tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -116,57 +101,49 @@ def _among_nodes(
 
 @triton.jit
 def tree_scan_kernel(
-    xb, xb_parity_stride, xb_batch_stride, xb_stride,
-    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
-    C_pointer, C_batch_stride, C_stride,
-    state_pointer, state_batch_stride, state_head_stride, state_row_stride,
-    y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
-    A_log, D_pointer, ancestors, tree_size, variants, parities, first, num_new, query_blocks,
-    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
-    B_CHANNEL: tl.constexpr, NEW_HALF: tl.constexpr, OVERLAPS: tl.constexpr,
+    nodes, scan, tree, variants, parities, first, num_new, query_blocks, SHAPE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    ONE_TILE: tl.constexpr, NEW_HALF: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     block, query_block = tl.program_id(0) // query_blocks, tl.program_id(0) % query_blocks
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
     s = tl.arange(0, BLOCK_S)
-    in_p, in_s = p < HEAD_DIM, s < D_STATE
-    x_channel = (head // HEADS_A_X) * HEAD_DIM + p
-    b_channel = B_CHANNEL + (head // HEADS_A_B) * D_STATE + s
-    c_channel = (head // HEADS_A_C) * D_STATE + s
+    in_p, in_s = p < SHAPE.head_dim, s < SHAPE.d_state
+    x_channel = (head // SHAPE.heads_a_x) * SHAPE.head_dim + p
+    b_channel = SHAPE.b_channel + (head // SHAPE.heads_a_b) * SHAPE.d_state + s
+    c_channel = (head // SHAPE.heads_a_c) * SHAPE.d_state + s
     q = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     node = first + q
     known = q < num_new
-    D = load_kept(D_pointer + head).to(tl.float32)
+    D = load_kept(scan.D + head).to(tl.float32)
     # The first launch waited for all before it: the cache state is complete already
     parity = load_kept(parities)
-    ancestors += load_kept(variants + batch) * tree_size * tree_size
+    ancestors = tree.ancestors + load_kept(variants + batch) * tree.size * tree.size
     half = 1 - parity if NEW_HALF else parity
-    xb += batch * xb_batch_stride
-    steps += batch * steps_batch_stride + head
-    state_pointer += batch * state_batch_stride + head * state_head_stride
+    xb = nodes.xb + batch * nodes.xb_strides[1]
+    steps = nodes.steps + (batch * nodes.steps_strides[1] + head)
+    to_state = scan.state + (batch * scan.state_strides[0] + head * scan.state_strides[1])
     # Parents come before their children: nothing after these nodes is above them
     num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
-        above = _above(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
-    xb += half * xb_parity_stride
-    steps += half * steps_parity_stride
+        above = _above(ancestors, tree.size, node, known, 0, num_nodes, BLOCK_N)
+    xb += half * nodes.xb_strides[0]
+    steps += half * nodes.steps_strides[0]
     follow(OVERLAPS)
-    C = tl.load(
-        C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
-        mask=known[:, None] & in_s[None, :], other=0.0,
-    )
+    in_nodes = known[:, None] & in_s[None, :]
+    to_C = scan.C + batch * scan.C_strides[0] + q[:, None] * scan.C_strides[1]
+    C = tl.load(to_C + c_channel[None, :], mask=in_nodes, other=0.0)
     state = tl.load(
-        state_pointer + p[:, None] * state_row_stride + s[None, :],
+        to_state + p[:, None] * scan.state_strides[2] + s[None, :],
         mask=in_p[:, None] & in_s[None, :], other=0.0,
     ).to(tl.float32)
-    log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=known, other=0.0)
+    to_decay = steps + nodes.steps_strides[2]
+    log_decay = tl.load(to_decay + node * nodes.steps_strides[3], mask=known, other=0.0)
     if ONE_TILE:
         x, B, dt, other_decay = _nodes(
-            0, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
-            steps, steps_part_stride, steps_stride, BLOCK_N,
+            0, num_nodes, xb, steps, nodes, x_channel, in_p, b_channel, in_s, BLOCK_N
         )
     # (Q, P) = (Q, S) @ (S, P)
     y = mixed_product(C, tl.trans(state), PRECISION, MIXED) * tl.exp(log_decay)[:, None]
@@ -177,17 +154,18 @@ def tree_scan_kernel(
     else:
         for start in range(0, num_nodes, BLOCK_N):
             x, B, dt, other_decay = _nodes(
-                start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
-                steps, steps_part_stride, steps_stride, BLOCK_N,
+                start, num_nodes, xb, steps, nodes, x_channel, in_p, b_channel, in_s, BLOCK_N
             )
-            above = _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N)
+            above = _above(ancestors, tree.size, node, known, start, num_nodes, BLOCK_N)
             y += _among_nodes(
                 node, above, start, C, log_decay, x, B, dt, other_decay, D,
                 BLOCK_N, PRECISION, MIXED,
             )
-    if gate is not None:
-        at = gate + batch * gate_batch_stride + q[:, None] * gate_stride + head * HEAD_DIM
+    if scan.gate is not None:
+        at = scan.gate + batch * scan.gate_strides[0] + q[:, None] * scan.gate_strides[1]
+        at += head * SHAPE.head_dim
         in_y = known[:, None] & in_p[None, :]
-        y = gated_by_silu(y, at + p[None, :], in_y, y_pointer.dtype.element_ty)
-    at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride + head * HEAD_DIM + p[None, :]
-    tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])
+        y = gated_by_silu(y, at + p[None, :], in_y, scan.y.dtype.element_ty)
+    at = scan.y + batch * scan.y_strides[0] + q[:, None] * scan.y_strides[1]
+    at = at + head * SHAPE.head_dim + p[None, :]
+    tl.store(at, y.to(scan.y.dtype.element_ty), mask=known[:, None] & in_p[None, :])

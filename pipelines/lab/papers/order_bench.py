@@ -69,7 +69,7 @@ def _kernel_block(config: HybridConfig) -> tuple[int, int]:
     """Return the nodes and keys of a block of the fused kernel, in 16 bits."""
     from stree_kernels.attention.tree_attention import CORNER_KEYS, MAX_ROWS
 
-    return max(1, MAX_ROWS * config.num_kv_heads // config.num_heads), CORNER_KEYS
+    return max(1, MAX_ROWS * config.num_kv_heads // config.num_heads), CORNER_KEYS.value
 
 
 def _ways(config: HybridConfig, call: OpCall) -> dict[str, Callable[[], object]]:

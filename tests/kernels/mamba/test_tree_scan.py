@@ -206,7 +206,7 @@ MISTAKES = {
     "the last tree's inputs": ("xb += (1 - parity)", "xb += parity"),
     "no state after the root alone": ("if path_length > 0:", "if path_length > 1:"),
     "whoever is no ancestor": ("tl.where(above, ", "tl.where(above | True, "),
-    "16 nodes of a path": ("if path_length > 16:", "if path_length > 32:"),
+    "16 nodes of a path": ("if path_length > PATH_BLOCK:", "if path_length > 32:"),
     "the first head's decay": ("A_log + head", "A_log"),
     "the state ahead of the path": ("h = kept.to(tl.float32)", "h = h / decay"),
     "the first block again": ("p = start + tl.arange", "p = start * 0 + tl.arange"),
