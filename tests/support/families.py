@@ -1,4 +1,4 @@
-"""Make tiny random models of transformers' hybrid families.
+"""Make tiny random models of transformers' hybrid families, and of Llama and Mamba-2.
 
 Every part of a layer shows in their logits. Configs are drawn from a seed: groups, biases,
 multipliers, norm orders, positions, experts, and numbers of heads that are no powers of two.
@@ -22,6 +22,10 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     OlmoHybridConfig,
@@ -238,11 +242,31 @@ def _olmo_hybrid(draw: random.Random, vocab: int) -> PreTrainedModel:
     ))
 
 
+def _llama(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
+    return LlamaForCausalLM(LlamaConfig(
+        **common, **_rope(draw), num_hidden_layers=2, tie_word_embeddings=_coin(draw),
+        head_dim=draw.choice([common["hidden_size"] // common["num_attention_heads"], 16]),
+        rms_norm_eps=draw.choice([1e-5, 1e-3]),
+    ))
+
+
+def _mamba2(draw: random.Random, vocab: int) -> PreTrainedModel:
+    groups = draw.choice([1, 2, 4])
+    return Mamba2ForCausalLM(Mamba2Config(
+        vocab_size=vocab, hidden_size=32, num_hidden_layers=3, num_heads=8, head_dim=8,
+        state_size=draw.choice([8, 16]), n_groups=groups, chunk_size=draw.choice([4, 16]),
+        time_step_limit=draw.choice([(0.0, float("inf")), (0.3, 0.8)]), use_conv_bias=_coin(draw),
+        conv_kernel=draw.choice([3, 4]), tie_word_embeddings=_coin(draw),
+    ))
+
+
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
     "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "olmo_hybrid": _olmo_hybrid,
 }
+LAYOUTS = {**FAMILIES, "llama": _llama, "mamba2": _mamba2}
 
 
 # With more, Zamba2's attention is so sharp that the rounding of fp32 decides, in its own class too
@@ -253,7 +277,7 @@ GAINS = {"zamba": 0.7}
 def random_reference(family: str, seed: int, vocab: int = VOCAB) -> PreTrainedModel:
     """Make a tiny random model of transformers' own class, in evaluation mode."""
     draw = random.Random(f"{family}-{seed}")
-    model = FAMILIES[family](draw, vocab)
+    model = LAYOUTS[family](draw, vocab)
     torch.manual_seed(seed)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("e_score_correction_bias", "expert_bias")):

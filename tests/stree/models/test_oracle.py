@@ -129,21 +129,10 @@ def test_prefill_in_one_piece_and_in_several(reference, precision):
             assert_close(logits[0], wanted[length - 1], tolerance)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("prompt", [1, 2, CHUNK])
-def test_one_token_at_a_time(reference, precision, prompt):
-    dtype, tolerance = PRECISIONS[precision]
-    _, _, tokens, wanted = reference
-    model = in_precision(reference, dtype)
-    cache = model.new_cache(max_length=32, max_nodes=1)
-    model.prefill(tokens[None, :prompt], cache)
-    for position in range(prompt, len(tokens)):
-        logits = model.tree_forward(tokens[None, None, position], TokenTree.chain(0), cache)
-        cache.commit([0])
-        assert_close(logits[0, 0], wanted[position], tolerance)
-
-
-TREES = [TokenTree.paper(), TokenTree.chain(4), TokenTree((-1, 0, 0, 1, 2, 2, 0, 4, 7, 8))]
+TREES = [
+    TokenTree.paper(), TokenTree.chain(0), TokenTree.chain(4), TokenTree.chain(0),
+    TokenTree((-1, 0, 0, 1, 2, 2, 0, 4, 7, 8)),
+]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -205,14 +194,6 @@ def test_packed_samples_see_nothing_of_each_other(reference, precision, lengths)
     packed = model(torch.cat(samples)[None], segment_ids[None])[0]
     alone = [oracle.logits_of_sequence(model.config, weights, sample) for sample in samples]
     assert_close(packed, np.concatenate(alone), tolerance)
-
-
-@torch.no_grad()
-def test_rows_of_a_batch_do_not_mix(reference):
-    model, _, tokens, wanted = reference
-    rows = torch.stack([tokens, tokens.flip(0)])
-    assert_close(model(rows)[0], wanted, 1e-9)
-    assert_close(model(rows.flip(0))[1], wanted, 1e-9)
 
 
 @pytest.mark.parametrize("part", ["rope_theta", "dt_limit", "gated_norm_groups", "d_conv"])

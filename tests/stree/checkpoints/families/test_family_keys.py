@@ -1,8 +1,9 @@
 """Every key of a family's config is read, known to be without effect, or refused by name.
 
-As in test_config_keys: each key is changed alone beside the same weights. Our logits are then
-transformers' own, or we refuse it. A short run changes every third of the family's own keys, a
-long one all of them, those that all configs have included.
+Each key that transformers' config class has, or that its models ask a config for, is changed alone
+beside the same weights: our logits are then transformers' own, or we refuse it. A short run changes
+every third of a hybrid family's own keys, a long one all of them, those that all configs have
+included.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import shutil
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA3_ROPE, VOCAB, random_reference
+from families import FAMILIES, LAYOUTS, LLAMA3_ROPE, VOCAB, random_reference
 from mutations import ODD_VALUES
 from transformers import PreTrainedConfig
 
@@ -23,13 +24,29 @@ from stree.common.errors import CheckpointRefused
 # With experts, attention and few layers
 SEEDS = {"granite": 3, "nemotron": 3, "zamba": 1, "qwen3_5": 1}
 TOKENS = torch.arange(9)[None] % VOCAB
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 OTHER_KEYS = {
-    "rope_parameters": [LLAMA3_ROPE, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}],
-    "rope_scaling": [LLAMA3_ROPE],
+    "rope_parameters": [
+        LLAMA3_ROPE, LINEAR_ROPE, PLAIN_ROPE, {**PLAIN_ROPE, "factor": 2.0},
+    ],
+    "rope_scaling": [LLAMA3_ROPE, LINEAR_ROPE, PLAIN_ROPE, {"type": "linear", "factor": 2.0}],
     "rope_theta": [77.0],
     "partial_rotary_factor": [0.25],
     "head_dim": [2, 4],
     "sliding_window": [3],
+    "original_max_position_embeddings": [16],
+    "is_causal": [False, None, 0],
+    "attention_chunk_size": [3],
+    "layer_types": [
+        ["sliding_attention"] * 2, ["full_attention"] * 2, ["linear_attention"] * 2, [],
+    ],
+    "per_layer_config": [{"0": {"rms_norm_eps": 0.5}}, {}],
+    "transformers_weights": ["elsewhere.safetensors"],
+    "attn_implementation": ["eager"],
+    "intermediate_size": [7],
+    "rms_norm": [False],
+    "norm_before_gate": [True],
     "hybrid_override_pattern": ["MMMM"],
     "mtp_hybrid_override_pattern": ["*"],
     "mamba_n_groups": [1],
@@ -40,7 +57,7 @@ OTHER_KEYS = {
     "normalization_function": ["layernorm"],
     "attn_layer_indices": [[0], None],
     "mamba_use_mlp": [False],
-    "an_unknown_key": [True, None, {}],
+    "an_unknown_key": [True, False, None, 0, {}],
     "id2label": [{"0": "a", "1": "b", "2": "c"}],
     "label2id": [{"a": 0, "b": 1, "c": 2}],
     "architectures": [["Other"]],
@@ -51,7 +68,7 @@ OTHER_KEYS = {
 
 
 def other_values(name, value):
-    if name in OTHER_KEYS:
+    if name in OTHER_KEYS and not (name == "layer_types" and value):
         return OTHER_KEYS[name]
     if isinstance(value, bool):
         return [not value]
@@ -100,9 +117,13 @@ def keys_of(config, whole):
 
 
 @pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "all"]
+    ("family", "whole"),
+    [
+        *((each, False) for each in FAMILIES),
+        *(pytest.param(each, True, marks=pytest.mark.long) for each in FAMILIES),
+        ("llama", True), ("mamba2", True),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_changed_key_changes_what_it_changes_in_transformers_or_is_refused(
     tmp_path, family, whole
@@ -128,7 +149,7 @@ def test_a_changed_key_changes_what_it_changes_in_transformers_or_is_refused(
     assert read >= (2 if whole else 1), "most keys with an effect are shapes, but not all"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS)
 def test_what_transformers_writes_of_its_own_is_not_refused(tmp_path, family):
     """All its keys with their usual values; or every refusal above would mean nothing."""
     theirs = random_reference(family, SEEDS.get(family, 0))
@@ -192,7 +213,7 @@ LARGE = 2**31 - 1
 @pytest.mark.parametrize(
     "count", [60, pytest.param(1500, marks=pytest.mark.long)], ids=["some", "many"]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS)
 def test_damaged_configs_are_refused_with_a_reason(tmp_path, family, count):
     """Keys with values of any kind: read, or refused, at once; nothing else escapes."""
     random_reference(family, SEEDS.get(family, 0)).save_pretrained(tmp_path)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from checkpoint_folders import edit_json
 from families import VOCAB, random_reference
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -28,10 +29,6 @@ VISION = {
 
 def relative(got, wanted):
     return float((got - wanted).abs().max() / wanted.abs().max())
-
-
-def edit_json(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @functools.cache
