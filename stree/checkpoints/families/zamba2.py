@@ -51,7 +51,7 @@ def spec(values: CheckedJson) -> HybridConfig:
             "otherwise", "use a newer revision of the checkpoint",
         )
     values.require(
-        attention_hidden_size=2 * d_model, attention_head_dim=head_dim,
+        attention_hidden_size=2 * d_model, attention_head_dim=head_dim, head_dim=head_dim,
         mamba_headdim=ssm_head_dim, hybrid_layer_ids=uses, use_shared_mlp_adapter=True,
         ffn_hidden_size=width,
     )
