@@ -3,9 +3,8 @@
 python pipelines/benchmark_checkpoint.py runs/new/drafter/latest --baseline baselines/main \\
   --target T --fail_below acceptance_length=-3% gsm8k.speedup=-5% depth_accept_rates[1]=-5% \\
   --benchmarks gsm8k mt_bench --temperatures 0 --out gate
-Writes summary.md (for a pull request), trend.json (github-action-benchmark's
-customBiggerIsBetter), and the rows of both. A threshold holds for all benchmarks' prompts
-together, or for the one that it names; the sign of its change is part of it.
+Writes summary.md (for a pull request) and the rows of both. A threshold holds for all benchmarks'
+prompts together, or for the one that it names; the sign of its change is part of it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from stree.common.errors import UsageError, exit_with_reason
+from stree.common.files import reporting_refusals, write_atomically
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree_pipelines.comparison.gate import gate, summary
 from stree_pipelines.comparison.gate.baseline import Baseline, folder_of, names_form
@@ -40,8 +40,7 @@ def build_parser() -> CommandParser:
     add("checkpoint", type=str, help=f"drafter to judge: {DRAFTERS}")
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
-        help="drafter, as above, results of one (an --out, RUN/eval), or symlink to either")
-    add("--baseline_step", "--baseline-step", type=int | None, help="which one of the results")
+        help="drafter, as above, results of one (an --out), or symlink to either")
     add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
         help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")
     add("--promote", action="store_true",
@@ -56,7 +55,8 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
-    given, checkpoint, out = options["baseline"], options["checkpoint"], Path(options["out"])
+    given, checkpoint = options["baseline"], options["checkpoint"]
+    page = Path(options["out"]) / "summary.md"
     look = ("--baseline", partial(folder_of, Path(given)))
     looks = drafter("--baseline", given) if names_form(given) else [look]
     require_there([*of_evaluation(options, [checkpoint], "checkpoint"), *looks])
@@ -66,10 +66,11 @@ def main(arguments: list[str] | None = None) -> None:
             "give its folder, or leave --promote out"
         )
     thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]
-    baseline = Baseline.at(given, options["baseline_step"], options["promote"])
+    baseline = Baseline.at(given, options["promote"])
     settings, dry_run = settings_of(options), options["dry_run"]
     if not dry_run and Workers.unconnected().is_main:
-        summary.forget(out)  # an earlier checkpoint's summary must not stand for this one
+        with reporting_refusals(page, codes=None):
+            page.unlink(missing_ok=True)  # an earlier checkpoint's must not stand for this one
     evaluation = Evaluation(settings, workers=Workers.unconnected() if dry_run else None)
     theirs = baseline.measured_rows(evaluation, checkpoint, thresholds)
     measured = [checkpoint] if theirs else [checkpoint, baseline.drafter]
@@ -91,7 +92,9 @@ def main(arguments: list[str] | None = None) -> None:
                 if gate.is_better(findings):
                     baseline.promote(checkpoint)
                     note = f"the checkpoint is better beyond noise: {given} leads to it now"
-            print(summary.write(out, findings, mine, theirs, note))
+            text = summary.markdown(findings, mine, theirs, note)
+            write_atomically(page, text)
+            print(text)
     finally:
         evaluation.workers.leave()  # together: a launcher ends all when the first one fails
     if gate.overall(findings) == gate.REGRESSION:

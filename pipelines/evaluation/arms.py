@@ -157,20 +157,13 @@ class Tuning:
 def without_trials(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Return the rows without those that tuned a comparison's chains."""
     methods = {row.method for row in rows}
-    return [
-        row for row in rows
-        if row.tree is None or _arm_that_tried(row.method, row.tree.name) not in methods
-    ]
+    trials = {_trial(arm, tree) for arm in methods for tree in TRIED_CHAINS}
+    return [row for row in rows if row.method not in trials]
 
 
 def _trial(arm: str, tree: str) -> str:
     """Return the method of the rows that time an arm with one of the tried chains."""
     return f"{arm}: {tree}"
-
-
-def _arm_that_tried(method: str, tree: str) -> str | None:
-    end = _trial("", tree)
-    return method.removesuffix(end) if method.endswith(end) else None
 
 
 def _inputs(settings: EvaluationSettings, arms: list[Arm]) -> Iterator[inputs.Look]:

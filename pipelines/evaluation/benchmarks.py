@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from stree.common.errors import BadData, NotFound, UsageError
 from stree.common.plain_data import parse_json
+from stree.speculation_profile import first_fault
 from stree_pipelines.data.conversations import Turn
 from stree_pipelines.evaluation.records import config_hash
 
@@ -26,8 +29,11 @@ PROMPT_FORMAT = (
 # data's answer to the first of the turns. `ask_conversations.py --lengths` writes both.
 
 
-@dataclass(frozen=True)
-class BenchmarkPrompt:
+Text = Annotated[str, Field(pattern=r"\S")]
+Name = Annotated[str, Field(coerce_numbers_to_str=True)]
+
+
+class BenchmarkPrompt(BaseModel):
     """A conversation to hold: the user's texts, turn by turn.
 
     Attributes:
@@ -35,11 +41,20 @@ class BenchmarkPrompt:
         reference_answer: the data's own answer to the first turn; "" without one.
     """
 
-    id: str
-    category: str
-    turns: tuple[str, ...]
-    history: tuple[Turn, ...] = ()
+    model_config = ConfigDict(frozen=True)
+
+    id: Annotated[Name, Field(min_length=1)]
+    category: Name = ""
+    turns: Annotated[tuple[Text, ...], Field(min_length=1)]
+    history: tuple[tuple[str, Text], ...] = ()
     reference_answer: str = ""
+
+    @field_validator("history", mode="before")
+    @classmethod
+    def _in_turns(cls, texts: Any) -> tuple[Turn, ...]:
+        if not isinstance(texts, list) or len(texts) % 2:
+            raise ValueError("wanted a list of texts, of the user and the assistant in turn")
+        return tuple(zip(cycle(("user", "assistant")), texts, strict=False))
 
     @property
     def content(self) -> list[Any]:
@@ -124,9 +139,10 @@ def parse_prompts(content: bytes, where: object) -> list[BenchmarkPrompt]:
         if not line.strip():
             continue
         try:
-            prompt = _parse(parse_json(line))
-        except (ValueError, TypeError) as error:
-            raise BadData(f"{where}:{number}: {error}; {PROMPT_FORMAT}") from error
+            prompt = BenchmarkPrompt.model_validate(parse_json(line))
+        except ValueError as error:
+            why = first_fault(error) if isinstance(error, ValidationError) else error
+            raise BadData(f"{where}:{number}: {why}; {PROMPT_FORMAT}") from error
         if prompt.id in seen:
             raise BadData(
                 f"{where}:{number}: id {prompt.id!r} is on line {seen[prompt.id]} already"
@@ -136,27 +152,3 @@ def parse_prompts(content: bytes, where: object) -> list[BenchmarkPrompt]:
     if not prompts:
         raise BadData(f"{where} holds no prompts")
     return prompts
-
-
-def _parse(content: Any) -> BenchmarkPrompt:
-    if not isinstance(content, dict):
-        raise TypeError(f"got a {type(content).__name__}, wanted an object with id and turns")
-    identity, turns = content.get("id"), content.get("turns")
-    if not isinstance(identity, str | int) or identity == "":
-        raise ValueError(f"id is {identity!r}, wanted a text")
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"turns is {turns!r}, wanted a list of what the user says")
-    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError("turns must be texts, none empty")
-    history, answer = content.get("history", []), content.get("reference_answer", "")
-    if not isinstance(history, list) or len(history) % 2:
-        raise ValueError("history must be a list of texts, of the user and the assistant in turn")
-    if not all(isinstance(text, str) and text.strip() for text in history):
-        raise ValueError("history must be texts, none empty")
-    if not isinstance(answer, str):
-        raise ValueError(f"reference_answer is {answer!r:.40}, wanted a text")
-    "".join([*turns, *history, answer]).encode()  # half a surrogate pair is no text
-    return BenchmarkPrompt(
-        str(identity), str(content.get("category", "")), tuple(turns),
-        tuple(zip(cycle(("user", "assistant")), history, strict=False)), answer,
-    )

@@ -58,7 +58,7 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
 )
-from stree_pipelines.evaluation.result_store import ResultStore
+from stree_pipelines.evaluation.result_store import LOCK_NAME, ResultStore, locked
 from stree_pipelines.evaluation.sampling import told_sampling
 
 # Most logits by which a target's first choice may lead where two exact decodings differ, by dtype.
@@ -187,7 +187,9 @@ class Evaluation:
         """
         try:
             with ExitStack() as stack:
-                self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))
+                # Others would disturb its timing and its journals
+                lock = locked(self.store.directory / LOCK_NAME, self._say_waiting)
+                self._on_main(lambda: stack.enter_context(lock))
                 self._on_main(lambda: self._prepare_folder(jobs))
                 existing = {row.key for row in self.store.results()}
                 groups = groups_of([job for job in jobs if job.result_key not in existing])

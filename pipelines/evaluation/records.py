@@ -125,8 +125,7 @@ class ResultRow(Record):
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
-    # From the row's folder; earlier evaluations wrote samples_LABEL.jsonl(.gz) next to the rows.
-    samples: Annotated[str, Field(pattern=r"^samples[/_][^/\x00]*\.jsonl(\.gz)?$")]
+    samples: Annotated[str, Field(pattern=r"^samples/[^/\x00]*\.jsonl(\.gz)?$")]  # in the folder
 
     @property
     def key(self) -> ResultKey:

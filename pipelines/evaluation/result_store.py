@@ -55,11 +55,6 @@ def packed_samples(label: str) -> str:
     return f"{SAMPLES_NAME}/{label}.jsonl.gz"
 
 
-def samples_label(name: str) -> str:
-    """Return the label given to `packed_samples`, also for files that earlier evaluations named."""
-    return name.removeprefix(SAMPLES_NAME)[1:].removesuffix(".gz").removesuffix(".jsonl")
-
-
 def append_row(path: Path, row: BaseModel) -> None:
     """Add one line in a single write and wait until the disk has it.
 
@@ -172,13 +167,6 @@ class ResultStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
 
-    @contextmanager
-    def locked(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Keep other evaluations out of the folder, whose timing and journals they would disturb;
-        wait for them after calling `on_wait()`."""
-        with locked(self.directory / LOCK_NAME, on_wait):
-            yield
-
     def results(self) -> list[ResultRow]:
         return read_rows(self.directory / RESULTS_NAME, ResultRow)
 
@@ -266,8 +254,7 @@ class ResultStore:
 
 
 def _journal_stem(samples_name: str) -> str:
-    # The same in all versions, so that an evaluation of an earlier version goes on.
-    return f"samples_{samples_label(samples_name)}"
+    return "samples_" + Path(samples_name).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def _unpacked(path: Path) -> bytes:

@@ -25,7 +25,7 @@ from run_checks import (
     table_without_timings,
 )
 
-from stree_pipelines.evaluation.result_store import ResultStore, samples_label
+from stree_pipelines.evaluation.result_store import ResultStore
 
 KILLS = 5
 pytestmark = pytest.mark.timeout(1200)  # a busy machine only; a chain takes half a minute
@@ -200,7 +200,7 @@ def lines_written(out: Path) -> int:
         with suppress(FileNotFoundError):
             waiting[path.name.replace(".worker-00000", "")] = path.read_bytes().count(b"\n")
     published = {
-        f"samples_{samples_label(row.samples)}.jsonl": row.num_prompts
+        f"samples_{Path(row.samples).name.removesuffix('.gz')}": row.num_prompts
         for row in ResultStore(out).results()
     }
     return sum((waiting | published).values())

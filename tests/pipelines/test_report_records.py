@@ -130,17 +130,17 @@ def test_a_page_of_records_is_reported_as_the_run_is(tmp_path):
             assert path.read_bytes() == (tmp_path / "page" / path.name).read_bytes(), path.name
 
 
-def test_records_hold_what_is_shown_and_earlier_samples(tmp_path):
+def test_records_hold_what_is_shown_and_samples_that_are_not_packed(tmp_path):
     run = make_run(tmp_path / "run", ("gsm8k",), (0.0,))
     store = ResultStore(run / "eval")
     rows = store.results()
     other = rows[-1].model_copy(update={"seed": 3})
-    earlier = rows[0].model_copy(update={"samples": "samples_earlier.jsonl"})
+    earlier = rows[0].model_copy(update={"samples": "samples/earlier.jsonl"})
     write_rows(store.directory / earlier.samples, store.samples(rows[0]))
     write_rows(store.directory / "results.jsonl", [earlier, *rows[1:], other])
     main([str(run), "--show", "seed=0", "--out", str(tmp_path / "page"), "--records"])
     data = load_run(tmp_path / "page")
-    assert len(data.rows) == 7 and "samples_earlier.jsonl" in {r.samples for r in data.rows}
+    assert len(data.rows) == 7 and "samples/earlier.jsonl" in {r.samples for r in data.rows}
     assert all(ResultStore(tmp_path / "page").samples(row) for row in data.rows)
 
 

@@ -30,40 +30,26 @@ class Baseline:
             as float8:FOLDER.
         drafter: the folder in the end, or that name.
         results: folder of its rows; None for a checkpoint that is yet to be measured.
-        step: the checkpoint's step among the results; None when they hold one checkpoint.
     """
 
     given: Path
     drafter: str
     results: Path | None
-    step: int | None = None
 
     @classmethod
-    def at(cls, given: str | Path, step: int | None = None, movable: bool = False) -> Baseline:
+    def at(cls, given: str | Path, movable: bool = False) -> Baseline:
         """Look the baseline up.
 
         Raises NotFound when there is none, and UsageError when it cannot be moved (`movable`)
         because it is no symlink.
         """
+        if movable and not os.path.islink(given):
+            raise UsageError(f"--promote moves a symlink, --baseline {given} is none: give one")
         if names_form(given):
-            if movable or step is not None:
-                raise UsageError(
-                    f"--baseline {given} is a drafter's name: it cannot be moved by --promote, and "
-                    "--baseline_step chooses among results, of which it has none"
-                )
             return cls(Path(given), str(given), None)
-        given = Path(given)
-        folder = folder_of(given)
-        if movable and not given.is_symlink():
-            raise UsageError(
-                f"--promote moves a pointer and --baseline {given} is a folder: give a symlink to "
-                "it"
-            )
+        folder = folder_of(Path(given))
         candidates = [path for path in (folder, folder / "eval") if (path / RESULTS_NAME).is_file()]
-        results = candidates[0] if candidates else None
-        if step is not None and results is None:
-            raise UsageError(f"--baseline_step chooses among results, and {folder} holds none")
-        return cls(given, str(folder), results, step)
+        return cls(Path(given), str(folder), candidates[0] if candidates else None)
 
     def measured_rows(
         self, evaluation: Evaluation, checkpoint: str, thresholds: Sequence[gate.Threshold]
@@ -92,24 +78,22 @@ class Baseline:
 
         Raises UsageError when it is missing, or several checkpoints have one.
         """
-        where = f"{job.method} on {job.benchmark.name} at T = {job.temperature:g}"
-        steps = [row for row in stored if row.checkpoint and self.step in (None, row.step)]
-        found = [row for row in steps if row.key[1:] == job.result_key[1:]]
+        place = f"{job.method} on {job.benchmark.name} at T = {job.temperature:g}"
+        drafting = [row for row in stored if row.checkpoint]
+        found = [row for row in drafting if row.key[1:] == job.result_key[1:]]
         if not found:
-            kin = any(row.method == job.method and row.benchmark == job.benchmark.name
-                      for row in steps)
-            why = "only with another target, tree, prompts or decoding options" if kin else "at all"
-            if not kin and self.step is not None:
-                why += f" at step {self.step}"
+            why = "not at all"
+            if (job.method, job.benchmark.name) in {(r.method, r.benchmark) for r in drafting}:
+                why = "only with another target, tree, prompts or decoding options"
             raise UsageError(
-                f"{self.results} does not have {where} {why}: use its options (and --limit), or "
-                "give the baseline's checkpoint, which is then measured"
+                f"{self.results} has {place} {why}: use its options (and --limit), or give the "
+                "baseline's checkpoint, which is then measured"
             )
         if len({row.checkpoint_sha256 for row in found}) > 1:
-            steps_found = ", ".join(str(row.step) for row in found)
+            steps = ", ".join(str(row.step) for row in found)
             raise UsageError(
-                f"{self.results} has {where} of several checkpoints (steps {steps_found}): choose "
-                "one with --baseline_step"
+                f"{self.results} has {place} of several checkpoints (steps {steps}): give the one, "
+                "which is then measured"
             )
         return found[-1]
 

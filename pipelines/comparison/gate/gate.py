@@ -150,6 +150,13 @@ class Finding:
         return self.threshold.benchmark or POOLED
 
     @property
+    def shown_interval(self) -> str:
+        """The interval in the threshold's own unit."""
+        if self.interval is None:
+            return "–"
+        return f"[{', '.join(map(self.threshold.shown, self.interval))}]"
+
+    @property
     def where(self) -> str:
         return f"{self.threshold.name} of {self.method} on {self.scope} at T = {self.temperature:g}"
 

@@ -1,12 +1,9 @@
-"""Write the gate's summary: Markdown for a pull request, and JSON for a trend chart."""
+"""Write the gate's summary: Markdown for a pull request."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from stree.common.files import reporting_refusals, write_atomically
 from stree.tree_policy.adaptive import PLAIN
 from stree_pipelines.comparison.gate.gate import (
     INCONCLUSIVE,
@@ -22,46 +19,19 @@ from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import in_batches, told_shares
-from stree_pipelines.reports.tables.tables import MISSING, Table
+from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
 HEADLINES = {
     PASS: "no regression",
     REGRESSION: "regression",
     INCONCLUSIVE: "inconclusive, the run is too small to tell",
 }
-# Figures of the trend chart, all of which are better when bigger, and their units.
-TRENDS = {
-    "acceptance_length": "tokens/call",
-    "speedup": "× autoregressive",
-    "tokens_per_second": "tokens/s",
-}
-
-
-def write(
-    out: Path,
-    findings: Sequence[Finding],
-    mine: Sequence[ResultRow],
-    theirs: Sequence[ResultRow],
-    note: str,
-) -> str:
-    """Write summary.md and trend.json into `out` and return the former. Raises CannotWrite."""
-    summary = markdown_page(markdown(findings, mine, theirs, note))
-    write_atomically(out / "summary.md", summary)
-    write_atomically(out / "trend.json", trend_json(mine))
-    return summary
-
-
-def forget(out: Path) -> None:
-    """Delete the files of an earlier `write`, if there are any. Raises CannotWrite."""
-    with reporting_refusals(out, codes=None):
-        for name in ("summary.md", "trend.json"):
-            (out / name).unlink(missing_ok=True)
 
 
 def markdown(
     findings: Sequence[Finding], mine: Sequence[ResultRow], theirs: Sequence[ResultRow], note: str
 ) -> str:
-    """Format the summary: the verdict first, then each threshold, then the measured rows.
+    """Format the page: the verdict first, then each threshold, then the measured rows.
 
     Args:
         mine, theirs: rows of the checkpoint and of the baseline.
@@ -99,30 +69,7 @@ def markdown(
         "",
         "</details>",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def trend_json(rows: Sequence[ResultRow]) -> str:
-    """Format the checkpoint's figures as github-action-benchmark's `customBiggerIsBetter` input."""
-    entries = []
-    for row in rows:
-        for name, unit in TRENDS.items():
-            value = getattr(row, name)
-            if row.method == AUTOREGRESSIVE or value is None:
-                continue
-            interval = row.confidence_intervals.get(name)
-            entry = {
-                "name": f"{row.benchmark}, {row.method}, T = {row.temperature:g}: {name}",
-                "unit": unit,
-                "value": round(value, 6),
-                "extra": f"step {row.step}, sha256 {(row.checkpoint_sha256 or '')[:12]}, tree "
-                f"{row.tree.name if row.tree else 'none'}, {row.num_prompts} prompts, "
-                f"{row.environment.device}",
-            }
-            if interval is not None:
-                entry["range"] = f"± {(interval[1] - interval[0]) / 2:.3g}"
-            entries.append(entry)
-    return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
+    return markdown_page("\n".join(lines) + "\n")
 
 
 def reason_to_fail(findings: Sequence[Finding]) -> str:
@@ -138,8 +85,8 @@ def _explain(finding: Finding) -> str:
     if finding.verdict == INCONCLUSIVE:
         return f"inconclusive, {finding.reason}"
     if finding.verdict == REGRESSION and finding.interval is not None:
-        allowed = _shown(finding, finding.threshold.change)
-        return f"regression, {_interval(finding)} lies below {allowed}"
+        allowed = finding.threshold.shown(finding.threshold.change)
+        return f"regression, {finding.shown_interval} lies below {allowed}"
     return ""
 
 
@@ -169,9 +116,10 @@ def _thresholds(findings: Sequence[Finding]) -> Table:
     rows = [
         (
             finding.threshold.name, finding.scope, finding.method, f"{finding.temperature:g}",
-            str(finding.num_prompts), _number(finding.baseline), _number(finding.checkpoint),
-            _shown(finding, finding.change), _interval(finding),
-            _shown(finding, finding.threshold.change), finding.verdict,
+            str(finding.num_prompts), figure(finding.baseline, form=".3f"),
+            figure(finding.checkpoint, form=".3f"), finding.threshold.shown(finding.change),
+            finding.shown_interval, finding.threshold.shown(finding.threshold.change),
+            finding.verdict,
         )
         for finding in findings
     ]
@@ -189,7 +137,10 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
         (
             row.benchmark, row.method, f"{row.temperature:g}", whose, str(row.num_prompts),
             *(MISSING if each is None else str(each) for each in (row.num_ended, row.num_cut)),
-            _number(row.acceptance_length), _number(row.speedup), _number(row.tokens_per_second),
+            *(
+                figure(each, form=".3f")
+                for each in (row.acceptance_length, row.speedup, row.tokens_per_second)
+            ),
             MISSING if row.lossless is None
             else f"{row.lossless.num_identical}/{row.lossless.num_prompts}",
         )
@@ -235,18 +186,3 @@ def _circumstances(row: ResultRow) -> str:
 def _identity(row: ResultRow) -> str:
     step = "" if row.step is None else f", step {row.step}"
     return f"`{row.checkpoint}`{step}, sha256 {(row.checkpoint_sha256 or '')[:12]}"
-
-
-def _interval(finding: Finding) -> str:
-    if finding.interval is None:
-        return MISSING
-    low, high = finding.interval
-    return f"[{_shown(finding, low)}, {_shown(finding, high)}]"
-
-
-def _shown(finding: Finding, change: float | None) -> str:
-    return finding.threshold.shown(change)
-
-
-def _number(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.3f}"

@@ -96,12 +96,12 @@ def test_unknown_name_lists_what_there_is(tmp_path):
     ("line", "why"),
     [
         ("{", "Expecting"),
-        ("[]", "got a list"),
-        ('{"turns": ["x"]}', "id is None"),
-        ('{"id": "x"}', "turns is None"),
-        ('{"id": "x", "turns": []}', "turns is \\[\\]"),
-        ('{"id": "x", "turns": ["ok", " "]}', "none empty"),
-        ('{"id": "x", "turns": [1]}', "must be texts"),
+        ("[]", "valid dictionary"),
+        ('{"turns": ["x"]}', "id: Field required"),
+        ('{"id": "x"}', "turns: Field required"),
+        ('{"id": "x", "turns": []}', "turns: .*at least 1"),
+        ('{"id": "x", "turns": ["ok", " "]}', "turns.1: .*match"),
+        ('{"id": "x", "turns": [1]}', "turns.0: .*valid string"),
         ('{"id": "two", "turns": ["again"]}', "line 2 already"),
     ],
 )

@@ -119,9 +119,9 @@ def test_lengths_that_cannot_be_made_are_refused(world, tmp_path, more, error, w
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"history": ["only the user"]}, "history must be a list of texts"),
-        ({"history": ["user", ""]}, "none empty"),
-        ({"reference_answer": 3}, "reference_answer is 3"),
+        ({"history": ["only the user"]}, "history: .*wanted a list of texts"),
+        ({"history": ["user", ""]}, "history.1.1: .*match"),
+        ({"reference_answer": 3}, "reference_answer: .*valid string"),
     ],
 )
 def test_a_history_that_is_none_is_refused(tmp_path, changes, words):

@@ -12,10 +12,8 @@ from stree_pipelines.evaluation.records import BaselineTiming, ResultRow, Sample
 from stree_pipelines.evaluation.result_store import (
     ResultStore,
     append_row,
-    packed_samples,
     read_archive,
     read_rows,
-    samples_label,
     write_archive,
     write_rows,
 )
@@ -142,15 +140,6 @@ def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
     assert not store.journalled("samples/b.jsonl.gz")
 
 
-@pytest.mark.parametrize("name", ["samples_b.jsonl.gz", "samples_b.jsonl", "samples/b.jsonl"])
-def test_samples_of_earlier_evaluations_are_read_where_they_lie(tmp_path, name):
-    """Beside the rows, and not always packed."""
-    store = ResultStore(tmp_path)
-    store.publish(result(samples=name), [sample("a")])
-    assert (tmp_path / name).is_file() and store.samples(*store.results()) == [sample("a")]
-    assert packed_samples(samples_label(name)) == "samples/b.jsonl.gz"
-
-
 @pytest.mark.parametrize(
     ("samples", "said"),
     [
@@ -214,15 +203,6 @@ def test_an_archive_has_the_samples_of_many_rows(tmp_path):
     archive.write_bytes(archive.read_bytes()[:-9])
     with pytest.raises(BadData, match=r"samples\.parquet cannot be read: .*restore it"):
         read_archive(archive)
-
-
-def test_an_evaluation_that_an_earlier_version_began_goes_on(tmp_path):
-    """Its journals have the name that they have now."""
-    append_row(tmp_path / "journals/samples_b.worker-00001.jsonl", sample("a"))
-    store = ResultStore(tmp_path)
-    store.journal("samples/b.jsonl.gz", 1, sample("b"))
-    assert [row.prompt_id for row in store.journalled("samples/b.jsonl.gz").values()] == ["a", "b"]
-    assert [row.prompt_id for row in store.journalled("samples_b.jsonl.gz").values()] == ["a", "b"]
 
 
 def test_the_folder_has_the_rows_and_a_subfolder_the_samples(tmp_path):
