@@ -60,6 +60,11 @@ def speedup_per_tau(sums: Sums) -> NDArray[np.float64]:
     return speedup(sums) / acceptance_length(sums)
 
 
+def relative(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the change of a figure as a share of the old one; a comparison for `Answers.over`."""
+    return new_R / old_R - 1
+
+
 def median_speedup(answers: Answers) -> float | None:
     """Return the median of the speed-ups of each prompt and seed; None where a row lacks one."""
     counts = answers.counts

@@ -15,7 +15,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
-from stree.common.errors import CannotWrite, OutOfMemory, StreeError, UsageError
+from stree.common.errors import UsageError
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import TokenTree
@@ -34,7 +34,6 @@ from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import arms as report
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import Cell
-from stree_pipelines.resources import dry_run
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/compare").glob("*.yaml"))
 
@@ -67,6 +66,13 @@ def written(folder, what) -> Path:
     path = folder / "arms.yaml"
     path.write_text(yaml.safe_dump(what))
     return path
+
+
+def comparison_of(folder, given) -> Comparison:
+    return Comparison(
+        *read_comparison(written(folder, given), {}), workers=Workers(),
+        progress=EvaluationProgress(enabled=False),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +134,7 @@ def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
     monkeypatch.setattr(Tuning, "tree", property(lambda self: longest[self.temperature]))
     arms = [{"name": "tuned", "drafter": str(export(world, 100)), "tree": "chain-tuned"}]
     given = content(world, tmp_path / "out", arms=arms, limit=1, max_new_tokens=9)
-    settings, chosen = read_comparison(written(tmp_path, given), {})
-    quiet = EvaluationProgress(enabled=False)
-    comparison = Comparison(settings, chosen, workers=Workers(), progress=quiet)
-    rows = comparison.evaluate()
+    rows = comparison_of(tmp_path, given).evaluate()
     # The drafter is the target: a call gives as many tokens as the chain has nodes.
     assert [(row.method, row.acceptance_length) for row in rows if row.tree] == [
         ("tuned", 2.0), ("tuned", 4.0)
@@ -149,9 +152,7 @@ def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
     for batch_size in (1, 2):
         out = tmp_path / f"out{batch_size}"
         given = content(world, out, arms=arms, batch_size=batch_size, temperatures=[0.0])
-        settings, chosen = read_comparison(written(tmp_path, given), {})
-        quiet = EvaluationProgress(enabled=False)
-        comparison = Comparison(settings, chosen, workers=Workers(), progress=quiet)
+        comparison = comparison_of(tmp_path, given)
         rows = comparison.evaluate()
         assert rows[1].tree.name == name and rows[1].lossless.share == 1.0
         assert rows[1].end_nodes == {} and 1 <= rows[1].nodes_per_call <= 4
@@ -184,9 +185,7 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
         {"name": "chosen", "drafter": drafter, "tree": "chain-1 or paper or beam-2-2-4"},
     ]
     given = content(world, tmp_path / "out", arms=arms, batch_size=2, temperatures=[0.0, 1.0])
-    settings, chosen = read_comparison(written(tmp_path, given), {})
-    quiet = EvaluationProgress(enabled=False)
-    comparison = Comparison(settings, chosen, workers=Workers(), progress=quiet)
+    comparison = comparison_of(tmp_path, given)
     assert {len(job.benchmark.prompts) for job in comparison.trials()} == {2}
     rows = comparison.evaluate()
     assert {row.method for row in rows} == {"autoregressive", "tuned", "chosen"}
@@ -261,21 +260,6 @@ def test_every_option_of_what_is_measured_may_be_typed(capsys):
     assert known - told == {"methods", "tree", "verifier", "backtracking", "num_chain_drafts"}
 
 
-def test_a_dry_run_refuses_what_does_not_fit(world, tmp_path, monkeypatch, capsys):
-    path = str(written(tmp_path, content(world, tmp_path / "out")))
-    monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
-    with pytest.raises(OutOfMemory, match="1000 B are free: lower max_new_tokens") as refused:
-        compare.main([path, "--dry_run"])
-    assert refused.value.exit_code == 71 and "TOO LITTLE" in capsys.readouterr().out
-    monkeypatch.setattr(dry_run, "free_disk_bytes", lambda path: 1000)
-    with pytest.raises(CannotWrite, match="1000 B are free") as refused:
-        compare.main([path, "--dry_run"])
-    assert refused.value.exit_code == 73
-    absent = written(tmp_path, content(world, tmp_path / "out", target="absent"))
-    with pytest.raises(StreeError):
-        compare.main([str(absent), "--dry_run"])
-
-
 def test_the_table_and_the_page_hold_the_rows_figures(done):
     store = ResultStore(done)
     text, page = ((done / f"comparison.{kind}").read_text() for kind in ("md", "html"))
@@ -309,29 +293,20 @@ def test_the_drafter_s_column_names_its_form(world, done):
 
 
 def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):
-    settings, arms = read_comparison(written(tmp_path, content(world, done)), {})
     asked = []
-    comparison = Comparison(
-        settings, arms, workers=Workers(), progress=EvaluationProgress(enabled=False)
-    )
+    comparison = comparison_of(tmp_path, content(world, done))
     monkeypatch.setattr(
         comparison.decoders, "make_decoder", lambda *_, **parts: asked.append(parts) or 1 / 0
     )
     rows = comparison.evaluate(None)  # all is there: nothing is decoded
     assert not asked and len(rows) == 14
-    settings, arms = read_comparison(
-        written(tmp_path, content(world, done, arms=content(world, done)["arms"][:1])), {}
-    )
-    fewer = Comparison(settings, arms, workers=Workers(), progress=comparison.progress)
+    fewer = comparison_of(tmp_path, content(world, done, arms=content(world, done)["arms"][:1]))
     assert [row.method for row in fewer.evaluate(None)] == [AUTOREGRESSIVE, "chain"] * 2
 
 
 def test_rounds_that_are_journalled_are_not_asked_again(world, tmp_path):
     given = content(world, tmp_path / "out", temperatures=[0.0])
-    settings, arms = read_comparison(written(tmp_path, {**given, "arms": given["arms"][2:4]}), {})
-    comparison = Comparison(
-        settings, arms, workers=Workers(), progress=EvaluationProgress(enabled=False)
-    )
+    comparison = comparison_of(tmp_path, {**given, "arms": given["arms"][2:4]})
     jobs = comparison.plan()
     assert len({job.result_key for job in jobs}) == len({job.decoder_key for job in jobs}) == 3
     comparison.evaluate(None)
@@ -432,9 +407,8 @@ def test_an_arm_whose_verifier_does_not_fit_its_tree_is_refused_at_once(world, t
     }
     for said, options in refused.items():
         given = content(world, tmp_path, arms=[{"name": "x", "drafter": "ngram", **options}])
-        settings, chosen = read_comparison(written(tmp_path, given), {})
         with pytest.raises(UsageError, match=said):
-            Comparison(settings, chosen, workers=Workers())
+            comparison_of(tmp_path, given)
 
 
 def test_an_arm_whose_drafter_does_not_fit_is_refused_before_any_chain_is_tuned(world, tmp_path):

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stree import metrics
 from stree.common.errors import BadData, InvariantBroken, UsageError
@@ -27,6 +26,7 @@ from stree_pipelines.comparison.answers import (
     Figure,
     acceptance_length,
     ratio,
+    relative,
     speedup,
     speedup_per_tau,
     tokens_per_second,
@@ -58,7 +58,7 @@ SYNTAX = (
 )
 
 _THRESHOLD = re.compile(
-    r"(?:(?P<benchmark>.+)\.)?(?P<metric>\w+)(?:\[(?P<depth>\d+)\])?"
+    r"(?:(?P<benchmark>.+)\.)?(?P<metric>\w+)(?:\[(?P<depth>[1-9]\d*)\])?"
     r"=(?P<change>[+-]\d+(?:\.\d*)?|0)(?P<percent>%)?"
 )
 
@@ -90,27 +90,18 @@ class Threshold:
     def parse(cls, text: str) -> Threshold:
         """Read `[BENCHMARK.]METRIC[[DEPTH]]=CHANGE[%]`. Raises UsageError with the mistake."""
         found = _THRESHOLD.fullmatch(text)
-        if found is None:
+        metric = found["metric"] if found else ""
+        if not found or metric not in METRICS or (metric == DEPTH_RATES) != bool(found["depth"]):
             raise UsageError(
-                f"--fail_below {text!r} is no threshold: {SYNTAX}; the change has a sign"
-            )
-        metric, depth = found["metric"], found["depth"]
-        if metric not in METRICS:
-            raise UsageError(
-                f"--fail_below {text!r}: no metric {metric!r}, there are {', '.join(METRICS)}"
-            )
-        if (metric == DEPTH_RATES) != (depth is not None) or depth == "0":
-            raise UsageError(
-                f"--fail_below {text!r}: {DEPTH_RATES} wants a depth from 1 in brackets, the other "
-                f"metrics none; {SYNTAX}"
+                f"--fail_below {text!r} is no threshold: {SYNTAX}; METRIC is one of "
+                f"{', '.join(METRICS)}, {DEPTH_RATES} with a depth from 1 in brackets and the "
+                "others without, and the change has a sign"
             )
         change = float(found["change"]) / (100 if found["percent"] else 1)
         if found["percent"] and change <= -1:
             raise UsageError(f"--fail_below {text!r}: nothing can lose all of itself or more")
-        return cls(
-            text, found["benchmark"], metric, int(depth) if depth else None, change,
-            bool(found["percent"]),
-        )
+        depth = int(found["depth"]) if found["depth"] else None
+        return cls(text, found["benchmark"], metric, depth, change, bool(found["percent"]))
 
     @property
     def name(self) -> str:
@@ -275,7 +266,7 @@ def _judge_one(
     new, old = (each.without(circles.__contains__) for each in (new, old))
     figure = FIGURES[threshold.metric]
     change, interval = new.over(
-        old, figure, _relative if threshold.is_relative else np.subtract,
+        old, figure, relative if threshold.is_relative else np.subtract,
         seed=seed, level=level, num_resamples=NUM_RESAMPLES,
     )
     verdict, reason = _verdict(threshold, change, interval, len(new.prompts), least_prompts(level))
@@ -285,10 +276,6 @@ def _judge_one(
         threshold, method, temperature, len(new.prompts), old.value(figure), new.value(figure),
         change, interval, verdict, reason, len(circles),
     )
-
-
-def _relative(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray[np.float64]:
-    return new_R / old_R - 1
 
 
 def _has_drafted(sample: SampleRow) -> bool:

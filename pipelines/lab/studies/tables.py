@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stree import metrics
 from stree_pipelines.comparison import answers as figures
-from stree_pipelines.comparison.answers import Answers, Gain
+from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import ResultStore
@@ -104,8 +105,7 @@ def _table(
         known = [each for each in own if each is not None]
         gain = speed = ""
         if mine is not first:
-            ratio = mine.over(first, figures.acceptance_length, np.divide)
-            gain = figure(*_percent(ratio), "+.1f", " %")
+            gain = figure(*mine.over(first, figures.acceptance_length, _percent), "+.1f", " %")
             speed = figure(*mine.over(first, figures.speedup, np.divide), unit="×")
         lines.append((
             name, str(len(arms[name])), figure(mine.value(figures.acceptance_length)),
@@ -121,12 +121,8 @@ def _table(
     return Table(title, tuple(lines), note=below(samples, rows))
 
 
-def _percent(ratio: Gain) -> Gain:
-    low, high = ratio.interval or (1.0, 1.0)
-    return Gain(
-        None if ratio.value is None else 100 * (ratio.value - 1),
-        None if ratio.interval is None else (100 * (low - 1), 100 * (high - 1)),
-    )
+def _percent(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 100 * figures.relative(new_R, old_R)
 
 
 def markdown(

@@ -23,7 +23,7 @@ from tiny_evaluation import (
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
-from stree.common.errors import InvariantBroken, OutOfMemory, UsageError
+from stree.common.errors import InvariantBroken, OutOfMemory
 from stree.decoder import Decoder
 from stree.generation import GenerationConfig
 from stree.models.model import HybridModel
@@ -412,9 +412,3 @@ def test_methods_of_one_tree_do_not_share_a_decoder(world, tmp_path):
     rows = quiet(settings).evaluate(export(world, 10))
     assert rows[1].acceptance_histogram == rows[2].acceptance_histogram
     assert rows[1].tree == rows[2].tree
-
-
-@pytest.mark.parametrize("batch_size", [0, -2])
-def test_a_batch_holds_at_least_one(world, tmp_path, batch_size):
-    with pytest.raises(UsageError, match="batch_size is"):
-        settings_for(world, tmp_path, batch_size=batch_size)

@@ -39,17 +39,12 @@ def test_the_corpus_prompts_are_python_docs(tmp_path, how):
 
 
 def test_other_prompts_are_not_called_python_docs(tmp_path):
-    mixed = [*ROWS, {"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    asked = {"id": "python-docs-json.dumps", "turns": ["What does it do?"]}
+    mixed = [*ROWS, asked]
     assert load_benchmark(str(write(tmp_path / "sums/prompts.jsonl", ROWS))).name == "sums_prompts"
     assert load_benchmark(str(write(tmp_path / "both/prompts.jsonl", mixed))).name == "both_prompts"
     assert load_benchmark(str(write(tmp_path / "mine.jsonl", mixed))).name == "mine"
-
-
-def test_questions_of_the_corpus_in_other_files_are_called_as_those(tmp_path):
-    """Asked at several lengths, say: several benchmarks of one name would be refused."""
-    rows = [{"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
-    for name in ("long-512", "long-1024"):
-        assert load_benchmark(str(write(tmp_path / f"{name}.jsonl", rows))).name == name
+    assert load_benchmark(str(write(tmp_path / "long-512.jsonl", [asked]))).name == "long-512"
 
 
 def test_one_ships(tmp_path, monkeypatch):

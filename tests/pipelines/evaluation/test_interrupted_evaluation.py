@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -71,26 +69,6 @@ def test_killed_and_resumed_gives_the_same_rows(world, tmp_path, survived, compl
     assert all(s.baseline for row in rows if row.step for s in store.samples(row))
 
 
-@pytest.mark.long
-def test_sigkill_while_writing_then_the_same_command_completes(world, tmp_path, complete):
-    command = [
-        sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"),
-        "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "1",
-        "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", "--out", str(tmp_path),
-        "--checkpoint", str(export(world, 10)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(tmp_path.glob("journals/*")):
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait(timeout=60) == -signal.SIGKILL
-    assert len(ResultStore(tmp_path).results()) < 6
-    rows = quiet(settings_for(world, tmp_path, temperatures=(0.0, 1.0))).evaluate(export(world, 10))
-    by_key = {row.key: row for row in complete.results()}
-    assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])
-
-
 def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
     """Killed after the first prompt's three methods: warm-up and answer of each."""
     settings = settings_for(world, tmp_path)
@@ -126,28 +104,6 @@ def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
     assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])
     expected = samples_without_timings(complete)
     assert all(sample in expected for sample in samples_without_timings(store))
-
-
-@pytest.mark.long
-def test_evaluations_of_one_folder_take_turns(world, tmp_path):
-    """As callbacks with a process for each export have them: same baseline, same results file."""
-    command = [
-        sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"),
-        "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "--max-new-tokens", "12",
-        "--device", "cpu", "--ignore-eos", "--out", str(tmp_path), "--checkpoint",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [*command, str(export(world, step))], cwd=REPOSITORY, env=environment,
-            stderr=subprocess.PIPE, text=True,
-        )
-        for step in (1, 10)
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], errors
-    keys = [(row.step, row.method) for row in ResultStore(tmp_path).results()]
-    assert len(keys) == len(set(keys)) == 5
 
 
 def test_prompts_are_shared_each_exactly_once():

@@ -58,7 +58,9 @@ def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
         settings_for(world, tmp_path, backtracking="copies")
 
 
-def test_a_verifier_of_chains_is_refused_for_the_tree_at_once(world, tmp_path):
+def test_unknown_trees_and_verifiers_of_chains_alone_are_refused_at_once(world, tmp_path):
+    with pytest.raises(UsageError, match="no tree"):
+        quiet(settings_for(world, tmp_path, tree="oak"))
     with pytest.raises(UsageError, match="judges chains only"):
         quiet(settings_for(world, tmp_path, verifier="block"))
     with pytest.raises(UsageError, match=r"wanted one of coupled.* each of them is greedy"):
@@ -133,37 +135,45 @@ def test_load_takes_the_same_names(world, corpus):
             assert decoder.generate(prompt, generation).tokens == plain
 
 
+FORMS = {
+    "a/b": DrafterName("a/b"),
+    "ngram:6": DrafterName(None, 6),
+    "a/b+ngram:4,c,d.txt": DrafterName("a/b", 4, "c,d.txt"),
+    "float8:a/b": DrafterName("a/b", float8=True),
+    "float8:a/b+ngram:4": DrafterName("a/b", 4, float8=True),
+    "float8:text:a": DrafterName("a", retokenised=True, float8=True),
+    "independent:a/b": DrafterName("a/b", siblings=SiblingSampling.INDEPENDENT),
+    "float8:top:a/b+ngram:4": DrafterName(
+        "a/b", 4, float8=True, siblings=SiblingSampling.DETERMINISTIC
+    ),
+}
+
+
 def test_names_of_drafters(tmp_path):
-    assert DrafterName.parse("a/b") == DrafterName("a/b")
-    assert DrafterName.parse("ngram") == DrafterName(None, 6)
-    assert DrafterName.parse("a/b+ngram:4,c,d.txt") == DrafterName("a/b", 4, "c,d.txt")
-    (tmp_path / "x+ngram").mkdir()
-    assert DrafterName.parse(str(tmp_path / "x+ngram")).is_folder
-    head = DrafterName.parse("float8:a/b")
-    assert head == DrafterName("a/b", float8=True) and head.is_folder
-    assert DrafterName.parse("float8:a/b+ngram:4") == DrafterName("a/b", 4, float8=True)
-    assert DrafterName.parse("float8:text:a") == DrafterName("a", retokenised=True, float8=True)
-    drawn = DrafterName("a/b", siblings=SiblingSampling.INDEPENDENT)
-    assert DrafterName.parse("independent:a/b") == drawn and drawn.is_folder
-    assert not drawn.is_plain and not drawn.grows and DrafterName.parse("top:a/b").grows
-    both = DrafterName("a/b", 4, float8=True, siblings=SiblingSampling.DETERMINISTIC)
-    assert DrafterName.parse("float8:top:a/b+ngram:4") == both
-    assert DrafterName.parse("top:float8:a/b+ngram:4") == both
-    (tmp_path / "top:x").mkdir()
-    assert DrafterName.parse(str(tmp_path / "top:x")).is_plain
-    for wrong in ("top:", "top:ngram", "independent:text:a", "top:top:a", "independent:top:a"):
-        with pytest.raises(UsageError, match="has no model that may draw siblings so"):
-            DrafterName.parse(wrong)
-    for wrong in ("float8:", "float8:ngram", "float8:float8:a"):
-        with pytest.raises(UsageError, match="no head to put in 8 bits, wanted float8:FOLDER"):
-            DrafterName.parse(wrong)
-    for wrong in ("ngram:0", "ngram:x", "ngram:-1,f"):
-        with pytest.raises(UsageError, match="wanted a whole number"):
-            DrafterName.parse(wrong)
-    for name in (
-        "a/b", "ngram:6", "a/b+ngram:4,c,d.txt", "float8:a/b+ngram:4", "float8:text:a",
-        "independent:a/b", "float8:top:a/b+ngram:4",
-    ):
-        assert str(DrafterName.parse(name)) == name
+    for name, parsed in FORMS.items():
+        assert DrafterName.parse(name) == parsed and str(parsed) == name
+    assert DrafterName.parse("ngram") == FORMS["ngram:6"]
+    assert DrafterName.parse("top:float8:a/b+ngram:4") == FORMS["float8:top:a/b+ngram:4"]
+    assert FORMS["float8:a/b"].is_folder and FORMS["independent:a/b"].is_folder
+    assert not FORMS["independent:a/b"].is_plain and not FORMS["independent:a/b"].grows
+    assert DrafterName.parse("top:a/b").grows
+    for name in ("x+ngram", "top:x"):  # folders that are called so
+        (tmp_path / name).mkdir()
+        assert DrafterName.parse(str(tmp_path / name)).is_plain
     with pytest.raises(NotFound, match="no corpus"):
         DrafterName.parse("ngram:3,nowhere.txt").corpus_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("top: top:ngram independent:text:a top:top:a independent:top:a",
+         "has no model that may draw siblings so"),
+        ("float8: float8:ngram float8:float8:a", "no head to put in 8 bits, wanted float8:FOLDER"),
+        ("ngram:0 ngram:x ngram:-1,f", "wanted a whole number"),
+    ],
+)
+def test_names_that_name_no_drafter_are_refused(names, said):
+    for name in names.split():
+        with pytest.raises(UsageError, match=said):
+            DrafterName.parse(name)

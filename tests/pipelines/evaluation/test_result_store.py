@@ -22,6 +22,11 @@ DOCS = Path(__file__).parents[3] / "docs/results"
 TWO = {"num_prompts": 2, "acceptance_histogram": {0: 2, 1: 2}}  # of two such samples
 
 
+@pytest.fixture
+def store(tmp_path):
+    return ResultStore(tmp_path)
+
+
 def test_a_row_survives_the_file(tmp_path):
     row = result()
     append_row(tmp_path / "r.jsonl", row)
@@ -84,8 +89,7 @@ def test_a_folder_that_refuses_is_reported(tmp_path):
         append_row(tmp_path / "file" / "s.jsonl", sample())
 
 
-def test_journals_of_several_workers_merge_each_prompt_once(tmp_path):
-    store = ResultStore(tmp_path)
+def test_journals_of_several_workers_merge_each_prompt_once(store):
     store.journal("samples/b.jsonl", 0, sample("a"))
     store.journal("samples/b.jsonl", 1, sample("b"))
     store.journal("samples/b.jsonl", 1, sample("a", decode_s=9.0))
@@ -97,8 +101,7 @@ def test_journals_of_several_workers_merge_each_prompt_once(tmp_path):
     assert store.journalled("samples/b.jsonl")[sample("a").key].decode_s == 0.1
 
 
-def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(tmp_path):
-    store = ResultStore(tmp_path)
+def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(store):
     other = result(step=20, checkpoint_sha256="other", samples="samples/other.jsonl")
     store.publish(other, [sample()])
     store.journal("samples/b.jsonl", 0, sample())
@@ -110,24 +113,17 @@ def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(
     assert not store.journalled("samples/b.jsonl") and store.journalled("samples/c.jsonl")
 
 
-def test_forgetting_drops_rows_and_journals(tmp_path):
-    store = ResultStore(tmp_path)
+def test_forgetting_drops_rows_and_journals_and_tidying_journals_that_publishing_left(store):
     store.publish(result(), [sample()])
+    store.journal("samples/b.jsonl", 0, sample())
+    store.tidy()
+    assert store.results() == [result()] and not store.journalled("samples/b.jsonl")
     store.journal("samples/b.jsonl", 0, sample())
     store.forget({result().key: "samples/b.jsonl"})
     assert store.results() == [] and not store.journalled("samples/b.jsonl")
 
 
-def test_a_journal_left_after_publishing_is_tidied(tmp_path):
-    store = ResultStore(tmp_path)
-    store.publish(result(), [sample()])
-    store.journal("samples/b.jsonl", 0, sample())
-    store.tidy()
-    assert not store.journalled("samples/b.jsonl")
-
-
-def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
-    store = ResultStore(tmp_path)
+def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(store, tmp_path):
     packed = result(samples="samples/b.jsonl.gz", **TWO)
     store.publish(packed, [sample("a"), sample("b")])
     first = (tmp_path / "samples/b.jsonl.gz").read_bytes()
@@ -159,9 +155,8 @@ def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
          "its speedup is 2.0, the row's None"),
     ],
 )
-def test_samples_of_which_a_row_was_not_made_are_refused(tmp_path, samples, said):
+def test_samples_of_which_a_row_was_not_made_are_refused(store, tmp_path, samples, said):
     """As where files were exchanged, or a row was edited."""
-    store = ResultStore(tmp_path)
     store.publish(result(), [sample("a")])
     assert store.samples(*store.results()) == [sample("a")]
     write_rows(tmp_path / "samples/b.jsonl", samples)
@@ -188,13 +183,12 @@ def test_committed_rows_are_what_their_samples_give():
             store.samples(row)
 
 
-def test_an_archive_has_the_samples_of_many_rows(tmp_path):
+def test_an_archive_has_the_samples_of_many_rows(store, tmp_path):
     """Read a row's samples from the archive, in order, unless the row's own file lies there."""
     names = ("samples/a.jsonl.gz", "samples/b.jsonl.gz")
     first, second = [sample("y"), sample("x", step=None)], [sample("z", num_nodes=2**53)]
     archive = tmp_path / "samples.parquet"
     write_archive(archive, dict(zip(names, (first, second), strict=True)))
-    store = ResultStore(tmp_path)
     rows = [result(samples=names[0], **TWO), result(samples=names[1], nodes_per_call=2.0**52)]
     assert [store.samples(row) for row in rows] == [first, second]
     assert store.samples(result(samples="samples/c.jsonl.gz")) == []
@@ -205,14 +199,9 @@ def test_an_archive_has_the_samples_of_many_rows(tmp_path):
         read_archive(archive)
 
 
-def test_the_folder_has_the_rows_and_a_subfolder_the_samples(tmp_path):
-    ResultStore(tmp_path).publish(result(), [sample()])
-    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "samples"}
-
-
-def test_halves_of_files_that_a_kill_left_are_tidied(tmp_path):
-    store = ResultStore(tmp_path)
+def test_halves_of_files_that_a_kill_left_are_tidied(store, tmp_path):
     store.publish(result(), [sample()])
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "samples"}
     for folder in (tmp_path, tmp_path / "samples"):
         half = folder / ".tmp-1-0badc0de-anothernode"
         half.write_bytes(b"half")

@@ -28,7 +28,6 @@ from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.profiles.model_card import _places
 from stree_pipelines.reports.run_data import load_run, open_results
 from stree_pipelines.reports.settings import setting_of
-from stree_pipelines.training.run.callbacks import EvaluateExports
 
 SERVED = {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
 PENALTY = {"repetition_penalty": 1.3}
@@ -252,13 +251,6 @@ def test_a_comparison_s_arms_all_have_them_and_its_table_says_so(world, tmp_path
     for name in ("comparison.md", "comparison.html"):
         text = (tmp_path / "out" / name).read_text()
         assert "All methods were decoded with repetition_penalty 1.3." in text
-
-
-def test_a_training_s_evaluations_take_them_from_its_config(tmp_path):
-    (tmp_path / "eval.yaml").write_text("benchmarks: [x]\nrepetition_penalty: 1.3\n")
-    callback = EvaluateExports("inline", str(tmp_path / "eval.yaml"))
-    callback.target, callback.out = "target", tmp_path / "run/eval"
-    assert sampling_of(callback._settings()) == {**OFF, **PENALTY}
 
 
 @pytest.fixture(scope="module")
