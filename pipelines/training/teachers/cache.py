@@ -72,13 +72,10 @@ class CacheSpec:
 
     def layout(self, num_rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return shape and dtype of each array of a shard with `num_rows` rows."""
-        ids = ((num_rows, self.top_k), "<u2") if self.id_bytes == 2 else (
-            (num_rows, self.top_k, 3), "|u1"
-        )
-        log_probs = np.dtype(self.dtype).str
+        shape = num_rows, self.top_k
         return {
-            "ids": ids,
-            "log_probs": ((num_rows, self.top_k), log_probs),
+            "ids": (shape, "<u2") if self.id_bytes == 2 else ((*shape, 3), "|u1"),
+            "log_probs": (shape, np.dtype(self.dtype).str),
             "log_tail": ((num_rows,), "<f4"),
         }
 
@@ -158,11 +155,11 @@ def shard_directory(cache: Path, split: str, shard: int, num_shards: int) -> Pat
     return cache / split / f"shard-{shard:05d}-of-{num_shards:05d}"
 
 
-def describe_splits(
-    tables: Mapping[str, TokenTable], plans: Mapping[str, ShardPlan]
-) -> dict[str, dict[str, Any]]:
-    """Build the `splits` of cache.json."""
-    return {
+def identity_of(
+    spec: CacheSpec, tables: Mapping[str, TokenTable], plans: Mapping[str, ShardPlan]
+) -> dict[str, Any]:
+    """Build cache.json: what decides every byte of the cache."""
+    splits = {
         split: {
             "data_sha256": table.sha256,
             "num_samples": len(table),
@@ -171,10 +168,11 @@ def describe_splits(
         }
         for split, table in tables.items()
     }
+    return {"version": VERSION, **asdict(spec), "splits": splits}
 
 
-def identity_of(spec: CacheSpec, splits: Mapping[str, Any]) -> dict[str, Any]:
-    return {"version": VERSION, **asdict(spec), "splits": dict(splits)}
+def _spec_of(content: Mapping[str, Any]) -> CacheSpec:
+    return CacheSpec(**{name: content[name] for name in CacheSpec.__dataclass_fields__})
 
 
 def read_cache_file(cache: Path) -> dict[str, Any] | None:
@@ -189,11 +187,10 @@ def read_cache_file(cache: Path) -> dict[str, Any] | None:
         content = read_json(path)
         if content["version"] != VERSION:
             raise ValueError(f"version {content['version']}, wanted {VERSION}")
-        CacheSpec(**{name: content[name] for name in CacheSpec.__dataclass_fields__})
+        _spec_of(content)
         for split in content["splits"].values():
-            if not isinstance(split["num_samples"], int) or not isinstance(
-                split["data_sha256"], str
-            ):
+            kinds = type(split["num_samples"]), type(split["data_sha256"])
+            if kinds != (int, str):
                 raise TypeError("a split is not described")
         return content
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -210,13 +207,12 @@ class TeacherCache:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        content = read_cache_file(self.directory)
-        if content is None and not self.directory.is_dir():
+        if not self.directory.is_dir():
             raise NotFound(f"no folder {self.directory}: {AGAIN}")
+        content = read_cache_file(self.directory)
         if content is None:
             raise CheckpointRefused(f"{self.directory} holds no teacher cache: {AGAIN}")
-        self.content = content
-        self.spec = CacheSpec(**{n: content[n] for n in CacheSpec.__dataclass_fields__})
+        self.content, self.spec = content, _spec_of(content)
 
     def require(self, **wanted: Any) -> None:
         """Raise CheckpointRefused unless the cache was made with these values of its spec."""
@@ -234,25 +230,24 @@ class TeacherCache:
         Verifies every shard's bytes. Raises CheckpointRefused with the reason when the split does
         not fit.
         """
-        made = self.content["splits"].get(name)
+        made, cut = self.content["splits"].get(name), self.spec.sequence_length
+        wrong = None
         if made is None:
-            raise CheckpointRefused(
-                f"the teacher cache {self.directory} holds no {name} data, only "
-                f"{', '.join(self.content['splits'])}: make it with data.{name}"
+            there = ", ".join(self.content["splits"])
+            wrong = f"holds no {name} data, only {there}: make it with data.{name}"
+        elif made["data_sha256"] != table.sha256:
+            wrong = (
+                f"was made from other {name} data ({made['num_samples']:,} conversations, sha256 "
+                f"{made['data_sha256'][:12]}…; here {len(table):,}, {table.sha256[:12]}…): give "
+                f"the same data, limit and template, or make another cache ({AGAIN})"
             )
-        if made["data_sha256"] != table.sha256:
-            raise CheckpointRefused(
-                f"the teacher cache {self.directory} was made from other {name} data "
-                f"({made['num_samples']:,} conversations, sha256 {made['data_sha256'][:12]}…; here "
-                f"{len(table):,}, {table.sha256[:12]}…): give the same data, limit and template, "
-                f"or make another cache ({AGAIN})"
+        elif sequence_length > cut:
+            wrong = (
+                f"was made with samples cut to {cut} tokens, data.sequence_length is "
+                f"{sequence_length}: lower it, or make another cache ({AGAIN})"
             )
-        if sequence_length > self.spec.sequence_length:
-            raise CheckpointRefused(
-                f"the teacher cache {self.directory} was made with samples cut to "
-                f"{self.spec.sequence_length} tokens, data.sequence_length is {sequence_length}: "
-                f"lower it, or make another cache ({AGAIN})"
-            )
+        if wrong:
+            raise CheckpointRefused(f"the teacher cache {self.directory} {wrong}")
         plan = ShardPlan.of(table, self.spec)
         shards = [self._open_shard(name, plan, shard) for shard in range(len(plan))]
         return CachedTargets(self.spec, plan, shards, counted_tokens(table, sequence_length))
@@ -264,30 +259,28 @@ class TeacherCache:
                 f"{directory} is missing, the teacher cache is not finished: run the same "
                 "cache_teacher.py command to go on with it"
             )
-        remedy = "delete that folder and run the same cache_teacher.py command to make it again"
         try:
             manifest = verify_manifest(directory)
-        except CheckpointRefused as error:
-            raise CheckpointRefused(f"{error}. In a teacher cache: {remedy}") from error
-        if manifest.get("cache") != cache_hash(self.content):
-            raise CheckpointRefused(f"{directory} belongs to another cache: {remedy}")
-        # Caches of older versions say no split
-        found = (manifest.get("split", split), manifest.get("shard", shard))
-        if found != (split, shard):
-            raise CheckpointRefused(
-                f"{directory} holds shard {found[1]} of {found[0]}, not {shard} of {split}: "
-                f"{remedy}"
-            )
-        try:
+            if manifest.get("cache") != cache_hash(self.content):
+                raise ValueError(f"{directory} belongs to another cache")
+            # Caches of older versions say no split
+            found = (manifest.get("split", split), manifest.get("shard", shard))
+            if found != (split, shard):
+                raise ValueError(
+                    f"{directory} holds shard {found[1]} of {found[0]}, not {shard} of {split}"
+                )
             arrays = {
                 name: np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False)
                 for name in ARRAYS
             }
-        except (OSError, ValueError) as error:
-            raise CheckpointRefused(f"{directory} cannot be read ({error}): {remedy}") from error
-        forms = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
-        if forms != self.spec.layout(len(plan.rows(shard))):
-            raise CheckpointRefused(f"{directory} has other rows than the data: {remedy}")
+            forms = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
+            if forms != self.spec.layout(len(plan.rows(shard))):
+                raise ValueError(f"{directory} has other rows than the data")
+        except (CheckpointRefused, OSError, ValueError) as error:
+            raise CheckpointRefused(
+                f"a shard of the teacher cache cannot be used: {error}: delete that folder and run "
+                "the same cache_teacher.py command to make it again"
+            ) from error
         return arrays
 
 
@@ -324,11 +317,13 @@ class CachedTargets:
                 f"a teacher cache holds token {decoded.max()}, its vocabulary has "
                 f"{self.spec.vocab_size:,}: make it anew"
             )
-        log_probs, log_tail = _normalised(log_probs.astype(np.float32), log_tail)
+        # Rounded values sum to one again
+        log_probs = log_probs.astype(np.float32)
+        log_mass = np.log(np.exp(log_probs).sum(axis=1) + np.exp(log_tail))
         return {
             "teacher_ids": decoded,
-            "teacher_log_probs": log_probs,
-            "teacher_log_tail": log_tail,
+            "teacher_log_probs": log_probs - log_mass[:, None],
+            "teacher_log_tail": log_tail - log_mass,
         }
 
     def _of_sample(self, sample: int) -> tuple[NDArray, ...]:
@@ -336,12 +331,3 @@ class CachedTargets:
         start = int(self.plan.first_rows[sample]) - self.plan.rows(shard).start
         part = slice(start, start + int(self.counts[sample]))
         return tuple(self.shards[shard][name][part] for name in ARRAYS)
-
-
-def _normalised(
-    log_probs: NDArray[np.float32], log_tail: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale rounded log-probabilities and tail, so that they sum to one again."""
-    mass = np.exp(log_probs).sum(axis=1) + np.exp(log_tail)
-    log_mass = np.log(mass)
-    return log_probs - log_mass[:, None], log_tail - log_mass

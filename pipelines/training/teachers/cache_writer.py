@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from stree_pipelines.training.teachers.cache import (
     CacheSpec,
     ShardPlan,
     cache_hash,
-    describe_splits,
     identity_of,
     read_cache_file,
     shard_directory,
@@ -58,12 +56,8 @@ class CacheWriter:
         self.spec = spec
         self.tables = dict(tables)
         self.plans = {split: ShardPlan.of(table, spec) for split, table in tables.items()}
-        self.identity = identity_of(spec, describe_splits(self.tables, self.plans))
+        self.identity = identity_of(spec, self.tables, self.plans)
         self.require_same_cache()
-
-    @property
-    def num_positions(self) -> int:
-        return sum(plan.num_rows for plan in self.plans.values())
 
     @property
     def shards(self) -> list[Shard]:
@@ -123,7 +117,8 @@ class CacheWriter:
                 with naming_what_does_not_fit(
                     "lower data.batch_size, or use model.target_dtype bfloat16"
                 ):
-                    self._write_shard(split, shard, model, pad_id, batch_size, precision)
+                    arrays = self._compute(split, shard, model, pad_id, batch_size, precision)
+                self._write_shard(split, shard, arrays)
                 task.advance(f"{split} {shard + 1}/{len(self.plans[split])}")
                 if number == 0 and len(mine) > 1:
                     shard_s = time.monotonic() - started
@@ -132,11 +127,7 @@ class CacheWriter:
                         f"{clock(shard_s * (len(mine) - 1))} for the other {len(mine) - 1}"
                     )
 
-    def _write_shard(
-        self, split: str, shard: int, model: HybridModel, pad_id: int, batch_size: int,
-        precision: str,
-    ) -> None:
-        arrays = self._compute(split, shard, model, pad_id, batch_size, precision)
+    def _write_shard(self, split: str, shard: int, arrays: Mapping[str, NDArray]) -> None:
         extra = {"cache": cache_hash(self.identity), "split": split, "shard": shard}
         needed = self.plans[split].num_bytes(shard, self.spec)
         with publish_directory(self.path_of(split, shard), extra, needed_bytes=needed) as folder:
@@ -149,7 +140,7 @@ class CacheWriter:
         precision: str,
     ) -> dict[str, NDArray]:
         """Compute the arrays of a shard, rows in the order of its samples and their tokens."""
-        spec, plan = self.spec, self.plans[split]
+        spec, plan, autocast = self.spec, self.plans[split], AUTOCAST[precision]
         samples, cache_rows = plan.samples(shard), plan.rows(shard)
         table = _part_of(self.tables[split], samples)
         first_rows = plan.first_rows[samples.start : samples.stop + 1] - cache_rows.start
@@ -163,7 +154,7 @@ class CacheWriter:
                 name: torch.from_numpy(array).to(model.device)
                 for name, array in make_batch(table, packing, rows, pad_id).items()
             }
-            with _autocast(model.device, precision):
+            with torch.autocast(model.device.type, autocast, enabled=autocast is not None):
                 hidden = model.hidden_states(batch["tokens"], batch["segment_ids"])
                 dtype = product_dtype(hidden)
             hidden_MD = hidden[shift_left(batch["loss_mask"])].to(dtype)
@@ -192,24 +183,20 @@ class CacheWriter:
             for name, value in self.identity.items()
             if name != "splits" and found.get(name) != value
         ]
-        changed += [f"other {split} data" for split in self._changed_splits(found["splits"])]
+        theirs, ours = found["splits"], self.identity["splits"]
+        changed += [
+            f"other {split} data"
+            for split in sorted({*theirs, *ours})
+            if theirs.get(split) != ours.get(split)
+        ]
         if changed:
             raise UsageError(
                 f"{self.directory} holds another teacher cache ({'; '.join(changed)}): choose "
                 "another --out, or the old values"
             )
 
-    def _changed_splits(self, found: Mapping[str, Any]) -> list[str]:
-        splits = self.identity["splits"]
-        return sorted(s for s in {*found, *splits} if found.get(s) != splits.get(s))
-
 
 def _part_of(table: TokenTable, samples: range) -> TokenTable:
     offsets = table.offsets[samples.start : samples.stop + 1]
     tokens = slice(int(offsets[0]), int(offsets[-1]))
     return TokenTable(table.tokens[tokens], table.mask[tokens], offsets - offsets[0])
-
-
-def _autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    dtype = AUTOCAST[precision]
-    return torch.autocast(device.type, dtype) if dtype else nullcontext()
