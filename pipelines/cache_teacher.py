@@ -21,9 +21,8 @@ import torch
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, load_model
 from stree.checkpoints.tokenizer import fingerprint
-from stree.common.device_memory import free_disk_bytes
 from stree.common.errors import exit_with_reason
-from stree.common.words import size
+from stree.models.config import HybridConfig
 from stree_pipelines.console.input_checks import of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
@@ -109,12 +108,12 @@ class CacheCLI(DistillCLI):
             shard_positions=options["shard_positions"],
         )
         writer = CacheWriter(options["out"], spec, data.tables)
-        device, dtype = pick_device(options["device"]), model["target_dtype"]
+        device = pick_device(options["device"])
         precision = supported_precision(options["trainer"]["precision"])
         if workers.is_main:
-            print(describe(writer), flush=True)
+            print(writer.describe(), flush=True)
             if options["dry_run"]:
-                self._describe_run(data, device.type == "cuda", held_dtype(dtype), precision)
+                self._describe_run(data, config, device.type == "cuda", precision)
         writer.require_space()
         if options["dry_run"] or not writer.missing():
             return
@@ -126,64 +125,40 @@ class CacheCLI(DistillCLI):
             writer.require_same_cache()  # as the other command left it
             if writer.missing():
                 self._fill(writer, data, workers, device, precision)
-        left = len(writer.missing())
         if workers.is_main:
-            print(f"{writer.directory}: {_state(left, len(writer.shards))}", flush=True)
+            left, total = len(writer.missing()), len(writer.shards)
+            state = f"{total - left} of {total} shards are there, other processes are at the rest"
+            print(
+                f"{writer.directory}: {state if left else f'all {total} shards are there'}",
+                flush=True,
+            )
 
     def _fill(
         self, writer: CacheWriter, data: ConversationDataModule, workers: Workers,
         device: torch.device, precision: str,
     ) -> None:
-        model = self.options["model"]
-        dtype = model["target_dtype"]
-        target = load_model(model["target"], device, loaded_dtype(dtype))
+        path, dtype = self.options["model"]["target"], self.options["model"]["target_dtype"]
+        target = load_model(path, device, loaded_dtype(dtype))
         if dtype == "float8":
             require_float8(device)
             round_products(target)
         made_with = {
-            "target": model["target"],
-            "target_dtype": dtype,
-            "precision": precision,
-            **describe_code(),
+            "target": path, "target_dtype": dtype, "precision": precision, **describe_code()
         }
         writer.write(target, data.pad_id, data.batch_size, workers, made_with, precision)
 
     def _describe_run(
-        self, data: ConversationDataModule, on_cuda: bool, dtype: torch.dtype, precision: str
+        self, data: ConversationDataModule, config: HybridConfig, on_cuda: bool, precision: str
     ) -> None:
         self._dump_config()
-        config = load_config(self.options["model"]["target"])
         shape = data.batch_size, data.sequence_length
+        dtype = held_dtype(self.options["model"]["target_dtype"])
         print(config_lines(self.config_dump))
         print(model_line("target", config))
         memory = MemoryEstimate(forward_memory(config, shape, precision, on_cuda, dtype), on_cuda)
         print(memory, flush=True)
         require_writable(self.options["out"])
         memory.require("lower data.batch_size, or use model.target_dtype bfloat16")
-
-
-def describe(writer: CacheWriter) -> str:
-    """Describe the cache's size and disk before any of it is computed."""
-    spec, missing = writer.spec, writer.missing()
-    sizes = ", ".join(
-        f"{split} {plan.num_rows:,} predictions in {len(plan)} shards"
-        for split, plan in writer.plans.items()
-    )
-    lines = [
-        f"teacher cache {writer.directory}: {sizes}",
-        f"{spec.top_k} of {spec.vocab_size:,} tokens and the tail: {spec.row_bytes} bytes a "
-        f"prediction, {size(writer.num_bytes(writer.shards))} in all",
-        f"{len(writer.shards) - len(missing)} of {len(writer.shards)} shards are there; the "
-        f"others take {size(writer.num_bytes(missing))}, "
-        f"{size(free_disk_bytes(writer.directory))} are free",
-    ]
-    return "\n".join(lines)
-
-
-def _state(left: int, total: int) -> str:
-    if not left:
-        return f"all {total} shards are there"
-    return f"{total - left} of {total} shards are there, other processes are at the rest"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -26,7 +26,6 @@ from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
     require_no_labels_outside,
-    require_same_vocabulary,
 )
 from stree_pipelines.training.drafter_head import (
     count_tokens,
@@ -59,13 +58,6 @@ class DistillCLI(TrainingCLI):
             HybridConfig.from_dict(dict(drafter))  # refuses invalid options
         super().before_instantiate_classes()
 
-    def require_inputs(self) -> None:
-        super().require_inputs()
-        model = self.options["model"]
-        if model["drafter"] is not None:
-            config = HybridConfig.from_dict(dict(model["drafter"]))
-            require_same_vocabulary(config, load_config(model["target"]))
-
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
         target = load_config(options["target"])
         trained = drafter_config_of(
@@ -83,7 +75,6 @@ class DistillCLI(TrainingCLI):
             require_placeable(options["target_dtype"], options["target_placement"])
         return ModelPlan(
             trained, target, dtype, cached,
-            beside=options["target_placement"] == "beside" and not cached,
             activation_checkpointing=options["activation_checkpointing"],
             passes=1 if features is None else 1 + features.ahead,
             compiled=options["compile_layers"] and not (features and features.ahead),

@@ -35,18 +35,21 @@ LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
-def num_parameters(config: HybridConfig) -> int:
+def _without_data(config: HybridConfig) -> HybridModel:
     with torch.device("meta"):
-        return HybridModel(config).num_parameters()
+        return HybridModel(config)
+
+
+def num_parameters(config: HybridConfig) -> int:
+    return _without_data(config).num_parameters()
 
 
 def checkpoint_bytes(config: HybridConfig, optimizer: OptimizerKind = "adamw") -> int:
     """Count the bytes of fp32 weights and the optimiser's moments, in memory or in a checkpoint."""
-    with torch.device("meta"):
-        named = list(HybridModel(config).named_parameters())
-    moments = sum(each.numel() * num_moments(name, each, optimizer) for name, each in named)
-    weights = sum(each.numel() for _, each in named)
-    return 4 * (weights + moments)
+    return 4 * sum(
+        weight.numel() * (1 + num_moments(name, weight, optimizer))
+        for name, weight in _without_data(config).named_parameters()
+    )
 
 
 def head_in_8_bits_bytes(config: HybridConfig) -> int:
@@ -96,15 +99,14 @@ def activation_bytes(
 class ModelPlan:
     """Architectures of a training, and the options that decide its memory.
 
-    `target` runs with the trained model; `cached` says that its outputs come from a cache instead,
-    `beside` that it has a GPU of its own. `passes` is how often the trained model reads each token.
+    `target` runs with the trained model; `cached` says that its outputs come from a cache instead.
+    `passes` is how often the trained model reads each token.
     """
 
     trained: HybridConfig
     target: HybridConfig | None = None
     target_dtype: torch.dtype = torch.float32
     cached: bool = False
-    beside: bool = False
     activation_checkpointing: bool = False
     passes: int = 1
     compiled: bool = False  # whether the trained model's layers are compiled
@@ -121,26 +123,20 @@ def training_memory(
     """Count the bytes by part of a training on one device, in micro-batches of `shape` (B, T).
 
     They are those of the fuller of two moments: while the target runs, and in the loss, where the
-    drafter's activations wait. Gradients are there in both, of the step or micro-batch before. A
-    target on a GPU of its own is not counted (`forward_memory` is its part), but its head is, which
-    the loss reads.
+    drafter's activations wait. Gradients are there in both, of the step or micro-batch before.
     """
-    trained, target = plan.trained, plan.live_target
+    trained, target, dtype = plan.trained, plan.live_target, AUTOCAST[precision]
     kept = checkpoint_bytes(trained, plan.optimizer) + GRADIENT_BYTES * num_parameters(trained)
     always = {"weights, gradients, moments": kept}
     head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
-    loss = {"the head's gradient": 4 * head_numbers}
-    dtype = AUTOCAST[precision]
-    if dtype is not None:
-        loss["the head for products"] = dtype.itemsize * head_numbers
-    loss["loss"] = _loss_bytes(target.vocab_size if target else trained.head_size, shape, on_cuda)
-    activations = {"activations": plan.passes * _trained_activations(plan, shape, precision)}
-    moments = [{**activations, **loss}]
-    if target is not None and plan.beside and on_cuda:
-        itemsize = max(2, plan.target_dtype.itemsize)
-        loss_only = {"target's head": itemsize * target.vocab_size * target.d_model}
-        moments = [{**activations, **loss, **loss_only}]
-    elif target is not None:
+    vocab_size = target.vocab_size if target else trained.head_size
+    moments = [{
+        "activations": plan.passes * _trained_activations(plan, shape, precision),
+        "the head's gradient": 4 * head_numbers,
+        "the head for products": dtype.itemsize * head_numbers if dtype else 0,
+        "loss": _loss_bytes(vocab_size, shape, on_cuda),
+    }]
+    if target is not None:
         always["target"] = held_bytes(target, plan.target_dtype)
         moments.insert(0, {"target's activations": _one_layer_bytes(target, shape, precision)})
     return always | max(moments, key=lambda parts: sum(parts.values()))
@@ -160,8 +156,7 @@ def forward_memory(
 
 def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
     """Count the bytes of a frozen target's weights; `round_products` leaves some in bf16."""
-    with torch.device("meta"):
-        model = HybridModel(target)
+    model = _without_data(target)
     if dtype.itemsize > 1:
         return dtype.itemsize * model.num_parameters()
     round_products(model.bfloat16())
@@ -202,14 +197,15 @@ def decoding_memory(
     trees: nodes that each method verifies per call.
     """
     parts = {"target": dtype.itemsize * num_parameters(target)}
-    caches = 0
-    for num_nodes in trees.values():
-        caches += num_rows * cache_bytes(target, max_length, num_nodes, dtype)
-        if drafter is not None and num_nodes > 1:
-            caches += num_rows * cache_bytes(drafter, max_length, num_nodes, dtype)
     if drafter is not None:
         parts["drafter"] = dtype.itemsize * num_parameters(drafter)
-    return {**parts, "caches": caches}
+    parts["caches"] = 0
+    for num_nodes in trees.values():
+        models = [target] if drafter is None or num_nodes == 1 else [target, drafter]
+        parts["caches"] += num_rows * sum(
+            cache_bytes(each, max_length, num_nodes, dtype) for each in models
+        )
+    return parts
 
 
 def cache_bytes(config: HybridConfig, max_length: int, max_nodes: int, dtype: torch.dtype) -> int:
@@ -237,8 +233,7 @@ def distillation_operations(plan: ModelPlan, num_tokens: int, num_counted: int) 
 
 def _weights(config: HybridConfig) -> tuple[int, int]:
     """Count the weights of the matrices that each token is multiplied with, and of the head."""
-    with torch.device("meta"):
-        model = HybridModel(config)
+    model = _without_data(config)
     in_layers = sum(
         weight.numel()
         for name, weight in model.named_parameters()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stree.common.device_memory import free_memory_bytes
+from stree.common.errors import first_line
 from stree.common.words import counted, size
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
@@ -63,7 +64,7 @@ def check_triton() -> str:
         torch.testing.assert_close(ours, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-5)
     except Exception as error:  # compilers fail in many ways; all mean that kernels do not run
         raise Absent(
-            f"a kernel does not compile or is wrong: {_first_line(error)}",
+            f"a kernel does not compile or is wrong: {first_line(error)}",
             "install gcc and Python's headers (python3-dev), and the triton that torch asks for",
         ) from error
     return "a kernel compiles and is right"
@@ -77,16 +78,15 @@ def check_mamba_ssm() -> str:
             importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
         except ImportError as error:
             raise Absent(
-                f"installed, and not importable: {_first_line(error)}",
+                f"installed, and not importable: {first_line(error)}",
                 "it was built for another torch or CUDA: `pip install --force-reinstall "
                 "--no-build-isolation --no-deps mamba-ssm`, or uninstall it and use our own scan",
             ) from error
-    if not HAS_CUDA:
-        raise Absent("not installed", "nothing is missing, only GPUs use it")
-    raise Absent(
-        "not installed", "training uses our own scan; `pip install -e '.[cuda]'` (with nvcc there, "
-        "or a wheel for this torch) is faster"
+    faster = (
+        "training uses our own scan; `pip install -e '.[cuda]'` (with nvcc there, or a wheel for "
+        "this torch) is faster"
     )
+    raise Absent("not installed", faster if HAS_CUDA else "nothing is missing, only GPUs use it")
 
 
 def check_backend(backend: str) -> str:
@@ -107,7 +107,7 @@ def check_backend(backend: str) -> str:
                 dist.destroy_process_group()
     except RuntimeError as error:
         raise Absent(
-            f"{backend} fails: {_first_line(error)}",
+            f"{backend} fails: {first_line(error)}",
             "the host's name must resolve; or name the network interface in "
             f"{backend.upper()}_SOCKET_IFNAME (`ip link` lists them)",
         ) from error
@@ -179,7 +179,3 @@ def _drafter_of(target: HybridConfig) -> HybridConfig:
     """
     has_two = target.num_layers - len(target.attn_layers) >= 2
     return drafter_config_from(target, None if has_two else sorted({0, target.num_layers - 1}))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

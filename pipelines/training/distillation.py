@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,12 +33,10 @@ from stree_pipelines.training.losses.distillation_loss import (
 )
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
-from stree_pipelines.training.parallel.sharding import own_part
 from stree_pipelines.training.teachers.frozen_target import (
     FrozenTarget,
     Placement,
     TargetDtype,
-    TargetInputs,
     loaded_dtype,
 )
 from stree_pipelines.training.teachers.teachers import Teacher, TopK
@@ -86,8 +85,7 @@ class Distillation(Training):
                 capability 8.9 or later.
             target_placement: replicated, the whole frozen target on each device; sharded, its
                 weights shared among the devices and gathered layer by layer, under any trainer
-                strategy; beside, on a second GPU per process, where it can run ahead of the
-                drafter.
+                strategy.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer, and the loss (a minute at the start, faster steps on
                 a GPU).
@@ -126,7 +124,6 @@ class Distillation(Training):
         else:
             self.exported = with_random_head(whole, head.vocab_size, head.rank)
             self._whole_head = whole.head_weight.detach()
-        # Not an nn.Module: it stays out of checkpoints, the optimiser, DDP's buckets and .train().
         self.frozen: FrozenTarget | None = None
         if teacher_cache is None:
             assert model is not None
@@ -156,22 +153,14 @@ class Distillation(Training):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if self.frozen is not None:
-            self.frozen.place(self.device, self.trainer.device_ids, self.trainer.world_size)
-
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        inputs = None if self.frozen is None else self.frozen.inputs_of(batch)
-        return moved if inputs is None else {**moved, "target_inputs": inputs}
+            self.frozen.place(self.device, self.trainer.world_size)
 
     def compiled_models(self) -> list[HybridModel]:
         ahead = self.features is not None and self.features.ahead  # these passes are not compiled
         return ([] if ahead else [self.exported]) + ([] if self.target is None else [self.target])
 
-    def first_frozen_weight_not_finite(self) -> str | None:
-        weights = self.target.named_parameters() if self.target is not None else ()
-        return next((name for name, each in weights if not own_part(each).isfinite().all()), None)
+    def frozen_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return () if self.target is None else self.target.named_parameters()
 
     def counted_mask(self, batch: Batch) -> Tensor:
         return batch["loss_mask"]
@@ -198,7 +187,7 @@ class Distillation(Training):
         else:
             assert self.frozen is not None
             temperature = self.loss_spec.temperature
-            head = self.frozen.head_weight
+            head = self.frozen.model.head_weight
             teacher = live_teacher(target_hidden, head, mask, hidden, temperature)
         return chunked_distillation_loss(
             hidden, self.exported.head_weight, teacher.over(self.exported.head_ids), mask,
@@ -224,8 +213,7 @@ class Distillation(Training):
         """Return a live target's hidden states (B, T, D); None when they are cached."""
         if self.frozen is None:
             return None
-        inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
-        return self.frozen.hidden_states(inputs, batch["tokens"].device, features)
+        return self.frozen.hidden_states(batch["tokens"], batch["segment_ids"], features)
 
     def _drafter_hidden(self, batch: Batch, features: HiddenStateTap) -> list[Tensor]:
         """Return the drafter's hidden states (B, T, D), then one tensor per multi-step pass.
@@ -235,7 +223,7 @@ class Distillation(Training):
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         if self.features is None:
             return [self.exported.hidden_states(tokens, segment_ids)]
-        read, known, ahead = features.values.to(tokens.device), None, 0
+        read, known, ahead = features.values, None, 0
         if torch.is_grad_enabled():
             ahead = self.features.ahead
             if self.features.share:
@@ -263,24 +251,6 @@ class Distillation(Training):
         return replace(terms, **mixed)  # the acceptance stays that of first drafts
 
 
-def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:
-    if drafter.vocab_size != target.vocab_size:
-        raise UsageError(
-            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
-            f"{target.vocab_size}: set model.drafter.vocab_size to the target's"
-        )
-
-
-def require_drafter_of(
-    target: HybridConfig, option: str, folder: str, drafter: HybridConfig
-) -> None:
-    if drafter.vocab_size != target.vocab_size:
-        raise UsageError(
-            f"model.{option} {folder} has a vocabulary of {drafter.vocab_size} tokens, the target "
-            f"one of {target.vocab_size}: name a drafter distilled from this target"
-        )
-
-
 def drafter_config_of(
     target: HybridConfig,
     drafter: HybridConfig | None,
@@ -296,38 +266,6 @@ def drafter_config_of(
     Raises UsageError when more than one is given, or the target does not go with it.
     """
     require_own_target(target)
-    whole = _whole_drafter_config_of(target, drafter, layers, start_from, features)
-    return headed(whole, head.vocab_size, head.rank)
-
-
-def require_own_target(target: HybridConfig) -> None:
-    if target.feature_layers:
-        raise UsageError(
-            "the target reads features of another model, as drafters do: name that target itself"
-        )
-    if target.head_vocab_size or target.head_rank:
-        raise UsageError(
-            f"the target has a head over {target.head_size} tokens, of rank "
-            f"{target.head_rank or target.d_model}, as drafters have: name the target itself"
-        )
-
-
-def require_no_labels_outside(drafter: HybridConfig, ce_weight: float) -> None:
-    if ce_weight and drafter.head_vocab_size:
-        raise UsageError(
-            f"model.ce_weight is {ce_weight:g}, and the drafter's head has {drafter.head_size} of "
-            f"{drafter.vocab_size} tokens: the cross-entropy of the others is infinite; set "
-            "model.ce_weight to 0, or leave model.head.vocab_size out"
-        )
-
-
-def _whole_drafter_config_of(
-    target: HybridConfig,
-    drafter: HybridConfig | None,
-    layers: Layers,
-    start_from: str | None,
-    features: FeatureConfig | None,
-) -> HybridConfig:
     if start_from is not None:
         if drafter is not None or layers is not None:
             raise UsageError(
@@ -335,7 +273,10 @@ def _whole_drafter_config_of(
                 "model.drafter_layers out"
             )
         config = load_config(start_from)
-        require_drafter_of(target, "start_from", start_from, config)
+        _require_same_vocabulary(
+            f"model.start_from {start_from}", config, target,
+            "name a drafter distilled from this target",
+        )
         require_features_of(config, target)
         if features is not None and features.layers_of(target) != config.feature_layers:
             raise UsageError(
@@ -343,7 +284,7 @@ def _whole_drafter_config_of(
                 f"of model.start_from reads {list(config.feature_layers)}: name those, or begin a "
                 "new drafter"
             )
-        return config
+        return headed(config, head.vocab_size, head.rank)
     if drafter is None:
         config = drafter_config_from(target, layers)
     elif layers is not None:
@@ -357,10 +298,46 @@ def _whole_drafter_config_of(
             "target"
         )
     else:
-        require_same_vocabulary(drafter, target)
+        remedy = "set model.drafter.vocab_size to the target's"
+        _require_same_vocabulary("model.drafter", drafter, target, remedy)
         config = drafter.replace(
             eos_token_ids=target.eos_token_ids,
             bos_token_id=target.bos_token_id,
             pad_token_id=target.pad_token_id,
         )
-    return config if features is None else features.added_to(config, target)
+    if features is not None:
+        config = features.added_to(config, target)
+    return headed(config, head.vocab_size, head.rank)
+
+
+def _require_same_vocabulary(
+    name: str, drafter: HybridConfig, target: HybridConfig, remedy: str
+) -> None:
+    if drafter.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"{name} has a vocabulary of {drafter.vocab_size} tokens, the target one of "
+            f"{target.vocab_size}: {remedy}"
+        )
+
+
+def require_own_target(target: HybridConfig) -> None:
+    """Raise UsageError for a target that is itself a drafter of another model."""
+    if target.feature_layers:
+        raise UsageError(
+            "the target reads features of another model, as drafters do: name that target itself"
+        )
+    if target.head_vocab_size or target.head_rank:
+        raise UsageError(
+            f"the target has a head over {target.head_size} tokens, of rank "
+            f"{target.head_rank or target.d_model}, as drafters have: name the target itself"
+        )
+
+
+def require_no_labels_outside(drafter: HybridConfig, ce_weight: float) -> None:
+    """Raise UsageError for cross-entropy to tokens that the drafter's head may lack."""
+    if ce_weight and drafter.head_vocab_size:
+        raise UsageError(
+            f"model.ce_weight is {ce_weight:g}, and the drafter's head has {drafter.head_size} of "
+            f"{drafter.vocab_size} tokens: the cross-entropy of the others is infinite; set "
+            "model.ce_weight to 0, or leave model.head.vocab_size out"
+        )

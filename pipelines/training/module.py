@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from stree.common.errors import InvariantBroken, UsageError
+from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
+from stree_pipelines.training.finite_guard import FiniteGuard
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
@@ -34,7 +35,7 @@ from stree_pipelines.training.losses.distillation_loss import (
 )
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
 from stree_pipelines.training.parallel.host_memory import keep_freed_memory
-from stree_pipelines.training.parallel.sharding import own_part, shard, whole
+from stree_pipelines.training.parallel.sharding import shard, whole
 
 Batch = dict[str, Any]
 
@@ -43,6 +44,7 @@ class Training(pl.LightningModule):
     """Base of both kinds of training; `exported` is the model that is trained."""
 
     exported: HybridModel
+    finite: FiniteGuard  # from the fit's start on
     loss_on: Literal["assistant", "all"] = "assistant"  # whose tokens count
 
     def __init__(
@@ -62,7 +64,6 @@ class Training(pl.LightningModule):
         self.step_metrics: dict[str, Tensor] = {}
         self.validation_metrics: dict[str, float] = {}
         self._validation_sums: Tensor | None = None
-        self._first_bad_step: Tensor | None = None
 
     @abstractmethod
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
@@ -100,7 +101,7 @@ class Training(pl.LightningModule):
             )
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
+        self.finite = FiniteGuard(self)
         self.prepare_layers()
 
     def prepare_layers(self) -> None:
@@ -163,62 +164,11 @@ class Training(pl.LightningModule):
     def note_grad_norm(self, norm: Tensor) -> None:
         """Log the gradient's norm before it was clipped; a step that has none is not finite."""
         self.step_metrics["grad_norm"] = norm
-        self._watch_finite(norm)
+        self.finite.watch(self.step_metrics["loss"], norm)
 
-    def _watch_finite(self, norm: Tensor) -> None:
-        """Remember the first step whose loss or gradient is not finite.
-
-        A CPU looks at once. On a GPU looking is a host sync, so it happens only when rows are
-        logged and before any save.
-        """
-        assert self._first_bad_step is not None
-        step = self.trainer.global_step
-        good = norm.isfinite() & self.step_metrics["loss"].isfinite()
-        fresh_bad = ~good & (self._first_bad_step < 0)
-        self._first_bad_step = torch.where(fresh_bad, step, self._first_bad_step)
-        interval = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.device.type == "cpu" or (step + 1) % interval == 0:
-            self.require_finite()
-
-    def require_finite(self) -> None:
-        """Raise InvariantBroken naming the step, and the parameter while its gradient is there."""
-        if self._first_bad_step is None or self._first_bad_step < 0:
-            return
-        step = int(self._first_bad_step)
-        where = ""
-        if step == self.trainer.global_step:
-            names = (
-                name
-                for name, parameter in self.named_parameters()
-                if parameter.grad is not None and not own_part(parameter.grad).isfinite().all()
-            )
-            where = next((f" (gradient of {name})" for name in names), " (loss)")
-        broken = self.first_frozen_weight_not_finite()
-        raise InvariantBroken(
-            f"loss or gradient is not finite at step {step}{where}: training stopped and nothing "
-            "was saved after it; "
-            + (
-                f"the target's {broken} is not finite: check that checkpoint"
-                if broken
-                else "lower the learning rate or look at that batch, then run again"
-            )
-        )
-
-    def first_frozen_weight_not_finite(self) -> str | None:
-        """Name a used but untrained weight that is not finite; None without any."""
-        return None
-
-    def require_finite_weights(self) -> None:
-        """Call `require_finite` and check the weights themselves, before anything is written."""
-        self.require_finite()
-        parameters = self.named_parameters()
-        bad = next((name for name, each in parameters if not own_part(each).isfinite().all()), None)
-        if not self.trainer.strategy.reduce_boolean_decision(bad is None):
-            raise InvariantBroken(
-                f"{bad or 'a weight of another process'} is not finite after step "
-                f"{self.trainer.global_step}: nothing was saved; lower the learning rate and "
-                "resume from the last checkpoint"
-            )
+    def frozen_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the weights that are used and not trained, with their names."""
+        return ()
 
     # Validation: means over all counted tokens of the validation set
 
@@ -242,7 +192,7 @@ class Training(pl.LightningModule):
     # State beyond the weights
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.require_finite_weights()
+        self.finite.require_weights()
         checkpoint["tokens_seen"] = self.tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

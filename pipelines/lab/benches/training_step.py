@@ -32,7 +32,7 @@ from stree_pipelines.resources.estimates import (
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.teachers.cache import CachedTargets, CacheSpec, TeacherCache
 from stree_pipelines.training.teachers.cache_writer import CacheWriter
-from stree_pipelines.training.teachers.frozen_target import TargetDtype, TargetInputs
+from stree_pipelines.training.teachers.frozen_target import TargetDtype
 
 TeacherKind = Literal["live", "cached"]
 TEACHERS: tuple[TeacherKind, ...] = ("live", "cached")
@@ -72,7 +72,7 @@ def step_row(
             kept = module.exported.config.head_vocab_size
             module.begin_head(torch.arange(kept, device=device) if kept else None, False)
             if module.frozen is not None:
-                module.frozen.place(device, [], 1)
+                module.frozen.place(device, 1)
             module.prepare_layers()
         del target  # a cache has its outputs
         release_memory(device)
@@ -143,13 +143,13 @@ class _Step:
     def parts(self) -> dict[str, Any]:
         """Return the call of each part."""
         module, frozen, batch = self.module, self.module.frozen, self.batch()
-        inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
+        inputs = batch["tokens"], batch["segment_ids"]
         features = HiddenStateTap(module.exported.config.feature_layers)
 
         def target_pass(features: HiddenStateTap | None = None) -> None:
             assert frozen is not None
             with torch.autocast(self.device.type, torch.bfloat16):
-                frozen.hidden_states(inputs, self.device, features)
+                frozen.hidden_states(*inputs, features)
 
         read = None
         if features.layers:
@@ -158,7 +158,7 @@ class _Step:
 
         def drafter_passes() -> None:
             with torch.autocast(self.device.type, torch.bfloat16):
-                hidden = module.exported.hidden_states(inputs.tokens, inputs.segment_ids, read=read)
+                hidden = module.exported.hidden_states(*inputs, read=read)
             hidden.sum().backward()
 
         for parameter in module.exported.parameters():  # the head's, too: all weights are updated

@@ -15,7 +15,6 @@ from stree.checkpoints.load_save import save_model
 from stree.checkpoints.partners import TARGET_WEIGHTS
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.common.files import make_directory, point_to, sweep_leftovers, verify_manifest
-from stree.models.model import HybridModel
 from stree_pipelines.training.checkpoints.decay_phase import as_it_was, run_decay
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints, step_directory
 from stree_pipelines.training.module import Training
@@ -99,9 +98,8 @@ class Exports(pl.Callback):
         return [(self.decays.decay_begin(step), step) for step in early]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.directory is None:
-            raise UsageError("Exports needs its directory before fit")
         if trainer.is_global_zero:
+            assert self.directory is not None
             make_directory(self.directory)
             sweep_leftovers(self.directory)
 
@@ -146,17 +144,10 @@ class Exports(pl.Callback):
     def _export(
         self, trainer: pl.Trainer, pl_module: Training, step: int, more: Mapping[str, Any] = {}
     ) -> None:
-        pl_module.require_finite_weights()
+        pl_module.finite.require_weights()
         path = self.path_of(step)
         metrics = pl_module.global_step_metrics()
         model = whole_model(pl_module.exported, trainer.strategy)
-        self._write(trainer, pl_module, model, path, metrics, step, more)
-        trainer.strategy.barrier("export")
-
-    def _write(
-        self, trainer: pl.Trainer, pl_module: Training, model: HybridModel, path: Path,
-        metrics: Mapping[str, float], step: int, more: Mapping[str, Any],
-    ) -> None:
         if trainer.is_global_zero:
             if not self._exists(path):
                 provenance = {
@@ -178,6 +169,7 @@ class Exports(pl.Callback):
                     overwrite=True,
                 )
             point_to(path.parent / "latest", path.name)
+        trainer.strategy.barrier("export")
 
     def _manifest_extra(self, step: int) -> Mapping[str, object]:
         names = ("config_hash", "tokenizer_fingerprint", TARGET_WEIGHTS)

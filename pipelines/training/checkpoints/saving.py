@@ -254,8 +254,6 @@ class TrainingCheckpoints(pl.Callback):
         self._random_state: list[dict[str, Any]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.run_dir is None:
-            raise UsageError("TrainingCheckpoints needs its run_dir before fit")
         self.signals.waits_for_others = False
         if trainer.is_global_zero:
             make_directory(self.directory)

@@ -19,6 +19,7 @@ import torch
 
 from stree.common.errors import Interrupted, StreeError, UsageError
 from stree.common.words import size
+from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.launch import start_process, submit_job
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.module import Training
@@ -153,14 +154,15 @@ class EvaluateExports(pl.Callback):
                 ["--gpus-per-node=1", "--time=30"].
         """
         super().__init__()
-        if visible_devices is not None and mode != "process":
-            raise UsageError(
-                f"evaluation.visible_devices is for mode process, and evaluation.mode is {mode}"
-            )
-        if sbatch_options is not None and mode != "slurm":
-            raise UsageError(
-                f"evaluation.sbatch_options is for mode slurm, and evaluation.mode is {mode}"
-            )
+        own = {
+            "visible_devices": ("process", visible_devices),
+            "sbatch_options": ("slurm", sbatch_options),
+        }
+        for name, (owner, value) in own.items():
+            if value is not None and mode != owner:
+                raise UsageError(
+                    f"evaluation.{name} is for mode {owner}, and evaluation.mode is {mode}"
+                )
         self.mode, self.config, self.batch_size = mode, config, batch_size
         self.visible_devices, self.sbatch_options = visible_devices, sbatch_options or []
         # Set by the entry point before `fit`.
@@ -174,29 +176,21 @@ class EvaluateExports(pl.Callback):
         self._failures: list[tuple[str, int]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.mode == "off":
-            return
-        if self.exports is None or self.out is None or not self.target:
-            raise UsageError("EvaluateExports needs exports, target and out before fit")
-        from stree_pipelines.evaluation.context import Workers
+        if self.mode == "inline":
+            self._evaluation = self._make(self._settings_on(trainer.strategy.root_device))
+        else:
+            self.require_settings()
+
+    def require_settings(self) -> None:
+        """Raise now every error that the evaluations would raise after an export."""
+        if self.mode != "off":
+            self._make(self._settings(), workers=Workers())
+
+    def _make(self, settings: Any, **options: Any) -> Any:
         from stree_pipelines.evaluation.evaluate import Evaluation
 
         with untouched_training_state():
-            if self.mode == "inline":
-                self._evaluation = Evaluation(self._settings_on(trainer.strategy.root_device))
-            else:
-                # Raises now every error that the processes would raise after an export.
-                Evaluation(self._settings(), workers=Workers())
-
-    def require_settings(self, target: str | None, run_dir: Path) -> None:
-        """Raise now every error that the evaluations would raise after an export."""
-        self.target, self.out = target or "", run_dir / "eval"
-        if self.mode != "off":
-            from stree_pipelines.evaluation.context import Workers
-            from stree_pipelines.evaluation.evaluate import Evaluation
-
-            with untouched_training_state():
-                Evaluation(self._settings(), workers=Workers())
+            return Evaluation(settings, **options)
 
     def _options(self) -> list[str]:
         return [*self._decoding_options(), "--target", self.target, "--out", str(self.out)]
@@ -232,11 +226,8 @@ class EvaluateExports(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if self.mode == "off" or step == self._evaluated_step:
-            return
-        epoch_loop = trainer.fit_loop.epoch_loop
-        if epoch_loop._should_accumulate():
+        step, epoch_loop = trainer.global_step, trainer.fit_loop.epoch_loop
+        if self.mode == "off" or step == self._evaluated_step or epoch_loop._should_accumulate():
             return
         assert self.exports is not None
         if step not in self.exports.export_steps(trainer.max_steps):

@@ -32,7 +32,7 @@ from stree_pipelines.console.command_line import SUBCOMMAND, input_path, program
 from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.evaluation.context import describe_code
-from stree_pipelines.resources.dry_run import config_lines, require_writable
+from stree_pipelines.resources.dry_run import config_lines, model_line, require_writable
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import (
@@ -294,7 +294,7 @@ class TrainingCLI(LightningCLI):
         self._let_exports_decay()
         self._prepare_data(plan.trained.vocab_size)
         if self.evaluates:
-            self._callback(EvaluateExports).require_settings(self.target_path, self.run_dir)
+            self._prepare_evaluation().require_settings()
         callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
         for line in describe_training(
             plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
@@ -366,10 +366,13 @@ class TrainingCLI(LightningCLI):
             OnPolicyCheck(), RankWatchdog(), RestartLimit(self.run_dir, self.restarts)
         ]
         if self.evaluates:
-            evaluation = self._callback(EvaluateExports)
-            evaluation.exports = exports
-            evaluation.target = self.target_path or ""
-            evaluation.out = self.run_dir / "eval"
+            self._prepare_evaluation()
+
+    def _prepare_evaluation(self) -> EvaluateExports:
+        evaluation: EvaluateExports = self._callback(EvaluateExports)
+        evaluation.exports = self._callback(Exports)
+        evaluation.target, evaluation.out = self.target_path or "", self.run_dir / "eval"
+        return evaluation
 
     def _let_exports_decay(self) -> None:
         optimizer = OptimizerConfig(**self.options["model"]["optimizer"])
@@ -425,12 +428,8 @@ class TrainingCLI(LightningCLI):
         max_steps = self.trainer.max_steps
         if self.resume_path is not None:
             say(f"resuming from {self.resume_path}")
-        model = self.model.exported
         say(
-            f"{self.export_folder}: {model.num_parameters():,} parameters, "
-            f"{counted(model.config.num_layers, 'layer')} "
-            f"({len(model.config.attn_layers)} attention), width {model.config.d_model}, "
-            f"vocabulary {model.config.vocab_size}; {max_steps} steps of "
+            f"{model_line(self.export_folder, self.model.exported.config)}; {max_steps} steps of "
             f"{counted(self._rows_a_step, 'row')} on {self.trainer.world_size} "
             f"process{'es' if self.trainer.world_size > 1 else ''}"
         )

@@ -22,14 +22,12 @@ from stree_pipelines.resources.estimates import (
     ModelPlan,
     checkpoint_bytes,
     distillation_operations,
-    forward_memory,
     training_disk,
     training_memory,
 )
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
 from stree_pipelines.training.parallel.precision import AUTOCAST
-from stree_pipelines.training.teachers.frozen_target import device_beside
 
 SMALLER_TRAINING = (
     "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, unless "
@@ -56,8 +54,9 @@ def describe_training(
     memory is.
     """
     exports, checkpoints = callbacks
-    is_here = isinstance(trainer.accelerator, CUDAAccelerator)
-    on_cuda = is_here or (accelerator == "auto" and not torch.cuda.is_available())
+    on_cuda = isinstance(trainer.accelerator, CUDAAccelerator) or (
+        accelerator == "auto" and not torch.cuda.is_available()
+    )
     max_steps, length = trainer.max_steps, data.sequence_length
     left = max_steps - resume_step
     rows = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
@@ -68,14 +67,6 @@ def describe_training(
     memory = training_memory(plan, shape, trainer.precision, on_cuda)
     if exports.branches(max_steps) and not on_cuda:
         memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer)
-    own_gpu = {}
-    if plan.beside and on_cuda and plan.live_target is not None:
-        if is_here:
-            device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
-        own_gpu = forward_memory(
-            plan.live_target, shape, trainer.precision, on_cuda, plan.target_dtype
-        )
-        del own_gpu["loss"]  # computed on the drafter's GPU
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
@@ -103,14 +94,10 @@ def describe_training(
         + f"; a checkpoint every {checkpoints.every_n_steps} steps, the last "
         f"{checkpoints.keep_last} stay"
     )
-    estimates = [MemoryEstimate(memory, on_cuda)]
-    yield f"each process, unsharded, {estimates[0]}"
-    if own_gpu:
-        estimates.append(MemoryEstimate(own_gpu, on_cuda))
-        yield f"beside each, on a GPU of its own, {estimates[1]}"
+    estimate = MemoryEstimate(memory, on_cuda)
+    yield f"each process, unsharded, {estimate}"
     yield require_disk(run_dir, disk)
-    for each in estimates:
-        each.require(SMALLER_TRAINING)
+    estimate.require(SMALLER_TRAINING)
 
 
 def arithmetic_line(
@@ -129,6 +116,5 @@ def arithmetic_line(
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
     if gpu not in PEAKS:
         return line
-    num_gpus = num_processes * (2 if plan.beside else 1)
-    least_s = steps * total / PEAKS[gpu] / num_gpus
-    return f"{line}; all steps take at least {clock(least_s)} at the bf16 peak of {num_gpus} {gpu}"
+    least = clock(steps * total / PEAKS[gpu] / num_processes)
+    return f"{line}; all steps take at least {least} at the bf16 peak of {num_processes} {gpu}"

@@ -72,6 +72,21 @@ class CacheWriter:
     def path_of(self, split: str, shard: int) -> Path:
         return shard_directory(self.directory, split, shard, len(self.plans[split]))
 
+    def describe(self) -> str:
+        """Describe the cache's size and disk, and how much of it is there already."""
+        spec, shards, missing = self.spec, self.shards, self.missing()
+        sizes = ", ".join(
+            f"{split} {plan.num_rows:,} predictions in {len(plan)} shards"
+            for split, plan in self.plans.items()
+        )
+        return (
+            f"teacher cache {self.directory}: {sizes}\n"
+            f"{spec.top_k} of {spec.vocab_size:,} tokens and the tail: {spec.row_bytes} bytes a "
+            f"prediction, {size(self.num_bytes(shards))} in all\n"
+            f"{len(shards) - len(missing)} of {len(shards)} shards are there; the others take "
+            f"{size(self.num_bytes(missing))}, {size(free_disk_bytes(self.directory))} are free"
+        )
+
     def require_space(self) -> None:
         """Raise CannotWrite when the missing shards do not fit on the disk."""
         wanted, free = self.num_bytes(self.missing()), free_disk_bytes(self.directory)

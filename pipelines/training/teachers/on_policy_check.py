@@ -18,7 +18,6 @@ from stree_pipelines.data.packing import TokenTable
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.module import Batch, shift_left
 from stree_pipelines.training.parallel.zero import ZeroStrategy
-from stree_pipelines.training.teachers.frozen_target import TargetInputs
 from stree_pipelines.training.teachers.teachers import LiveTeacher
 
 NUM_ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 24
@@ -145,18 +144,20 @@ def _as_batch(rows: list[tuple[list[int], list[int]]]) -> Batch:
 def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) -> Batch:
     """Make a batch of the prompts with answers that the target draws from its own distribution."""
     generator = torch.Generator().manual_seed(0)  # the training's random numbers stay as they are
-    eos = module.exported.config.eos_token_ids
-    answers: list[list[int]] = [[] for _ in rows]
+    batch = _as_batch([(prompt, []) for prompt, _ in rows])
+    eos, numbers = torch.tensor(module.exported.config.eos_token_ids), torch.arange(len(rows))
+    ends = torch.tensor([len(prompt) for prompt, _ in rows])
+    going = torch.ones(len(rows), dtype=torch.bool)
     for _ in range(NEW_TOKENS):  # as often on all processes: a sharded target gathers weights
-        batch = _as_batch([(prompt, own) for (prompt, _), own in zip(rows, answers, strict=True)])
         last = torch.zeros_like(batch["loss_mask"])
-        for row, (prompt, _) in enumerate(rows):
-            last[row, len(prompt) + len(answers[row]) - 1] = True
+        last[numbers, ends - 1] = True
         p_RV = _target_log_probs(module, batch, last).exp().cpu()
-        for own, token in zip(answers, p_RV.multinomial(1, generator=generator), strict=True):
-            if not own or own[-1] not in eos:
-                own.append(int(token))
-    return _as_batch([(prompt, own) for (prompt, _), own in zip(rows, answers, strict=True)])
+        drawn = p_RV.multinomial(1, generator=generator).squeeze(1)
+        batch["tokens"][numbers[going], ends[going]] = drawn[going]
+        batch["loss_mask"][numbers[going], ends[going]] = True
+        ends += going
+        going &= ~torch.isin(drawn, eos)
+    return batch
 
 
 def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Tensor:
@@ -164,9 +165,8 @@ def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Ten
     frozen = module.frozen
     assert frozen is not None
     moved = module.transfer_batch_to_device({**batch, "places": places}, module.device, 0)
-    inputs = moved.get("target_inputs", TargetInputs(moved["tokens"], moved["segment_ids"]))
-    hidden_MD = frozen.hidden_states(inputs, module.device)[moved["places"]]
-    head = frozen.head_weight
+    hidden_MD = frozen.hidden_states(moved["tokens"], moved["segment_ids"])[moved["places"]]
+    head = frozen.model.head_weight
     return LiveTeacher(hidden_MD.to(head.dtype), head).log_distribution(hidden_MD)
 
 

@@ -18,7 +18,6 @@ from dry_runs import (
     everything_under,
     options_of,
 )
-from lightning.pytorch.accelerators import CPUAccelerator
 from tiny_run import ARCHITECTURE, VOCAB_SIZE
 
 from stree.common.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
@@ -152,27 +151,10 @@ def test_time_of_the_arithmetic():
     for plan, processes, time in (
         (ModelPlan(CONFIG, CONFIG), 1, "2:00:00"),
         (ModelPlan(CONFIG, CONFIG), 2, "1:00:00"),
-        (ModelPlan(CONFIG, CONFIG, beside=True), 1, "1:00:00"),
         (ModelPlan(CONFIG, CONFIG, cached=True), 1, "1:30:00"),  # 6 of 8 operations
     ):
         line = needs.arithmetic_line(plan, batches, 4, steps, processes)
         assert f"at least {time} at" in line and ("target" in line) != plan.cached
-
-
-def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(needs, "CUDAAccelerator", CPUAccelerator)  # as if this were a GPU
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    more = ("--model.target_placement", "beside", "--dry_run")
-    distill.main(options_of(workspace, tmp_path / "run", *more))
-    lines = capsys.readouterr().out.splitlines()
-    trained, beside = (next(each for each in lines if name in each) for name in (
-        "each process, unsharded, ", "beside each, on a GPU of its own, "
-    ))
-    assert "target's head" in trained and "target's activations" not in trained
-    assert "(target " in beside and "target's activations" in beside
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match="needs a second GPU for each of 1 processes"):
-        distill.main(options_of(workspace, tmp_path / "run", *more))
 
 
 def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):

@@ -18,7 +18,6 @@ from tiny_run import ARCHITECTURE
 
 from stree.checkpoints.load_save import save_model
 from stree.checkpoints.tokenizer import load_tokenizer
-from stree.common.words import size
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
@@ -76,26 +75,31 @@ def test_an_evaluation_takes_at_most_the_disk_that_was_estimated(workspace, fini
     assert "7 are there" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
-def test_activations_are_those_of_the_real_model(config):
-    """On the model itself, with real tensors, precision by precision."""
-    model = HybridModel(config)
+def kept_bytes(model: HybridModel, dtype: torch.dtype | None = None) -> int:
+    """Count what a forward pass of the model keeps for its backward pass, with real tensors."""
     tokens = torch.zeros(2, 48, dtype=torch.long)
-    for precision, dtype in (("32-true", None), ("bf16-mixed", torch.bfloat16)):
-        sizes, kept = {}, []
+    sizes, kept = {}, []
 
-        def count(tensor, sizes=sizes, kept=kept):
-            kept.append(tensor.untyped_storage())
-            sizes[kept[-1].data_ptr()] = kept[-1].nbytes()
-            return tensor
+    def count(tensor):
+        kept.append(tensor.untyped_storage())
+        sizes[kept[-1].data_ptr()] = kept[-1].nbytes()
+        return tensor
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            model.hidden_states(tokens, torch.zeros_like(tokens))
-        for parameter in model.parameters():
-            sizes.pop(parameter.data_ptr(), None)
-        estimated = estimates.activation_bytes(config, (2, 48), precision)
-        assert estimated == pytest.approx(sum(sizes.values()), rel=0.02)
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        model.hidden_states(tokens, torch.zeros_like(tokens))
+    for parameter in model.parameters():
+        sizes.pop(parameter.data_ptr(), None)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", None), ("bf16-mixed", torch.bfloat16)]
+)
+@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
+def test_activations_are_those_of_the_real_model(config, precision, dtype):
+    estimated = estimates.activation_bytes(config, (2, 48), precision)
+    assert estimated == pytest.approx(kept_bytes(HybridModel(config), dtype), rel=0.02)
 
 
 @pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
@@ -138,24 +142,13 @@ def test_of_the_target_s_pass_and_the_drafter_s_the_fuller_counts():
     ],
 )
 def test_compiled_layers_keep_what_pytorch_s_partition_keeps(config):
-    """The same count on the model itself, with real tensors."""
     torch._dynamo.reset()
-    model, tokens = HybridModel(config), torch.zeros(2, 48, dtype=torch.long)
+    model = HybridModel(config)
     for layer in model.model.layers:
         layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
-    sizes, kept = {}, []
-
-    def count(tensor):
-        kept.append(tensor.untyped_storage())
-        sizes[kept[-1].data_ptr()] = kept[-1].nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        model.hidden_states(tokens, torch.zeros_like(tokens))
-    for parameter in model.parameters():
-        sizes.pop(parameter.data_ptr(), None)
+    kept = kept_bytes(model)
     compiled = estimates.activation_bytes(config, (2, 48), "32-true", compiled=True)
-    assert compiled == pytest.approx(sum(sizes.values()), rel=0.02)
+    assert compiled == pytest.approx(kept, rel=0.02)
     assert compiled < estimates.activation_bytes(config, (2, 48), "32-true")
 
 
@@ -244,10 +237,3 @@ def test_a_target_of_attention_alone_says_what_it_takes(tmp_path, workspace, cap
         ["--checkpoint", str(tmp_path / "run/drafter/latest"), *out, *prompts, "--dry_run"]
     )
     assert "caches" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")]
-)
-def test_sizes_are_readable(num_bytes, text):
-    assert size(num_bytes) == text

@@ -26,7 +26,6 @@ from stree_pipelines.training.drafter_head import (
     coverage_of,
     most_frequent,
 )
-from stree_pipelines.training.losses.config import LossConfig
 
 SIZE, RANK = 120, 6
 HEAD = ("--model.head.vocab_size", str(SIZE), "--model.head.rank", str(RANK))
@@ -114,15 +113,6 @@ def test_the_loss_is_that_of_the_masked_distribution(workspace):
     torch.testing.assert_close(terms.loss, wanted)
     accepted = torch.minimum(p, log_q.exp()).sum(-1).mean()
     torch.testing.assert_close(terms.simulated_acceptance, accepted)
-
-
-def test_tokens_may_be_chosen_by_a_reference_with_another_head(workspace, whole_run):
-    loss = LossConfig(reference=str(whole_run / "drafter/latest"))
-    module = Distillation(str(workspace / "target"), loss=loss)
-    tokens = torch.randint(VOCAB_SIZE, (1, 20))
-    batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens),
-             "loss_mask": torch.ones(1, 20, dtype=torch.bool)}
-    assert module.loss_terms(batch).loss.isfinite()
 
 
 def test_a_trained_drafters_head_can_be_cut_and_one_with_a_head_goes_on(

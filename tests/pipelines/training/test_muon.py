@@ -149,11 +149,12 @@ def test_a_momentum_without_meaning_is_refused(options, said):
 
 
 @pytest.mark.parametrize("strategy", sharding.SHARDED)
+@pytest.mark.parametrize(("options", "name"), [(MUON, "kind muon"), (WSD, "schedule wsd")])
 def test_weights_that_are_shared_among_processes_are_refused(
-    strategy, workspace, tmp_path, monkeypatch
+    options, name, strategy, workspace, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sharding, "find_spec", lambda name: name)  # as where DeepSpeed is
-    more = (*MUON, "--trainer.strategy", strategy)
-    said = f"model.optimizer.kind muon needs the whole weights .* {strategy} shares them: use ddp"
+    more = (*options, "--trainer.strategy", strategy)
+    said = f"model.optimizer.{name} needs the whole weights .* {strategy} shares them: use ddp"
     with pytest.raises(UsageError, match=said):
         distill.main(distill_arguments(workspace, tmp_path / "run", *more))

@@ -207,9 +207,3 @@ def test_two_processes_of_which_one_is_told_to_stop_in_a_decay(workspace, forks,
 def test_a_dry_run_counts_the_steps_of_decays(workspace, tmp_path, capsys):
     distill.main(branching_arguments(workspace, tmp_path / "run", "--dry_run"))
     assert "exports at steps 1, 4, 6, with 3 further steps for decays" in capsys.readouterr().out
-
-
-def test_weights_that_are_shared_among_processes_are_refused(workspace, tmp_path):
-    more = (*WSD[:2], "--trainer.strategy", "fsdp2")
-    with pytest.raises(UsageError, match=r"needs the whole weights in each process"):
-        distill.main(distill_arguments(workspace, tmp_path / "run", *more))

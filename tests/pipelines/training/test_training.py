@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from dry_runs import architecture_options
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, metric_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -19,6 +18,7 @@ import stree
 from stree.checkpoints.load_save import load_config, load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CannotWrite, InvariantBroken, UsageError
+from stree.models.config import HybridConfig
 from stree.models.layers import mamba
 from stree.models.model import HybridModel
 from stree_pipelines import cache_teacher, distill, train_target
@@ -28,9 +28,9 @@ from stree_pipelines.training.losses import distillation_loss as losses
 from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.parallel.precision import supported_precision
-from stree_pipelines.training.run.run_folder import MetricsFile
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+TINY = HybridConfig(**ARCHITECTURE)
 
 
 def random_drafter(**changes) -> list[str]:
@@ -59,7 +59,7 @@ def test_predictions_are_counted_where_the_token_before_stands():
 
 
 def test_loss_on_all_skips_padding_and_the_first_token_of_a_segment():
-    module = TargetTraining(_tiny_architecture(), loss_on="all")
+    module = TargetTraining(TINY, loss_on="all")
     batch = {
         "tokens": torch.zeros(1, 7, dtype=torch.long),
         "segment_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2]]),
@@ -126,7 +126,7 @@ def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         attention = tuple(range(1, num_layers, 2))
-        target = _tiny_architecture().replace(num_layers=num_layers, attn_layers=attention)
+        target = TINY.replace(num_layers=num_layers, attn_layers=attention)
         module = Distillation.from_model(
             HybridModel(target), features=FeatureConfig([0, num_layers - 1]), compile_layers=True
         )
@@ -138,11 +138,11 @@ def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(workspace):
-    architecture = _tiny_architecture().replace(vocab_size=VOCAB_SIZE + 64)
+    architecture = TINY.replace(vocab_size=VOCAB_SIZE + 64)
     with pytest.raises(UsageError, match=r"set model\.drafter\.vocab_size"):
         Distillation(str(workspace / "target"), drafter=architecture)
     with pytest.raises(UsageError, match="one of them"):
-        Distillation(str(workspace / "target"), _tiny_architecture(), drafter_layers=[0])
+        Distillation(str(workspace / "target"), TINY, drafter_layers=[0])
 
 
 # Runs
@@ -218,9 +218,8 @@ def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
 
 def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
     arguments = [
-        "fit", "--run_dir", str(run_dir), *options,
+        "fit", "--run_dir", str(run_dir), *architecture_options(),
         "--tokenizer.vocab_size", str(VOCAB_SIZE),
         "--data.train", str(workspace / "train.jsonl"),
         "--data.sequence_length", "64", "--data.batch_size", "4",
@@ -253,34 +252,20 @@ def test_an_unwritable_run_folder_is_refused_before_anything_is_loaded(place, tm
         distill.main(distill_arguments(tmp_path / "no workspace", tmp_path / place))
 
 
-def test_a_drafter_that_does_not_fit_together_says_why(workspace, tmp_path):
-    more = random_drafter(attn_layers=[5])
-    with pytest.raises(UsageError, match=r"attn_layers \(5,\) must be distinct layer indices"):
-        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
-
-
 def test_a_tokenizer_larger_than_the_model_is_refused(workspace, tmp_path):
-    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
     with pytest.raises(UsageError, match=r"320 ids, the model 256"):
         train_target.main([
-            "fit", "--run_dir", str(tmp_path), *options, "--model.architecture.vocab_size", "256",
+            "fit", "--run_dir", str(tmp_path), *architecture_options(vocab_size=256),
             "--data.tokenizer", str(workspace / "target"),
             "--data.train", str(workspace / "train.jsonl"), "--trainer.accelerator", "cpu",
         ])
 
 
 def test_a_target_needs_one_tokenizer(workspace, tmp_path):
-    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
     with pytest.raises(UsageError, match=r"data\.tokenizer .* or tokenizer\.vocab_size"):
-        train_target.main(["fit", "--run_dir", str(tmp_path), *options, "--data.train", "x"])
-
-
-@pytest.mark.parametrize("option", ["--model.learning_rate", "--trainer.max_step", "--nonsense"])
-def test_unknown_keys_end_with_code_2(option, workspace, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        distill.main(distill_arguments(workspace, tmp_path, option, "1"))
-    assert stopped.value.code == 2
-    assert option.strip("-").split(".")[-1] in capsys.readouterr().err
+        train_target.main(
+            ["fit", "--run_dir", str(tmp_path), *architecture_options(), "--data.train", "x"]
+        )
 
 
 def test_show_mask_prints_a_sample_and_trains_nothing(workspace, tmp_path, capsys):
@@ -302,10 +287,10 @@ def test_show_mask_takes_a_config_and_data_alone(config, workspace, capsys):
 
 def test_show_mask_of_a_target_without_a_tokenizer_yet(workspace, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
     train = str(workspace / "train.jsonl")
     train_target.main([
-        "fit", *options, "--tokenizer.vocab_size", "320", "--data.train", train, "--show_mask",
+        "fit", *architecture_options(), "--tokenizer.vocab_size", "320", "--data.train", train,
+        "--show_mask",
     ])
     assert "counts for the loss" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
@@ -319,31 +304,38 @@ def test_without_show_mask_a_run_folder_is_needed(workspace):
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("options", "message"),
     [
-        "trainer.accumulate_grad_batches", "trainer.log_every_n_steps",
-        "trainer.val_check_interval", "seed_everything",
+        *(((f"--{name}", "0"), rf"{name} is 0, wanted") for name in (
+            "trainer.accumulate_grad_batches", "trainer.log_every_n_steps",
+            "trainer.val_check_interval", "trainer.max_steps",
+        )),
+        (("--trainer.max_steps", "-1"), r"max_steps is -1"),
+        (("--seed_everything", "-1"), r"seed_everything is -1"),
+        # In 16-mixed the loss's gradients reach fp16 before the loss scale, and clipping comes
+        # before it is taken out again.
+        *((("--trainer.precision", name), "wanted 32-true or bf16-mixed: weights, moments")
+          for name in ("16-mixed", "16", "16-true", "bf16-true", "64-true")),
+        (("--model.drafter.attn_layers", "[5]", *random_drafter(attn_layers=[5])),
+         r"attn_layers \(5,\) must be distinct layer indices"),
     ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else None,
 )
-def test_numbers_without_meaning_are_refused_by_name(option, workspace, tmp_path):
-    value = "-1" if option == "seed_everything" else "0"
-    with pytest.raises(UsageError, match=rf"{option} is {value}"):
-        distill.main(distill_arguments(workspace, tmp_path / "run", f"--{option}", value))
+def test_settings_that_no_run_can_have_are_refused_before_data_is_read(
+    options, message, workspace, tmp_path
+):
+    more = ("--data.train", str(tmp_path / "absent.jsonl"), *options)
+    with pytest.raises(UsageError, match=message):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16", "16-true", "bf16-true", "64-true"])
-def test_precisions_that_would_train_wrongly_are_refused(precision, workspace, tmp_path):
-    """In 16-mixed the loss's gradients reach fp16 before the loss scale, and clipping comes before
-    it is taken out again."""
-    options = ("--trainer.precision", precision)
-    with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed: weights, moments"):
-        distill.main(distill_arguments(workspace, tmp_path / "run", *options))
+def test_a_cache_is_not_made_at_a_precision_that_would_train_wrongly(workspace, tmp_path):
     with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed"):
-        cache_teacher.main(
-            ["--out", str(tmp_path / "cache"), "--model.target", str(workspace / "target"),
-             "--data.train", str(workspace / "train.jsonl"), *options]
-        )
+        cache_teacher.main([
+            "--out", str(tmp_path / "cache"), "--model.target", str(workspace / "target"),
+            "--data.train", str(workspace / "train.jsonl"), "--trainer.precision", "16-mixed",
+        ])
     assert not list(tmp_path.iterdir())
 
 
@@ -354,20 +346,14 @@ def test_short_names_of_precisions_are_what_they_stand_for(given, name):
     assert supported_precision(given) == name
 
 
-@pytest.mark.parametrize("max_steps", [0, -1])
-def test_a_run_without_an_end_is_refused_before_data_is_read(max_steps, workspace, tmp_path):
-    more = ("--data.train", str(tmp_path / "absent.jsonl"))
-    with pytest.raises(UsageError, match=rf"max_steps is {max_steps}"):
-        distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=max_steps))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (("--nonsense", "1"), "there is no option --nonsense; see "),
         (("--model.drafter.blah", "1"), "model.drafter: unknown model keys ['blah']; known: ["),
         (("--model.optimizer.rate", "1"), "rate"),
+        (("--model.learning_rate", "1"), "learning_rate"),
+        (("--trainer.max_step", "1"), "max_step"),
         (("--trainer.max_steps", "many"), "trainer.max_steps"),
     ],
 )
@@ -391,39 +377,10 @@ def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, cap
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("dry", [(), ("--dry_run",)])
-def test_a_gpu_that_is_not_here_is_one_reason(dry, workspace, tmp_path):
-    arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gpu", *dry)
-    with pytest.raises(UsageError, match=r"trainer: No supported gpu backend .* see trainer.accel"):
-        distill.main(arguments)
-
-
-def test_an_accelerator_of_no_name_is_one_reason(workspace, tmp_path):
-    arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gup")
-    with pytest.raises(UsageError, match=r"trainer: .*invalid accelerator name.*see trainer.accel"):
-        distill.main(arguments)
-
-
-def test_rows_stop_with_a_reason_on_a_full_disk(tmp_path):
-    metrics = MetricsFile(tmp_path / "metrics.csv")
-    metrics.log_metrics({"loss": 1.0}, 1)
-    metrics.path.unlink()
-    metrics.path.symlink_to("/dev/full")
-    with pytest.raises(
-        CannotWrite,
-        match=r"cannot write .*metrics\.csv: No space left.*\d+ bytes needed, \d+ bytes.* free",
-    ):
-        metrics.log_metrics({"loss": 1.0}, 2)
-
-
-@pytest.mark.long  # a process of its own, as in tests/pipelines/console/test_terminal.py
-def test_help_works_from_any_folder(tmp_path):
-    """As a script: `python pipelines/distill.py`, with pipelines/ first on the path."""
-    command = [sys.executable, distill.__file__, "fit", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0 and "--model.drafter_layers" in done.stdout
-
-
-def _tiny_architecture():
-    from stree.models.config import HybridConfig
-
-    return HybridConfig(**ARCHITECTURE)
+@pytest.mark.parametrize(
+    ("name", "reason"), [("gpu", "No supported gpu backend"), ("gup", "invalid accelerator name")]
+)
+def test_an_accelerator_that_is_not_here_is_one_reason(name, reason, dry, workspace, tmp_path):
+    more = ("--trainer.accelerator", name, *dry)
+    with pytest.raises(UsageError, match=rf"trainer: .*{reason}.* see trainer\.accelerator"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))

@@ -18,12 +18,11 @@ from tiny_run import distill_arguments, metric_rows
 from stree.checkpoints.load_save import load_model, weights_fingerprint
 from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import CannotWrite, UsageError
-from stree.common.files import point_to, verify_manifest
+from stree.common.files import verify_manifest
 from stree_pipelines import distill
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.training.checkpoints import export
 from stree_pipelines.training.checkpoints.export import Exports, log_spaced_steps
 from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO
 from stree_pipelines.training.run import callbacks
@@ -32,7 +31,6 @@ from stree_pipelines.training.run.callbacks import (
     EvaluationFailed,
     untouched_training_state,
 )
-from stree_pipelines.training.run.progress import clock
 
 
 @pytest.fixture(scope="module")
@@ -145,30 +143,6 @@ def test_a_resumed_run_keeps_good_exports_and_replaces_damaged_ones(workspace, r
         assert (copy / name).read_bytes() == (run_dir / name).read_bytes()
         verify_manifest((copy / name).parent)
     assert not (copy / "drafter/.tmp-leftover").exists()
-
-
-def test_a_disk_that_refuses_leaves_no_export_and_the_old_latest(workspace, tmp_path, monkeypatch):
-    def refuse(model, directory, **options):
-        if directory.name == "step-00000002":
-            raise CannotWrite("no space")
-        return save(model, directory, **options)
-
-    save = export.save_model
-    monkeypatch.setattr(export, "save_model", refuse)
-    with pytest.raises(CannotWrite) as stopped:
-        more = ("--export.every_n_steps", "1")
-        distill.main(distill_arguments(workspace, tmp_path, *more, steps=3))
-    assert stopped.value.exit_code == 73
-    names = sorted(path.name for path in (tmp_path / "drafter").iterdir())
-    assert names == ["latest", "step-00000001"]
-    assert os.readlink(tmp_path / "drafter/latest") == "step-00000001"
-
-
-def test_a_symlink_moves_in_one_step(tmp_path):
-    point_to(tmp_path / "latest", "a")
-    point_to(tmp_path / "latest", "b")
-    assert os.readlink(tmp_path / "latest") == "b"
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
 # Evaluation while training goes on
@@ -353,10 +327,6 @@ def test_random_numbers_inside_do_not_count():
         torch.manual_seed(9), np.random.seed(9), random.seed(9)
         draw()
     assert draw() == want
-
-
-def test_times_read_like_a_clock():
-    assert [clock(s) for s in (0, 61.4, 3725)] == ["0:00", "1:01", "1:02:05"]
 
 
 def test_the_evaluation_script_is_where_the_callback_looks():

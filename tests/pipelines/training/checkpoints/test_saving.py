@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -303,32 +302,3 @@ def test_a_signal_saves_at_the_step_s_end_and_the_run_goes_on_later(
     distill.main(arguments)
     assert_same_run(tmp_path, uninterrupted)
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
-
-
-def run_until(line: str, arguments: list[str], number: signal.Signals) -> int:
-    """Start distill.py, send the signal once its output has `line`, return the exit code."""
-    command = [sys.executable, distill.__file__, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        for output in process.stdout:
-            if output.startswith(line):
-                process.send_signal(number)
-                break
-        process.stdout.read()
-        return process.wait()
-
-
-@pytest.mark.long
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(workspace, tmp_path, monkeypatch):
-    """In processes of their own, with one thread each: sums must not depend on the machine."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    code = run_until("never", distill_arguments(workspace, whole, steps=STEPS), signal.SIGKILL)
-    assert code == 0
-    arguments = distill_arguments(workspace, killed, steps=STEPS)
-    assert run_until("step 5/", arguments, signal.SIGKILL) == -signal.SIGKILL
-    assert not (killed / "checkpoints/step-00000008").exists()
-    assert run_until("never", arguments, signal.SIGKILL) == 0
-    assert_same_run(killed, whole)

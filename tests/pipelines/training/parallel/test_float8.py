@@ -22,7 +22,6 @@ from stree_pipelines.training.parallel.float8 import (
     round_products,
     rounded,
 )
-from stree_pipelines.training.teachers.frozen_target import FrozenTarget
 
 CUDA = torch.device("cuda")
 needs_products = [
@@ -104,15 +103,11 @@ def test_a_cache_says_that_its_target_was_in_8_bits(workspace, tmp_path):
     assert any('"target_dtype": "float8"' in path.read_text() for path in written)
 
 
-def test_a_dry_run_refuses_what_the_training_would(workspace, tmp_path):
-    options = "--model.target_dtype", "float8", "--model.target_placement", "sharded"
-    with pytest.raises(UsageError, match=r"float8 does not go with model\.target_placement"):
-        distill.main([*distill_arguments(workspace, tmp_path / "run", *options), "--dry_run"])
-
-
-def test_what_8_bits_do_not_go_with_is_refused(monkeypatch):
-    with pytest.raises(UsageError, match=r"float8 does not go with model\.target_placement"):
-        FrozenTarget(tiny_model(), "sharded", "float8")
+def test_what_8_bits_do_not_go_with_is_refused(workspace, tmp_path, monkeypatch):
+    options = ("--model.target_dtype", "float8", "--model.target_placement", "sharded")
+    for dry in ((), ("--dry_run",)):
+        with pytest.raises(UsageError, match=r"float8 does not go with model\.target_placement"):
+            distill.main(distill_arguments(workspace, tmp_path / "run", *options, *dry))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(UsageError, match=r"capability 8\.9 or later, NVIDIA A100 is older"):

@@ -11,19 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import signalled
 import torch
 from process_group import run_together
 from tiny_run import distill_arguments, metric_rows
-from torch.distributed.utils import _to_kwargs
 
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import UsageError
 from stree.models.model import Layer
 from stree_pipelines import distill
-from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parallel import sharding
-from stree_pipelines.training.teachers.frozen_target import device_beside
 from stree_pipelines.training.teachers.on_policy_check import OnPolicyCheck
 
 STEPS = 6
@@ -126,62 +122,6 @@ def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     assert "holds 0.50 drafter, 1.00 target" in log
     assert_same_curve(run_dir, one_process)
     assert_same_export(run_dir, one_process)
-
-
-def test_a_target_beside_the_drafter_teaches_the_same(workspace, one_process, tmp_path):
-    """On a CPU of the same host; on GPUs, below."""
-    more = ("--model.target_placement", "beside")
-    distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
-    assert metric_rows(tmp_path / "run") == metric_rows(one_process)
-
-
-@pytest.mark.gpu(2)
-def test_a_target_on_another_gpu_teaches_the_same(workspace, tmp_path):
-    gpu = ("--trainer.accelerator", "gpu", "--trainer.devices", "1", "--trainer.strategy", "ddp")
-    for name, placement in (("one", "replicated"), ("two", "beside")):
-        more = (*gpu, "--model.target_placement", placement)
-        distill.main(arguments_of(workspace, tmp_path / name, 4, *more))
-    assert metric_rows(tmp_path / "two") == metric_rows(tmp_path / "one")
-
-
-def test_ddp_leaves_what_the_target_reads_where_it_is(workspace):
-    """On a GPU it moves every tensor that it finds in a batch to the drafter's."""
-    learner = Distillation(str(workspace / "target"), target_placement="beside")
-    learner.frozen._head = learner.target.head_weight
-    batch = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("tokens", "segment_ids")}
-    moved = learner.transfer_batch_to_device(batch, torch.device("meta"), 0)
-    ((there, _),), _ = _to_kwargs((moved, 0), {}, torch.device("meta"), False)
-    assert there["tokens"].device.type == "meta"
-    inputs = there["target_inputs"]
-    assert inputs.tokens.device.type == inputs.segment_ids.device.type == "cpu"
-
-
-def test_a_target_beside_goes_to_a_gpu_without_a_process(monkeypatch):
-    def beside(index, device_ids):
-        return device_beside(torch.device("cuda", index), device_ids).index
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [beside(index, [0, 1]) for index in (0, 1)] == [2, 3]
-    assert [beside(index, [0, 2]) for index in (0, 2)] == [1, 3]
-    assert beside(1, [1]) == 0
-    assert device_beside(torch.device("cpu"), []) == torch.device("cpu")
-    with pytest.raises(UsageError, match=r"second GPU for each of 3 .* 4 are seen; low"):
-        beside(0, [0, 1, 2])
-
-
-def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
-    workspace, one_process, forks, tmp_path
-):
-    """Not at a step at which a checkpoint is due: the signal is what saves."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = (*FSDP2, "--checkpoint.every_n_steps", "100")
-    two = arguments_of(workspace, run_dir, 2, *more)
-    assert run_together(forks, 2, two, log, [("signalled:install", {})] * 2) == [75, 75]
-    step = signalled.AFTER_STEPS + 1
-    assert f"a signal to another rank after step {step}" in Path(f"{log}.0").read_text()
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
-    distill.main(arguments_of(workspace, run_dir, 2))
-    assert_same_curve(run_dir, one_process)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")

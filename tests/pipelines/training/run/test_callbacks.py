@@ -17,19 +17,20 @@ TOKENS, STEP_S = 100, 2.0  # of a step
 class Rehearsal:
     """A training without a model, by a clock that its steps, validations and exports move on."""
 
-    def __init__(self, monkeypatch, num_steps, interval):
+    def __init__(self, monkeypatch, num_steps, interval, device="cpu"):
         self.now, self.rows = 1000.0, {}
         for each in (callbacks, module):
             monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=lambda: self.now))
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
         waits = SimpleNamespace(_should_accumulate=lambda: False)
         self.trainer = SimpleNamespace(
-            global_step=0, max_steps=num_steps, log_every_n_steps=interval, is_global_zero=False,
+            global_step=0, max_steps=num_steps, log_every_n_steps=interval,
+            is_global_zero=device != "cpu", progress_bar_callback=None,
             optimizers=[optimizer], loggers=[SimpleNamespace(log_metrics=self.log)],
             fit_loop=SimpleNamespace(epoch_loop=waits),
         )
         self.model = SimpleNamespace(
-            tokens_seen=0, untimed_s=0.0, device=torch.device("cpu"), validation_metrics={},
+            tokens_seen=0, untimed_s=0.0, device=torch.device(device), validation_metrics={},
             global_step_metrics=lambda: {"loss": 1.0},
         )
         self.callback = LogMetrics()
@@ -74,3 +75,21 @@ def test_validations_and_exports_slow_no_training(monkeypatch):
         training.step()
         training.export(7.0)
     assert training.rows == dict.fromkeys((1, 2, 4, 6), TOKENS / STEP_S)
+
+
+def test_a_training_on_a_gpu_says_its_peak_once(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    training = Rehearsal(monkeypatch, 3, 1, device="cuda")
+    for _ in range(3):
+        training.step()
+    assert capsys.readouterr().out.count("peak of GPU memory in the first step: 3.0 GiB") == 1
+
+
+def test_a_line_fits_80_columns(capsys):
+    trainer = SimpleNamespace(progress_bar_callback=None, max_steps=100_000)
+    row = {"loss": 10.12345, "simulated_acceptance": 0.7231, "tokens_per_second": 123_456.7}
+    lines = LogMetrics()
+    lines._pace._then -= 36_000
+    lines._show(trainer, 50_000, row)
+    line = capsys.readouterr().out.rstrip()
+    assert line.endswith("ETA 10:00:00") and len(line) <= 80

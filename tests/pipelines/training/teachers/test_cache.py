@@ -350,22 +350,20 @@ def test_a_cache_of_another_tokenizer_is_refused(small):
         TeacherCache(small).require(tokenizer_fingerprint="0" * 64)
 
 
-def test_a_damaged_description_is_refused(small, tmp_path):
-    shutil.copytree(small, tmp_path / "cache")
-    (tmp_path / "cache/cache.json").write_text("{")
-    with pytest.raises(CheckpointRefused, match=r"cache.json cannot be read"):
-        TeacherCache(tmp_path / "cache")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "cannot be read"),
+        ({"version": 2}, "version 2, wanted 1"),
+        *(({"splits": splits}, "cannot be read") for splits in
+          ([], {"train": 3}, {"train": {"num_samples": "40"}}, None)),
+    ],
+)
+def test_a_damaged_description_is_refused(changes, message, small, tmp_path):
     content = json.loads((small / "cache.json").read_text())
-    (tmp_path / "cache/cache.json").write_text(json.dumps({**content, "version": 2}))
-    with pytest.raises(CheckpointRefused, match="version 2, wanted 1"):
-        TeacherCache(tmp_path / "cache")
-
-
-@pytest.mark.parametrize("splits", [[], {"train": 3}, {"train": {"num_samples": "40"}}, None])
-def test_a_description_of_another_form_is_refused(splits, small, tmp_path):
-    content = json.loads((small / "cache.json").read_text())
-    (tmp_path / "cache.json").write_text(json.dumps({**content, "splits": splits}))
-    with pytest.raises(CheckpointRefused, match="cannot be read"):
+    text = "{" if changes is None else json.dumps({**content, **changes})
+    (tmp_path / "cache.json").write_text(text)
+    with pytest.raises(CheckpointRefused, match=message):
         TeacherCache(tmp_path)
 
 
