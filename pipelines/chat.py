@@ -170,7 +170,7 @@ class Chat:
         stats = output.stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()
-        how = "plain" if self.is_plain else f"tree {decoder.adaptive_trees or decoder.tree.name}"
+        how = "plain" if self.is_plain else f"tree {decoder.tree_policy.name}"
         seed = "" if output.seed is None else f" · seed {output.seed}"
         self.say(f"{_figures(stats)} · {how}{seed}{' · stopped' if stop else ''}")
         return self.tokenizer.decode(words.tokens, skip_special_tokens=True)

@@ -29,8 +29,8 @@ from stree.drafters.cross_tokenizer import CrossTokenizerSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
-from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of, largest_of, trees_of
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
+from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import VERIFIERS, named, require_tree
 from stree_pipelines.console.command_line import CommandParser, input_path
@@ -139,10 +139,10 @@ def fill(
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }
-    if decoder.adaptive_trees is not None:
+    if decoder.tree_policy.needs_step_times:
         hottest = max(range(spec.samples), key=spec.temperature)
         settings = generation.request(hottest).generation
-        costs = measured_step_times(decoder, str(decoder.adaptive_trees), settings, progress.say)
+        costs = measured_step_times(decoder, str(decoder.tree_policy), settings, progress.say)
         made_with["measuring_costs_s"] = costs.took_s
     if drafter is not None and options["compare"] > 0 and workers.is_main:
         plain = BatchDecoder(target, **sizes)
@@ -191,7 +191,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     ])
     config = load_config(target)
     tokenizer = load_tokenizer(target)
-    tree_policy: TokenTree | AdaptiveTrees = TokenTree.chain(0, "root")
+    tree_policy: TreePolicy = FixedTree(TokenTree.chain(0, "root"))
     identity, verifier = None, GenerationSpec.verifier
     if drafter is not None:
         identity, verifier = DrafterIdentity.at(drafter), options["verifier"]
@@ -200,22 +200,22 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
             progress.say(remark)
         tree_policy = as_tree_policy(options["tree"], input_path)
         tosses = not getattr(named(verifier), "any_dynamic_tree", False)
-        if isinstance(tree_policy, AdaptiveTrees) and tosses and max(options["temperatures"]) > 0:
+        if tree_policy.needs_step_times and tosses and max(options["temperatures"]) > 0:
             raise UsageError(
                 f"--verifier {verifier} tosses coins by the tree of a step, which "
                 f"--tree {tree_policy} chooses by what other rows do, so answers would "
                 "differ by --num_rows: take the verifier coupled, or name one tree"
             )
-        for each in trees_of(tree_policy):
+        for each in tree_policy.trees:
             require_tree(named(verifier), each)
         require_fillable(tree_of(tree_policy), identity.name)
-    deepest = deepest_of(tree_policy)
+    deepest = tree_policy.deepest
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )
     room = min(options["max_length"], config.num_positions or options["max_length"])
     kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)
-    if isinstance(tree_policy, AdaptiveTrees) and room_to_time(deepest, room, context_of(room)) < 1:
+    if tree_policy.needs_step_times and room_to_time(deepest, room, context_of(room)) < 1:
         raise UsageError(
             f"--tree {tree_policy} is chosen by measured costs, and {room} tokens "
             f"are too few to time steps of {deepest} in: raise --max_length, "
@@ -250,7 +250,7 @@ def describe(
     """Print the memory and disk it takes; raises CannotWrite or OutOfMemory when there is too
     little."""
     spec, tree_policy = generation.spec, generation.tree_policy
-    nodes = largest_of(tree_policy).num_nodes
+    nodes = tree_policy.largest.num_nodes
     drafter = DrafterName.parse(options["drafter"] or "ngram")
     folders = {"target": options["target"], "drafter": drafter.folder}
     models = {name: load_config(each) for name, each in folders.items() if each}

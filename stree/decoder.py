@@ -23,8 +23,8 @@ from stree.model_words import described, placed
 from stree.models.model import HybridModel
 from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.settings import Asked, asked_for, asked_of_texts, end_of
-from stree.tree_policy.adaptive import AdaptiveTrees, largest_of
 from stree.tree_policy.names import as_tree_policy
+from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier
@@ -70,7 +70,7 @@ class Decoder(Renamed):
         self,
         target: Any,
         drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | AdaptiveTrees | str | None = None,
+        tree: TokenTree | TreePolicy | str | None = None,
         *,
         max_length: int = 2048,
         tokenizer: Any = None,
@@ -79,7 +79,7 @@ class Decoder(Renamed):
         num_prefixes: int = 0,
     ) -> None:
         tree = None if tree is None else as_tree_policy(tree)
-        if tree is not None and largest_of(tree).num_nodes == 1:
+        if tree is not None and tree.largest.num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         self.batch = BatchDecoder(
             target, drafter, tree,

@@ -34,8 +34,8 @@ from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import prompts_of
 from stree.settings import THEIRS, end_of, instead_of
-from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of
 from stree.tree_policy.names import as_tree_policy, refuse_unknown
+from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier, named
 
@@ -60,7 +60,7 @@ _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stoppin
 def from_transformers(
     model: Any,
     drafter: Any = None,
-    tree: TokenTree | AdaptiveTrees | str | None = None,
+    tree: TokenTree | TreePolicy | str | None = None,
     *,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
@@ -97,7 +97,6 @@ def from_transformers(
     """
     refuse_unknown("from_transformers", unknown)
     target = shared_model(model)
-    tree = None if tree is None else as_tree_policy(tree)
     return TransformersDecoder(
         model, target, _drafter(drafter, target), tree, verifier,
         backtracking=backtracking, num_prefixes=num_prefixes,
@@ -140,7 +139,7 @@ class TransformersDecoder:
         model: Any,
         target: HybridModel,
         drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | AdaptiveTrees | None = None,
+        tree: TokenTree | TreePolicy | str | None = None,
         verifier: str | Verifier = "coupled",
         *,
         backtracking: str = "replay",
@@ -149,8 +148,8 @@ class TransformersDecoder:
         self.model, self.target, self.drafter = model, target, drafter
         self._made_of = _weights(model)
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
-        self.tree, self.verifier = tree or default, named(verifier)
-        self._max_depth = deepest_of(self.tree).max_depth
+        self.tree, self.verifier = as_tree_policy(tree or default), named(verifier)
+        self._max_depth = self.tree.deepest.max_depth
         self.backtracking = require_backtracking(backtracking)
         require_whole("num_prefixes", num_prefixes, least=0)
         self.num_prefixes = num_prefixes
@@ -300,8 +299,8 @@ class TransformersDecoder:
         longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )
-        if isinstance(self.tree, AdaptiveTrees):
-            longest = max(longest, length_to_time(deepest_of(self.tree)))
+        if self.tree.needs_step_times:
+            longest = max(longest, length_to_time(self.tree.deepest))
         batch = self._batch
         if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
             num_rows = max(len(requests), batch.num_rows if batch else 0)
@@ -314,9 +313,7 @@ class TransformersDecoder:
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )
             asked = requests[0].generation
-            if isinstance(self.tree, AdaptiveTrees) and self.tree.costs.misfit(
-                self.target, self.tree.trees, asked.temperature, num_rows
-            ):
+            if self.tree.misfit(self.target, asked.temperature, num_rows):
                 batch.measure_step_times(generation=asked)
             self._batch = batch
         return batch
@@ -443,7 +440,7 @@ def generate(
     model: Any,
     *,
     drafter: Any = None,
-    tree: TokenTree | AdaptiveTrees | str | None = None,
+    tree: TokenTree | TreePolicy | str | None = None,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
     num_prefixes: int = 0,

@@ -24,8 +24,8 @@ from stree.generation import GenerationConfig, require_whole
 from stree.models.joint import require_backtracking
 from stree.models.layers.part import has_products_in_8_bits
 from stree.speculation_profile import FOLDER, load_profile
-from stree.tree_policy.adaptive import AdaptiveTrees, largest_of, trees_of
 from stree.tree_policy.names import as_tree_policy, choice_of, refuse_unknown
+from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import Verifier, named
@@ -37,7 +37,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 @overload
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
-    tree: TokenTree | AdaptiveTrees | str | None = None, temperature: float = 0.0,
+    tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
     device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
@@ -48,7 +48,7 @@ def load(
 @overload
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
-    tree: TokenTree | AdaptiveTrees | str | None = None, temperature: float = 0.0,
+    tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
     device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
@@ -58,7 +58,7 @@ def load(
 
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
-    tree: TokenTree | AdaptiveTrees | str | None = None, temperature: float = 0.0,
+    tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
     device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
@@ -127,12 +127,12 @@ def load(
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)
-            if isinstance(found.tree, AdaptiveTrees) and (verifier or backtracking):
+            if verifier or backtracking:
                 found.tree.costs = StepTimes()  # they are of the profile's own
             name, tree, verifier = found.drafter, found.tree, verifier or found.verifier
             backtracking, remark = backtracking or found.backtracking, found.remark
         elif tree is None:
-            tree = TokenTree.paper()
+            tree = FixedTree(TokenTree.paper())
         else:
             tree = as_tree_policy(tree)
         if drafter_folder is not None and not name.retokenised:
@@ -141,7 +141,7 @@ def load(
                 warn(doubt)
         if remark:
             warn(f"{drafter}: {remark}")
-        if largest_of(tree).num_nodes > 1:
+        if tree.largest.num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, tokenizer)
     elif tree is not None:
@@ -159,9 +159,7 @@ def load(
         verifier=verifier or "coupled", backtracking=backtracking or "replay",
         num_prefixes=num_prefixes,
     )
-    if isinstance(tree, AdaptiveTrees) and (
-        misfit := tree.costs.misfit(model, tree.trees, temperature, num_rows or 1)
-    ):
+    if tree is not None and (misfit := tree.misfit(model, temperature, num_rows or 1)):
         if tree.costs.seconds:
             remark = f"costs of steps are given, but {misfit}: they are measured here"
             warn(remark)
@@ -208,7 +206,7 @@ class _Measured(NamedTuple):
     """
 
     drafter: DrafterName
-    tree: TokenTree | AdaptiveTrees
+    tree: TreePolicy
     verifier: str | None = None
     backtracking: str | None = None
     remark: str = ""
@@ -226,7 +224,7 @@ def _measured(
 
     A form of the drafter that was asked for is kept.
     """
-    profile, unmeasured = load_profile(drafter), _Measured(asked, TokenTree.paper())
+    profile, unmeasured = load_profile(drafter), _Measured(asked, FixedTree(TokenTree.paper()))
     otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
     if profile is None:
         return unmeasured._replace(remark=f"no speculation_profile.json, so {otherwise}")
@@ -247,7 +245,7 @@ def _measured(
         remark = f"no {kind} decoding of one sequence was measured on {device.type}: {otherwise}"
         return unmeasured._replace(remark=remark)
     if found.tree is None:
-        plain, reason = TokenTree.chain(0, "root"), found.reason
+        plain, reason = FixedTree(TokenTree.chain(0, "root")), found.reason
         remark = f"its profile says: {reason} So it is not used; name a tree to use it all the same"
         return _Measured(asked, plain, remark=remark)
     form = found.drafter or FOLDER
@@ -259,16 +257,15 @@ def _measured(
         measured = replace(measured, float8=False)
         remark = f"its profile recommends {form}, but GPUs of before compute capability 8.9 have "
         remark += "no products in 8 bits: it drafts with its head as it is stored"
-    tree: TokenTree | AdaptiveTrees = found.tree.to_token_tree()
-    if choice_of(found.tree.name) is not None:
-        try:
-            tree = as_tree_policy(found.tree.name)
-        except NotFound as error:  # a file's tree, of which a profile has no shape
-            return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
-    if not measured.grows and any(isinstance(each, BeamTree) for each in trees_of(tree)):
+    try:
+        shape = found.tree.to_token_tree()
+        tree = as_tree_policy(found.tree.name if choice_of(found.tree.name) else shape)
+    except NotFound as error:  # a file's tree, of which a profile has no shape
+        return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
+    if not measured.grows and any(isinstance(each, BeamTree) for each in tree.trees):
         remark += f", and {found.tree.name} grows, for siblings no two of which are alike"
         return unmeasured._replace(remark=f"{remark}: {otherwise}")
-    if isinstance(tree, AdaptiveTrees) and found.costs is not None and not remark:
+    if tree.needs_step_times and found.costs is not None and not remark:
         tree.costs = StepTimes.of_record(found.costs)
     return _Measured(measured, tree, found.verifier, found.backtracking, remark)
 

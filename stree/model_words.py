@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from stree.common.words import counted, dtype_name
-from stree.tree_policy.adaptive import AdaptiveTrees
-from stree.trees.token_tree import TokenTree
+from stree.tree_policy.policy import TreePolicy
 
 
-def described(target: Any, drafter: Any, tree_policy: TokenTree | AdaptiveTrees) -> str:
+def described(target: Any, drafter: Any, tree_policy: TreePolicy) -> str:
     """Return the models' sizes with their tree, or with the trees to choose among."""
     if drafter is None:
         return f"the target alone, {_size(target)}"
     model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", None) or drafter
-    tree = f"tree {tree_policy}"
-    if isinstance(tree_policy, TokenTree):
-        tree = f"tree {tree_policy.name} of {tree_policy.num_nodes} nodes"
+    tree = f"tree {tree_policy.name}"
+    if len(tree_policy.trees) == 1:
+        tree += f" of {tree_policy.largest.num_nodes} nodes"
     return f"{_size(target)}, drafter {_size(model)}, {tree}"
 
 

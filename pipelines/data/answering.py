@@ -18,7 +18,7 @@ from stree.common.errors import BadData, UsageError
 from stree.common.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.common.plain_data import parse_json
 from stree.generation import GenerationConfig, GenerationOutput
-from stree.tree_policy.adaptive import AdaptiveTrees
+from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data.conversations import Turn, read_conversations
@@ -170,7 +170,7 @@ class Generation:
 
     def __init__(
         self, folder: str | Path, spec: GenerationSpec, prompts: Sequence[Prompt],
-        tree_policy: TokenTree | AdaptiveTrees,
+        tree_policy: TreePolicy,
     ) -> None:
         self.folder, self.spec = Path(folder), spec
         self.prompts, self.tree_policy = prompts, tree_policy

@@ -24,6 +24,7 @@ from stree.models.hidden_states import require_features_of
 from stree.models.joint import require_backtracking
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.tree_policy.names import as_tree_policy
+from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import named, require_tree
 from stree_pipelines.console.command_line import input_path
@@ -47,11 +48,11 @@ class ChosenTree(TokenTree):
     """
 
     choices: tuple[TokenTree, ...] = ()
-    policy: type[AdaptiveTrees] = AdaptiveTrees
+    policy: type[TreePolicy] = AdaptiveTrees
 
     @classmethod
-    def of(cls, adaptive_trees: AdaptiveTrees) -> ChosenTree:
-        choices = adaptive_trees.trees[1:]  # the first is plain decoding
+    def of(cls, tree_policy: TreePolicy) -> ChosenTree:
+        choices = tree_policy.trees[1:]  # the first is plain decoding
         ranks: dict[tuple[int, ...], None] = {}  # of the children on the path to each node
         for tree in choices:
             paths: list[tuple[int, ...]] = [()]
@@ -60,7 +61,7 @@ class ChosenTree(TokenTree):
             ranks |= dict.fromkeys(paths)
         nodes = sorted(ranks, key=lambda path: (len(path), path))
         parents = (nodes.index(path[:-1]) for path in nodes[1:])
-        return cls((-1, *parents), str(adaptive_trees), choices, type(adaptive_trees))
+        return cls((-1, *parents), str(tree_policy), choices, type(tree_policy))
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,12 @@ def tree_named(name: str) -> TokenTree:
     return tree_of(as_tree_policy(name, input_path))
 
 
-def tree_of(tree_policy: TokenTree | AdaptiveTrees) -> TokenTree:
+def tree_of(tree_policy: TreePolicy) -> TokenTree:
     """Return a tree policy as the tree that records hold."""
-    return ChosenTree.of(tree_policy) if isinstance(tree_policy, AdaptiveTrees) else tree_policy
+    return tree_policy.largest if len(tree_policy.trees) == 1 else ChosenTree.of(tree_policy)
 
 
-def policy_of(tree: TokenTree) -> TokenTree | AdaptiveTrees:
+def policy_of(tree: TokenTree) -> TokenTree | TreePolicy:
     """Return the tree policy of a decoder, made anew for each decoder: a choice learns."""
     return tree.policy(tree.choices) if isinstance(tree, ChosenTree) else tree
 

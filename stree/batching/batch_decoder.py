@@ -7,10 +7,11 @@ rows of the batch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock
 from typing import Any, ClassVar
@@ -20,12 +21,7 @@ from stree.common.threads import one_at_a_time
 import torch
 
 from stree import verifiers
-from stree.batching.checks import (
-    checked_sequence,
-    not_finite,
-    require_partners,
-    require_target,
-)
+from stree.batching.checks import checked_sequence, not_finite, require_partners, require_target
 from stree.batching.memory_report import MemoryReport
 from stree.batching.prefill import Prefill
 from stree.batching.prefix_cache import PrefixCache
@@ -35,39 +31,31 @@ from stree.batching.sequences import (
     Request,
     RunningSequence,
     StepInputs,
+    StepInputsCache,
     StepOutput,
 )
 from stree.batching.serve import RequestServer
 from stree.batching.state import BatchState
 from stree.batching.step import Step
-from stree.batching.step_timing import context_of, measure_step_times
+from stree.batching.step_timing import measure_step_times
 from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
-from stree.common.clock import PhaseClock, recorded
+from stree.common.clock import PhaseClock, Stopwatch
 from stree.common.errors import UsageError
-from stree.common.lru import LRUCache
 from stree.common.renamed import Renamed
 from stree.common.words import counted
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
-from stree.drafters.ngram import NGram
-from stree.generation import (
-    GenerationConfig,
-    GenerationOutput,
-    require_whole,
-)
+from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.model_words import described, placed
 from stree.models.model import HybridModel
-from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees, deepest_of, largest_of, trees_of
+from stree.tree_policy.choice import TreeChoice
 from stree.tree_policy.names import as_tree_policy
+from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
-from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 from stree_kernels import ops
-
-MAX_PREPARED = 16  # steps' rows and tree batches that are kept, one for each tree
 
 
 class BatchDecoder(RequestServer, Renamed):
@@ -81,9 +69,9 @@ class BatchDecoder(RequestServer, Renamed):
         target: A `HybridModel`.
         drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`); None
             decodes without drafts.
-        tree: The tree of requests that name none, or `AdaptiveTrees`, which choose a tree for each
-            step (call `measure_step_times` first). None is the paper's tree with a drafter, else
-            the root alone.
+        tree: The tree of requests that name none, or a tree policy such as `AdaptiveTrees`, which
+            chooses a tree for each step (call `measure_step_times` first). None is the paper's tree
+            with a drafter, else the root alone.
         num_rows: Sequences at once, at least 1.
         max_length: Tokens of the longest sequence, prompt included.
         max_nodes: Nodes of the largest tree of any request; at least those of `tree`.
@@ -113,14 +101,15 @@ class BatchDecoder(RequestServer, Renamed):
     """
 
     RENAMED: ClassVar[dict[str, str]] = {
-        "measure_costs": "measure_step_times", "modes": "adaptive_trees", "growth": "tree_policy",
+        "measure_costs": "measure_step_times", "modes": "tree_policy", "growth": "tree_policy",
+        "adaptive_trees": "tree_policy",
     }
 
     def __init__(
         self,
         target: Any,
         drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | AdaptiveTrees | str | None = None,
+        tree: TokenTree | TreePolicy | str | None = None,
         *,
         num_rows: int = 8,
         max_length: int = 2048,
@@ -140,17 +129,11 @@ class BatchDecoder(RequestServer, Renamed):
         self.prompt_tokens_per_step = prompt_tokens_per_step
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
-        else:
-            tree = as_tree_policy(tree)
+        self.tree_policy = as_tree_policy(tree)
+        self.tree = tree = self.tree_policy.largest
         if isinstance(drafter, HybridModel):
             drafter = ModelDrafterSpec(drafter)
-        model = drafter.model if isinstance(drafter, ModelDrafterSpec | NGram) else None
-        self.num_drafted = target.config.vocab_size
-        if model is not None:
-            require_partners(target, model)
-            self.num_drafted = model.config.head_size
-        self.adaptive_trees = tree if isinstance(tree, AdaptiveTrees) else None
-        choices, tree = trees_of(tree), largest_of(tree)
+        self.num_drafted = require_partners(target, drafter)
         if drafter is None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
         self.verifier = verifiers.named(verifier)
@@ -159,34 +142,24 @@ class BatchDecoder(RequestServer, Renamed):
             # Beyond it nothing is served; the last tree may reach further
             max_length = min(max_length, num_positions + self.max_nodes + 1)
         step = Step.new(
-            target, drafter, self.verifier, choices, num_rows=num_rows, max_length=max_length,
-            max_nodes=self.max_nodes, backtracking=backtracking,
+            target, drafter, self.verifier, self.tree_policy.trees, num_rows=num_rows,
+            max_length=max_length, max_nodes=self.max_nodes, backtracking=backtracking,
         )
-        self.cache, drafter = step.cache, step.drafter
-        self.target, self.drafter, self.tree = target, drafter, tree
+        self.target, self.cache, self.drafter = target, step.cache, step.drafter
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self.rows = BatchState.new(num_rows, self.max_nodes, target.device)
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
-        self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
-        self._prefill_marks: deque[tuple[Any, Any]] = deque()  # when they began and were done
+        self._prefill_time = Stopwatch()
         self.runner = runner_of(step)
-        self.prefixes: PrefixCache | None = None
-        if num_prefixes:
-            hand_over = self.runner.hand_over
-            self.prefixes = PrefixCache(num_prefixes, self.cache, drafter, hand_over)
+        hand_over = self.runner.hand_over
+        self.prefixes = PrefixCache(num_prefixes, self.cache, self.drafter, hand_over)
         self.prefill = Prefill(self.runner, self.rows, self.prefixes)
         self.lock = RLock()  # held by a thread while it changes anything
         self._sequences: dict[int, RunningSequence] = {}
         self._launched: deque[InFlightStep] = deque()  # steps that are not collected
-        self._next: tuple[int, TokenTree] | None = None  # rows, and the tree chosen for them
-        # Inputs of the last steps, by the tree that idle rows had in them
-        self._prepared: LRUCache[TokenTree, StepInputs] = LRUCache(MAX_PREPARED)
-
-    @property
-    def tree_policy(self) -> TokenTree | AdaptiveTrees:
-        """The tree, or the policy that chooses one for each step."""
-        return self.adaptive_trees or self.tree
+        self._choice = TreeChoice(self.tree_policy)
+        self._inputs = StepInputsCache(self.rows)
 
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree_policy)
@@ -197,6 +170,11 @@ class BatchDecoder(RequestServer, Renamed):
     def room(self) -> MemoryReport:
         """Report of the rows, the bytes of a sequence and how many more would fit; print it."""
         return MemoryReport.of([self])
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that steps have spent on prompts so far, as far as the device is done."""
+        return self._prefill_time.seconds
 
     @property
     def num_free_rows(self) -> int:
@@ -218,12 +196,11 @@ class BatchDecoder(RequestServer, Renamed):
 
         `step` decodes the row until one of its outputs has a finish_reason; `release` frees it.
         """
-        free = (row for row in range(self.num_rows) if row not in self._sequences)
-        row = next(free, None)
-        if row is None:
+        if not self.num_free_rows:
             raise UsageError(
                 f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
             )
+        row = next(row for row in range(self.num_rows) if row not in self._sequences)
         sequence = checked_sequence(self, request)
         self.runner.step.require_same_models()
         self._follow_weights()
@@ -257,15 +234,11 @@ class BatchDecoder(RequestServer, Renamed):
             pending = self._launch_steps(decoding)
             if pending is not None:
                 return pending
-            if decoding:
-                self._choose_next(decoding)
+            self._chosen_tree(decoding)
             self._read_prompts(whole=not decoding)
             outputs = self._collect() if decoding else []
             # With wait=False, the next step is launched before the host knows the first tokens
             firsts = self._first_tokens(self._sequences, wait=not decoding)
-            while self._prefill_marks and self._prefill_marks[0][1].query():
-                begun, done = self._prefill_marks.popleft()
-                self.read_s += begun.elapsed_time(done) / 1e3
             return firsts + outputs
 
     def _launch_steps(self, decoding: dict[int, RunningSequence]) -> list[StepOutput] | None:
@@ -278,7 +251,8 @@ class BatchDecoder(RequestServer, Renamed):
             self._take_launched()
             self.runner.drop()
         while decoding and len(self._launched) <= self.runner.ahead:
-            trees = self._trees(decoding)
+            chosen = self._chosen_tree(decoding)
+            trees = {row: each.tree or chosen for row, each in decoding.items()}
             drafted = any(tree.num_nodes > 1 for tree in trees.values())
             if drafted and any(each.behind for each in decoding.values()):
                 if self._launched:
@@ -286,26 +260,28 @@ class BatchDecoder(RequestServer, Renamed):
                 if firsts := self._first_tokens(decoding, wait=True):
                     return firsts
                 self.prefill.catch_up(decoding)
-            self._next = None  # the choice is used
+            self._choice.drop()  # these steps have it
             self._launch(decoding, trees)
         return None
 
     def _read_prompts(self, whole: bool) -> None:
         """Prefill the rows whose prompts are not read, those admitted first at first.
 
-        With `whole` their whole prompts, else a chunk each within `prompt_tokens_per_step`.
+        With `whole` their whole prompts, else a chunk each within `prompt_tokens_per_step`. After
+        the last chunk a row begins to decode.
         """
-        left = None if whole else self.prompt_tokens_per_step
+        left: float = math.inf if whole else self.prompt_tokens_per_step or math.inf
         for row, each in self._sequences.items():
-            if not each.is_prefilling:
+            if not each.is_prefilling or left <= 0:
                 continue
-            if left is not None and left <= 0:
-                break
-            begun, before = recorded(self.target.device), each.num_read
-            self._read(row, each, whole)
-            self._prefill_marks.append((begun, recorded(self.target.device)))
-            if left is not None:
-                left -= each.num_read - max(before, each.stats.num_reused_tokens)
+            before = each.num_read
+            if each.tree is None and each.num_read == 0:
+                each.behind = not self.tree_policy.drafts
+            with self._prefill_time.running(self.target.device):
+                logits = self.prefill.read(row, each, whole)
+                if logits is not None:
+                    each.first = self.prefill.begin(row, each, logits)
+            left -= each.num_read - max(before, each.stats.num_reused_tokens)
 
     @one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
@@ -323,18 +299,16 @@ class BatchDecoder(RequestServer, Renamed):
             sequence.shared.read_by = None  # another row reads the prompt, unless that is done
         self.rows.active[row] = False
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
-        if self.adaptive_trees is not None and sequence.tree is None and cut_short:
-            self.adaptive_trees.learn_answer()  # for these tokens its prompt was read
-        keep = keep and sequence.finish_reason != "error" and not sequence.is_stale
-        if keep and self.prefixes is not None:
+        if sequence.tree is None and cut_short:
+            self.tree_policy.learn_answer()  # for these tokens its prompt was read
+        if keep and sequence.finish_reason != "error" and not sequence.is_stale:
             tokens = sequence.prompt + sequence.stop.tokens
             with ops.current(self.target.device):
                 self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
-        reason = sequence.finish_reason or "released"
         asked = sequence.generation
         return GenerationOutput(
-            list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer,
-            seed=asked.seed if asked.temperature else None,
+            list(sequence.stop.tokens), sequence.finish_reason or "released", sequence.stats,
+            self.tokenizer, seed=asked.seed if asked.temperature else None,
         )
 
     def _taken(self, row: int) -> RunningSequence:
@@ -349,16 +323,13 @@ class BatchDecoder(RequestServer, Renamed):
     @one_at_a_time
     def num_reusable(self, prompt: list[int]) -> int:
         """Return how many tokens of a prompt are in a kept prefix, and need not be read again."""
-        if self.prefixes is None:
-            return 0
         self._follow_weights()
         return self.prefixes.lengths(prompt)[0]
 
     def _follow_weights(self) -> None:
         """Drop prefixes and graphs that were made with weights which have changed since."""
         if self.runner.follow_weights():
-            if self.prefixes is not None:
-                self.prefixes.clear()
+            self.prefixes.clear()
             for each in self._sequences.values():
                 each.is_stale = True
 
@@ -385,14 +356,6 @@ class BatchDecoder(RequestServer, Renamed):
             each.ahead -= tree.max_depth + 1
         return launch
 
-    def _read(self, row: int, sequence: RunningSequence, whole: bool) -> None:
-        """Read a chunk of the row's prompt; after the last one the row begins to decode."""
-        if sequence.tree is None and self.adaptive_trees is not None and sequence.num_read == 0:
-            sequence.behind = not self.adaptive_trees.drafts
-        logits = self.prefill.read(row, sequence, whole)
-        if logits is not None:
-            sequence.first = self.prefill.begin(row, sequence, logits)
-
     def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[StepOutput]:
         """Return outputs with the first tokens of rows, as far as the host has them.
 
@@ -418,14 +381,15 @@ class BatchDecoder(RequestServer, Renamed):
         """
         if not self._sequences:
             return
-        deepest = deepest_of(self.tree_policy).max_depth + 1
+        deepest = self.tree_policy.deepest.max_depth + 1
         with ops.current(self.target.device):
             for row in self._sequences:
                 self.prepare_prefill(row)
-            for tree in trees_of(self.tree_policy):
+            for tree in self.tree_policy.trees:
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 inputs = self._inputs_of(self._sequences, trees)
-                for most in {inputs.longest, self._longest(inputs.tree_batch, deepest)}:
+                after_deepest = self._choice.block(deepest, inputs.tree_batch.max_depth)
+                for most in {inputs.longest, after_deepest}:
                     self.runner.prepare(replace(inputs, longest=most))
 
     def prepare_prefill(self, row: int) -> None:
@@ -433,15 +397,6 @@ class BatchDecoder(RequestServer, Renamed):
         with ops.current(self.target.device):
             if (each := self._sequences[row]).is_prefilling:
                 self.prefill.prepare(row, each)
-
-    def _longest(self, tree_batch: TreeBatch, longest: int) -> int:
-        """Return the most tokens of any block that a step is launched for, at least `longest`.
-
-        With adaptive trees it takes two values a tree, so that few step graphs serve them all.
-        """
-        if self.adaptive_trees is not None and longest > tree_batch.max_depth + 1:
-            return max(longest, deepest_of(self.adaptive_trees).max_depth + 1)
-        return longest
 
     @one_at_a_time
     def measure_step_times(
@@ -451,7 +406,7 @@ class BatchDecoder(RequestServer, Renamed):
         counts: Sequence[int] | None = None,
         generation: GenerationConfig = GenerationConfig(),
     ) -> StepTimes:
-        """Time steps with each of the adaptive trees; their choice rests on these times from now.
+        """Time steps with each tree of the policy; its choice rests on these times from now on.
 
         Args:
             context: Committed tokens before the first step; None is 32, or a quarter of max_length
@@ -460,76 +415,53 @@ class BatchDecoder(RequestServer, Renamed):
             counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
             generation: Settings of the requests to expect (sampling takes longer).
 
-        Raises `UsageError` while rows are taken, or without adaptive trees.
+        Raises `UsageError` while rows are taken, or for a policy of one tree.
         """
-        if self.adaptive_trees is None or self._sequences:
+        if not self.tree_policy.needs_step_times or self._sequences:
             raise UsageError(
                 "step times are measured of a decoder that was made with adaptive trees, while no "
                 "row is taken"
             )
+        self._choice.drop()  # it rests on other times
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            after = context_of(self.max_length) if context is None else context
-            self._next = None  # was chosen by other times
-            self.prefill.prepare_catching_up(0)
-            self.adaptive_trees.costs = measure_step_times(
-                self, self.adaptive_trees.trees, after, num_steps, counts, generation
+            self.tree_policy.costs = measure_step_times(
+                self, self.tree_policy.trees, context, num_steps, counts, generation
             )
-        return self.adaptive_trees.costs
+        return self.tree_policy.costs
 
     def forget(self) -> None:
-        """Let adaptive trees forget all that they have learned, except the step times."""
-        self._next = None
-        if self.adaptive_trees is not None:
-            self.adaptive_trees.forget()
+        """Let the tree policy forget everything that it has learned, except the step times."""
+        self._choice.forget()
 
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Let adaptive trees learn nothing inside the block, a warm-up for example."""
-        self._next = None
-        try:
-            with nullcontext() if self.adaptive_trees is None else self.adaptive_trees.forgetting():
-                yield
-        finally:
-            self._next = None
+    def forgetting(self) -> AbstractContextManager[None]:
+        """Let the tree policy learn nothing inside the block, a warm-up for example."""
+        return self._choice.forgetting()
 
     @property
     def _num_step_rows(self) -> int:
         """Number of rows of a step now: up to the last row that is taken, idle ones included."""
         return self.runner.num_rows(max(self._sequences) + 1, self.num_rows)
 
-    def _trees(self, decoding: dict[int, RunningSequence]) -> dict[int, TokenTree]:
-        """Return the tree of each row in the next step."""
-        self._choose_next(decoding)
-        chosen = self.tree if self._next is None else self._next[1]
-        return {row: each.tree or chosen for row, each in decoding.items()}
-
-    def _choose_next(self, decoding: dict[int, RunningSequence]) -> None:
-        """Choose the next step's tree while the device works, unless it is chosen already.
-
-        The choice ignores what steps in flight will accept.
-        """
-        if self.adaptive_trees is None or all(each.tree is not None for each in decoding.values()):
-            return
-        num_rows = self._num_step_rows
-        if self._next is None or self._next[0] != num_rows:
-            self._next = num_rows, self.adaptive_trees.choose(num_rows)
+    def _chosen_tree(self, decoding: dict[int, RunningSequence]) -> TokenTree:
+        """Return the tree of the next step's rows whose requests name none."""
+        if any(each.tree is None for each in decoding.values()):
+            return self._choice.next(self._num_step_rows)
+        return self.tree
 
     def _launch(self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]) -> None:
         inputs = self._inputs_of(decoding, trees)
         clock, drafted = self.phase_clock, inputs.tree_batch.num_nodes > 1
-        self.runner.launch(inputs, clock.mark if clock else _no_mark)
+        self.runner.launch(inputs, clock.mark if clock else lambda phase: None)
         if clock is not None:
             clock.end_call()
-        left_behind = self.drafter is not None and not drafted
-        launched = {}
-        for row, each in self._sequences.items():
+        for each in self._sequences.values():
             each.longest = 1
-            if (tree := trees.get(row)) is not None:
-                each.longest = most = tree.max_depth + 1
-                each.ahead += most
-                each.behind = each.behind or left_behind
-                launched[row] = each, tree
-        self._launched.append(InFlightStep(launched, drafted))
+        for row, each in decoding.items():
+            each.longest = trees[row].max_depth + 1
+            each.ahead += each.longest
+            each.behind = each.behind or not drafted
+        rows = {row: (each, trees[row]) for row, each in decoding.items()}
+        self._launched.append(InFlightStep(rows, drafted))
 
     def _inputs_of(
         self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]
@@ -538,22 +470,10 @@ class BatchDecoder(RequestServer, Renamed):
 
         All rows that are taken take part, or their buffers would fall behind.
         """
-        batch = self._num_step_rows
-        # Idle rows have the others' tree: one tree batch serves while requests come and go
-        idle = next(iter(trees.values()))
-        if any(tree != idle for tree in trees.values() if tree is not idle):
-            idle = PLAIN
-        of_rows = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
-        inputs = self._prepared.get(idle)
-        if inputs is None or (inputs.trees, inputs.generations) != (of_rows, generations):
-            tree_batch = make_tree_batch(of_rows, self.target.device)
-            rows = self.rows.narrow(0, batch, generations)
-            inputs = StepInputs(rows, tree_batch, 1, 0, of_rows, generations)
-            self._prepared[idle] = inputs
-        inputs.generations = generations  # the same objects, so that the next step compares fast
+        inputs = self._inputs.of(self._num_step_rows, trees, generations)
         longest = max(each.longest for each in self._sequences.values())
-        inputs.longest = self._longest(inputs.tree_batch, longest)
+        inputs.longest = self._choice.block(longest, inputs.tree_batch.max_depth)
         # A row that has ended may have dropped tokens of its last block
         inputs.position = max(
             each.position + each.ahead + (each.longest if each.finish_reason else 0)
@@ -580,9 +500,7 @@ class BatchDecoder(RequestServer, Renamed):
         stats = sequence.stats
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
-        if self.adaptive_trees is not None:
-            self.adaptive_trees.learn_path(tree, path)
-            stats.calls_by_tree[tree.name] += 1
+        self._choice.learn(tree, path, stats.calls_by_tree)
         result = self._keep(row, sequence, block)
         result.num_accepted = stats.count_call(tree, path, len(result.tokens))
         if sequence.finish_reason:
@@ -591,22 +509,17 @@ class BatchDecoder(RequestServer, Renamed):
 
     def _keep(self, row: int, sequence: RunningSequence, block: list[int]) -> StepOutput:
         kept, sequence.finish_reason = sequence.stop.keep(block)
-        chosen_by = self.adaptive_trees if sequence.tree is None else None
-        if chosen_by is not None:
-            chosen_by.learn_tokens(len(kept))
         if sequence.finish_reason:
             self.rows.active[row] = False
-            if chosen_by is not None:
-                chosen_by.learn_answer(*sequence.drafter_read_s)
+        if sequence.tree is None:  # it has the policy's
+            self.tree_policy.learn_tokens(len(kept))
+            if sequence.finish_reason:
+                self.tree_policy.learn_answer(*sequence.drafter_read_s)
         return StepOutput(row, kept, sequence.finish_reason)
 
     def _fail(self, row: int, sequence: RunningSequence, who: str) -> StepOutput:
         sequence.finish_reason = "error"
         self.rows.active[row] = False
-        models = [(name, model) for name, model, _ in self.runner.step.models() if name == who]
-        tokens = sequence.prompt + sequence.stop.tokens
-        error = not_finite(who, models, sequence.stats.num_calls, tokens)
+        error = not_finite(who, self.runner.step.models(), sequence)
         return StepOutput(row, [], "error", error)
 
-
-def _no_mark(phase: str) -> None: ...

@@ -9,14 +9,15 @@ from stree import verifiers
 from stree.batching.sequences import Request, RunningSequence, SampleRequest
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters import Drafter
+from stree.drafters.model import ModelDrafterSpec
+from stree.drafters.ngram import NGram
 from stree.generation import DecodingStats, GenerationConfig, StopRule
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.model import HybridModel
 from stree.prompts import one_prompt
 from stree.settings import settings_of
-from stree.tree_policy.adaptive import AdaptiveTrees, deepest_of, trees_of
-from stree.tree_policy.names import require_policy_of
+from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
 
@@ -27,16 +28,12 @@ class DecoderLimits(Protocol):
     target: Any
     drafter: Drafter | None
     verifier: Verifier
-    tree: TokenTree
-    adaptive_trees: AdaptiveTrees | None
+    tree_policy: TreePolicy
     max_nodes: int
     max_length: int
     num_drafted: int
     eos_token_ids: Any
     tokenizer: Any
-
-    @property
-    def tree_policy(self) -> TokenTree | AdaptiveTrees: ...
 
 
 def checked_sequence(decoder: DecoderLimits, request: Request) -> RunningSequence:
@@ -45,19 +42,18 @@ def checked_sequence(decoder: DecoderLimits, request: Request) -> RunningSequenc
         raise UsageError(
             f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
         )
-    tree, ids = request.tree, one_prompt(request.prompt_ids)
-    tree = None if tree is None else as_tree(tree)
+    ids, policy = one_prompt(request.prompt_ids), decoder.tree_policy
+    if request.tree is not None:
+        policy = FixedTree(as_tree(request.tree))
+        _require_dynamic_trees_of(decoder.tree_policy, policy)
+    tree = policy.largest if len(policy.trees) == 1 else None
     prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
     if generation.num_return_sequences > 1:
         raise UsageError(
             f"num_return_sequences is {generation.num_return_sequences}, and a row has one "
             "answer: generate serves the request, or admit one for each answer"
         )
-    if tree is None and decoder.adaptive_trees is None:
-        tree = decoder.tree
-    tree_policy = tree or decoder.tree_policy
-    require_policy_of(decoder.tree_policy, tree_policy)
-    deepest = deepest_of(tree_policy)
+    deepest = policy.deepest
     if tree is not None and tree.num_nodes > decoder.max_nodes:
         raise UsageError(
             f"{tree} has {tree.num_nodes} nodes, the decoder was made for {decoder.max_nodes}: "
@@ -65,7 +61,7 @@ def checked_sequence(decoder: DecoderLimits, request: Request) -> RunningSequenc
         )
     if deepest.num_nodes > 1 and decoder.drafter is None:
         raise UsageError(f"{deepest} needs a drafter to fill it")
-    for each in trees_of(tree_policy):
+    for each in policy.trees:
         verifiers.require_tree(decoder.verifier, each)
         if each.widest > (most := decoder.num_drafted):
             raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
@@ -74,6 +70,21 @@ def checked_sequence(decoder: DecoderLimits, request: Request) -> RunningSequenc
     stats = DecodingStats(tree_max_depth=deepest.max_depth)
     shared = request.shared if isinstance(request, SampleRequest) else None
     return RunningSequence(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
+
+
+def _require_dynamic_trees_of(decoder: TreePolicy, asked: TreePolicy) -> None:
+    """Raise `UsageError` if a request's tree does not fit a decoder with dynamic trees.
+
+    In a step all rows have the same dynamic tree, or none has one. So no request of a decoder with
+    dynamic trees may name a tree, and no request may bring a dynamic tree of its own.
+    """
+    grow = any(isinstance(each, BeamTree) for each in (*asked.trees, *decoder.trees))
+    if grow and asked.trees != decoder.trees:
+        raise UsageError(
+            f"a request asks for {asked}, the decoder was made with "
+            f"{', '.join(each.name for each in decoder.trees)}: dynamic trees are the decoder's, "
+            "the same for all its requests"
+        )
 
 
 def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree]) -> None:
@@ -148,8 +159,14 @@ def require_target(target: Any) -> None:
         )
 
 
-def require_partners(target: Any, drafter: HybridModel) -> None:
-    """Raise `UsageError` when a drafter was not made for this target, or is elsewhere."""
+def require_partners(target: Any, drafter: Any) -> int:
+    """Return how many tokens a drafter chooses among.
+
+    Raises `UsageError` when its model was not made for this target, or is elsewhere.
+    """
+    if not isinstance(drafter, ModelDrafterSpec | NGram) or drafter.model is None:
+        return target.config.vocab_size
+    drafter = drafter.model
     require_vocabulary_of(drafter.config, target.config)
     if drafter.config.feature_layers and not isinstance(target, HybridModel):
         raise UsageError(
@@ -168,6 +185,7 @@ def require_partners(target: Any, drafter: HybridModel) -> None:
             "drafter and target have different tokenizers of the same size; "
             "draft with a model distilled from this target"
         )
+    return drafter.config.head_size
 
 
 def require_vocabulary_of(drafter: HybridConfig, target: HybridConfig) -> None:
@@ -181,20 +199,20 @@ def require_vocabulary_of(drafter: HybridConfig, target: HybridConfig) -> None:
 
 
 def not_finite(
-    who: str, models: Iterable[tuple[str, HybridModel]], step: int, sequence: Sequence[int]
+    who: str, models: Iterable[tuple[str, HybridModel, Any]], sequence: RunningSequence
 ) -> InvariantBroken:
-    """Return an error that names the model, the step and the first value that is not finite.
+    """Return an error that names a model, the step and its first value that is not finite.
 
-    Args: models, by name, to look for it in; sequence, the tokens that they have met.
+    Args:
+        who: Name of the model.
+        models: The step's, as `Step.models` returns them.
+        sequence: Its tokens are those that the model has met.
     """
-    for name, model in models:
-        where = model.first_non_finite(sequence)
-        if where:
-            return InvariantBroken(
-                f"the {name}'s logits are not finite at decoding step {step}: {where}; "
-                "check the checkpoint, or run it in float32"
-            )
+    tokens, where = sequence.prompt + sequence.stop.tokens, ""
+    for name, model, _ in models:
+        if name == who and (found := model.first_non_finite(tokens)):
+            where = f": {found}"
     return InvariantBroken(
-        f"the {who}'s logits are not finite at decoding step {step}; "
+        f"the {who}'s logits are not finite at decoding step {sequence.stats.num_calls}{where}; "
         "check the checkpoint, or run it in float32"
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from stree.batching.prefix_cache import PrefixCache
 from stree.batching.runners import EagerRunner, GraphRunner
 from stree.batching.sequences import RunningSequence, SharedPrompt
 from stree.batching.state import NUM_SETTINGS, Asked, BatchState, asked_by, bits_of
-from stree.common.clock import recorded
 from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import SavedPrefix
@@ -52,11 +50,11 @@ class Prefill:
     Args:
         runner: Of the step; its `prefiller` reads the tokens.
         rows: All rows of the batch.
-        prefixes: Prefixes that need not be read again; None keeps none.
+        prefixes: Prefixes that need not be read again.
     """
 
     def __init__(
-        self, runner: EagerRunner | GraphRunner, rows: BatchState, prefixes: PrefixCache | None
+        self, runner: EagerRunner | GraphRunner, rows: BatchState, prefixes: PrefixCache
     ) -> None:
         self.runner, self.step = runner, runner.step
         self.rows, self.prefixes = rows, prefixes
@@ -92,7 +90,7 @@ class Prefill:
             if shared.read_by not in (None, sequence):
                 return None
             shared.read_by = sequence
-        if self.prefixes is not None and sequence.num_read == 0:
+        if sequence.num_read == 0:
             read = self.prefixes.load(row, sequence.prompt)
             sequence.num_read, sequence.num_drafted_from = read
             sequence.stats.num_reused_tokens = sequence.num_read
@@ -101,7 +99,7 @@ class Prefill:
         logits = self._read_tokens(row, sequence, tokens)
         if sequence.is_prefilling:
             return None
-        if sequence.keep_prompt and self.prefixes is not None and not sequence.is_stale:
+        if sequence.keep_prompt and not sequence.is_stale:
             self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
         if shared is not None and shared.left:
             shared.read = self._hold(row, sequence, logits)
@@ -143,7 +141,7 @@ class Prefill:
         """Capture the graphs that the prefill of the row's prompt needs."""
         step, feature_drafter, length = self.step, self.step.feature_drafter, len(sequence.prompt)
         read, drafted = sequence.num_read, sequence.num_drafted_from
-        if self.prefixes is not None and read == 0:
+        if read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
         prepare, drafter = self.runner.prefiller.prepare, step.drafter
         along = self._along
@@ -222,16 +220,14 @@ class Prefill:
         drafter = self.step.drafter
         return drafter if type(drafter) is ModelDrafter else None
 
-    @contextmanager
-    def _timed(self, sequence: RunningSequence, caught_up: bool = False) -> Iterator[None]:
+    def _timed(
+        self, sequence: RunningSequence, caught_up: bool = False
+    ) -> AbstractContextManager[None]:
         """Time the drafter's prefill inside the block, if the tree policy of the row needs it."""
         if sequence.tree is not None:
-            yield
-            return
-        begun = recorded(self.rows.position.device)
-        yield
-        marks = sequence.catch_ups if caught_up else sequence.prefills
-        marks.append((begun, recorded(self.rows.position.device)))
+            return nullcontext()
+        stopwatch = sequence.catch_up_time if caught_up else sequence.prefill_time
+        return stopwatch.running(self.rows.position.device)
 
     def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None

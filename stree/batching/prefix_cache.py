@@ -41,7 +41,7 @@ class PrefixCache:
     """LRU cache of prefixes, each as copies of the row's part of the caches.
 
     Args:
-        most: Number of prefixes to keep.
+        most: Number of prefixes to keep; 0 keeps none.
         cache: The target's.
         drafter: Reads a prefix again unless it is a `ModelDrafter`.
         hand_over: Copies values to the host (`EagerRunner.hand_over`).
@@ -68,6 +68,8 @@ class PrefixCache:
         A row that has read other tokens after them is not kept. drafted says whether the drafter
         may have read any of them.
         """
+        if not self._kept.most:
+            return
         drafter = following = None
         lengths = [self.cache.length[row], self.cache.path_length[row]]
         if drafted and type(self.drafter) is ModelDrafter:  # others read the text again

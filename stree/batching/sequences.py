@@ -10,13 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from stree.batching.state import BatchState
+from stree.common.clock import Stopwatch
 from stree.common.errors import StreeError, UsageError
 from stree.common.host_copy import HostCopy
+from stree.common.lru import LRUCache
 from stree.generation import DecodingStats, GenerationConfig, StopRule
 from stree.prompts import one_prompt
 from stree.settings import asked_for, settings_of
+from stree.tree_policy.policy import PLAIN
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
+
+MAX_PREPARED = 16  # steps' rows and tree batches that are kept, one for each tree
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,9 @@ class RunningSequence:
     num_read: int = 0  # tokens of the prompt that are in the caches
     num_drafted_from: int = 0  # tokens that the drafter has read
     behind: bool = False  # whether the drafter has missed the prompt or a block
-    # When the drafter began and ended: reading the prompt, and catching up on what it had missed
-    prefills: list[tuple[Any, Any]] = field(default_factory=list)
-    catch_ups: list[tuple[Any, Any]] = field(default_factory=list)
+    # The drafter's time: for the prompt, and for catching up on what it had missed
+    prefill_time: Stopwatch = field(default_factory=Stopwatch)
+    catch_up_time: Stopwatch = field(default_factory=Stopwatch)
     longest: int = 1  # the most tokens that the row's block has
     ahead: int = 0  # the most tokens that steps in flight commit, a block each
     finish_reason: str = ""
@@ -155,11 +161,11 @@ class RunningSequence:
 
         Call it only when the device is done with them.
         """
-        prefill, missed = (
-            sum(begun.elapsed_time(done) for begun, done in each) / 1e3 if each else None
-            for each in (self.prefills, self.catch_ups)
+        prefill, catch_up = self.prefill_time, self.catch_up_time
+        return (
+            prefill.seconds if prefill.num_blocks else None,
+            catch_up.seconds if catch_up.num_blocks else None,
         )
-        return prefill, missed
 
     @property
     def position(self) -> int:
@@ -186,6 +192,37 @@ class StepInputs:
     position: int
     trees: list[TokenTree] = field(default_factory=list)
     generations: list[GenerationConfig] = field(default_factory=list)
+
+
+class StepInputsCache:
+    """Inputs of the last steps of a batch, by the tree that idle rows had in them."""
+
+    def __init__(self, rows: BatchState) -> None:
+        self.rows = rows
+        self._kept: LRUCache[TokenTree, StepInputs] = LRUCache(MAX_PREPARED)
+
+    def of(
+        self, num_rows: int, trees: dict[int, TokenTree], generations: list[GenerationConfig]
+    ) -> StepInputs:
+        """Return inputs of a step, of which `longest` and `position` are still to be set.
+
+        Args:
+            num_rows: Rows of the step, idle ones included.
+            trees: The trees of the rows that decode.
+            generations: Their settings.
+        """
+        # Idle rows have the others' tree: one tree batch serves while requests come and go
+        idle = next(iter(trees.values()))
+        if any(tree != idle for tree in trees.values() if tree is not idle):
+            idle = PLAIN
+        of_rows = [trees.get(row, idle) for row in range(num_rows)]
+        inputs = self._kept.get(idle)
+        if inputs is None or (inputs.trees, inputs.generations) != (of_rows, generations):
+            tree_batch = make_tree_batch(of_rows, self.rows.active.device)
+            rows = self.rows.narrow(0, num_rows, generations)
+            inputs = self._kept[idle] = StepInputs(rows, tree_batch, 1, 0, of_rows, generations)
+        inputs.generations = generations  # the same objects, so that the next step compares fast
+        return inputs
 
 
 @dataclass

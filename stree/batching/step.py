@@ -37,12 +37,14 @@ class Step:
         cache: The target's.
         drafter: Fills the trees; None for autoregressive decoding.
         verifier: Accepts or rejects the drafts.
+        is_joint: Whether the target feeds accepted paths again (`stree.models.joint`).
     """
 
     target: Any
     cache: Any
     drafter: Drafter | None
     verifier: Verifier
+    is_joint: bool = False
 
     @classmethod
     def new(
@@ -76,7 +78,8 @@ class Step:
             OutOfMemory: When the caches do not fit.
         """
         new_cache = target.new_cache
-        if require_backtracking(backtracking) == "joint" and drafter is not None:
+        is_joint = require_backtracking(backtracking) == "joint" and drafter is not None
+        if is_joint:
             if not isinstance(target, HybridModel):
                 raise UsageError(
                     f'backtracking "joint" is for a HybridModel, the target is a '
@@ -95,7 +98,7 @@ class Step:
             cache = new_cache(max_length, max_nodes, num_rows)
         cache.variant.copy_(torch.arange(num_rows))
         require_fillable(drafter, verifier, trees)
-        return cls(target, cache, drafter, verifier)
+        return cls(target, cache, drafter, verifier, is_joint)
 
     def models(self) -> list[tuple[str, HybridModel, Any]]:
         """Return name, model and cache of target and drafter, as far as they have weights."""
@@ -158,12 +161,14 @@ class Step:
                 knows.
         """
         cache = self.cache.narrow(0, len(rows.active))
-        cache.longest_path = longest
         # A drafter that misses a block reads it later, without features
         drafter = self.feature_drafter if self.drafts(tree_batch) else None
         features = None if drafter is None else HiddenStateTap(drafter.feature_layers)
         asked = () if features is None else (features,)
-        logits = self.target.tree_batch_forward(proposal.tokens, tree_batch, cache, bound, *asked)
+        told = {"longest_path": longest} if self.is_joint else {}
+        logits = self.target.tree_batch_forward(
+            proposal.tokens, tree_batch, cache, bound, *asked, **told
+        )
         mark("verify")
         self.verifier.accept(logits, proposal, tree_batch, rows, cache, report)
         rows.remember()

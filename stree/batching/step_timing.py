@@ -79,10 +79,10 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 def measure_step_times(
     decoder: Timed,
     trees: Sequence[TokenTree],
-    context: int,
+    context: int | None,
     num_steps: int,
-    counts: Sequence[int] | None = None,
-    generation: GenerationConfig = GenerationConfig(),
+    counts: Sequence[int] | None,
+    generation: GenerationConfig,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows.
 
@@ -92,8 +92,8 @@ def measure_step_times(
     Args:
         decoder: All its rows must be free.
         trees: Trees to time.
-        context: Committed tokens before the first step, the same ones in all rows. Each row goes on
-            with a token and a seed of its own.
+        context: Committed tokens before the first step, the same ones in all rows; None is
+            `context_of` max_length. Each row goes on with a token and a seed of its own.
         num_steps: Steps to time in a turn, after NUM_UNTIMED others.
         counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
         generation: Settings of the rows: sampling takes longer, and top-k or top-p much longer.
@@ -102,6 +102,8 @@ def measure_step_times(
         UsageError: When the decoder's max_length leaves no room for a step.
     """
     began = time.perf_counter()
+    decoder.prefill.prepare_catching_up(0)
+    context = context_of(decoder.max_length) if context is None else context
     counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.tensor(tokens_of_row(0, context, decoder.target.config.vocab_size))
     tokens = tokens.to(decoder.target.device)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +35,35 @@ def recorded(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
     event.record()
     return event
+
+
+class Stopwatch:
+    """Time that a device spends on blocks of work; nothing waits for it.
+
+    Attributes:
+        num_blocks: Blocks so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self._seconds = 0.0
+        self._marks: deque[tuple[Any, Any]] = deque()  # when blocks began and were done
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Time the work that is started inside the block."""
+        begun = recorded(device)
+        yield
+        self._marks.append((begun, recorded(device)))
+        self.num_blocks += 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all blocks that are done by now."""
+        while self._marks and self._marks[0][1].query():
+            begun, done = self._marks.popleft()
+            self._seconds += begun.elapsed_time(done) / 1e3
+        return self._seconds
 
 
 class PhaseClock:

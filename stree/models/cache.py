@@ -97,7 +97,6 @@ class HybridCache:
         self.cache_state = CacheState(
             self.length, self.path, self.path_length, self.variant, self.parity
         )
-        self.longest_path: int | None = None  # upper bound of path_length, if the host knows one
         self.last_tree: LastTree | None = None
         if require_backtracking(backtracking) == "joint":
             path = make_tree_batch([TokenTree.chain(max_nodes - 1)], self.parity.device)

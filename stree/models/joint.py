@@ -99,13 +99,15 @@ class JointPass(TreePass):
 
     @classmethod
     def of(
-        cls, tokens: Tensor, topology: Topology, cache: Any, bound: int, **model: Any
+        cls, tokens: Tensor, topology: Topology, cache: Any, bound: int, longest: int | None,
+        **model: Any,
     ) -> JointPass:
         """Return the pass over the last tree's accepted path and the new tree's tokens (B, N).
 
-        The new tokens replace those of the last tree.
+        The new tokens replace those of the last tree. longest is an upper bound of the paths'
+        lengths; None asks the device, and waits for it.
         """
-        last, longest = cache.last_tree, cache.longest_path
+        last = cache.last_tree
         if longest is None:
             longest = max(1, int(cache.path_length.max()))
         fed = torch.cat([last.on(cache.path[:, :longest]), tokens], dim=1)

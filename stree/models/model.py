@@ -354,6 +354,7 @@ class HybridModel(PackedModel):
         cache: HybridCache,
         bound: int,
         features: HiddenStateTap | None = None,
+        longest_path: int | None = None,
     ) -> Tensor:
         """Return logits (B, N, V) of the nodes of one tree per sequence, in the product's dtype.
 
@@ -363,9 +364,13 @@ class HybridModel(PackedModel):
             cache: Of B sequences.
             bound: Cache slots to attend to, as in `tree_forward`.
             features: Takes hidden states of the nodes for a drafter.
+            longest_path: Most nodes of any pending path, for a cache with joint backtracking; None
+                asks the device.
         """
         topology = tree_batch.topology(self.config.d_conv)
-        call = self.tree_call(tokens, topology, cache, bound=bound, features=features)
+        call = self.tree_call(
+            tokens, topology, cache, bound=bound, features=features, longest_path=longest_path
+        )
         return self.logits(self.tree_hidden(call), wide=False)
 
     @torch.no_grad()
@@ -381,6 +386,7 @@ class HybridModel(PackedModel):
         *,
         inputs: Tensor | None = None,
         features: HiddenStateTap | None = None,
+        longest_path: int | None = None,
     ) -> TreePass:
         """Return a pass over nodes first … first + Q − 1 of trees.
 
@@ -396,6 +402,7 @@ class HybridModel(PackedModel):
             nodes: (B, Q) indices into tokens (B, N), −1 for none; None for tokens (B, Q).
             inputs: (B, Q, D), added to the embeddings; None adds nothing.
             features: Takes hidden states of the nodes for a drafter.
+            longest_path: As in `tree_batch_forward`.
         """
         self.pack_what_moved()
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
@@ -404,7 +411,7 @@ class HybridModel(PackedModel):
             inputs=inputs, features=features,
         )
         if cache.last_tree is not None:
-            return JointPass.of(tokens, topology, cache, bound or used, **model)
+            return JointPass.of(tokens, topology, cache, bound or used, longest_path, **model)
         return TreePass(
             topology, cache.cache_state, first, bound or used, cache.layers,
             tokens=tokens, nodes=nodes, **model,

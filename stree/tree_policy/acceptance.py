@@ -1,4 +1,4 @@
-"""Acceptance rates: the drafts that trees are expected to accept, learned from recent steps."""
+"""Acceptance: the tokens that steps of each tree are expected to yield, by recent steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,60 @@ MEMORY = 0.99  # weight of a row's observation one step later
 ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
 PRIOR_TRIES = 2  # weight of the assumed rate, in observations
 PRIOR_STEPS = 10  # weight of a rank's assumed rate, in steps
+
+
+class Acceptance:
+    """Expected tokens of a step with each tree, by the paths that recent steps have accepted.
+
+    Args:
+        trees: The trees of the expectations.
+
+    Attributes:
+        num_new: Observations since the last revision.
+    """
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self.trees, self.num_new = trees, 0
+        self.rates = AcceptanceRates()
+        self._dynamic_rates: dict[tuple[str, int], DynamicAcceptanceRates] = {}
+        dynamic = [tree for tree in trees if isinstance(tree, BeamTree)]
+        for kind in dict.fromkeys(map(_kind, dynamic)):
+            alike = [tree for tree in dynamic if _kind(tree) == kind]
+            self._dynamic_rates[kind] = DynamicAcceptanceRates(
+                max(tree.depth for tree in alike), max(tree.num_nodes for tree in alike)
+            )
+        self.of_rows(1)
+
+    def of_rows(self, num_rows: int) -> None:
+        """Let the observations of `num_rows` rows fade as those of one step."""
+        self.num_rows, self._memory = num_rows, MEMORY ** (1 / num_rows)
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Learn from a row's step of a tree with drafts, given the accepted nodes."""
+        if isinstance(tree, BeamTree):
+            self._dynamic_rates[_kind(tree)].learn(tree, path, self._memory)
+        else:
+            self.rates.learn(tree, path[-1], self._memory)
+        self.num_new += 1
+
+    def revise(self) -> dict[TokenTree, float]:
+        """Return the expected tokens of a step with each tree, by all observations so far.
+
+        It takes the host as long as a step.
+        """
+        self.num_new = 0
+        for rates in self._dynamic_rates.values():
+            rates.revise()
+        return {
+            tree: self._dynamic_rates[_kind(tree)].expected_tokens(tree)
+            if isinstance(tree, BeamTree) else self.rates.expected_tokens(tree)
+            for tree in self.trees
+        }
+
+
+def _kind(tree: BeamTree) -> tuple[str, int]:
+    """Return a key that two dynamic trees share if one shows what the other accepts."""
+    return tree.kind, tree.width
 
 
 class AcceptanceRates:
@@ -36,11 +90,8 @@ class AcceptanceRates:
     def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
         """Learn from a step of `tree` that has accepted the path to the node `end`.
 
-        memory is the factor of the weights of all earlier observations. A tree of one node shows
-        nothing, and lets nothing be forgotten.
+        memory is the factor of the weights of all earlier observations.
         """
-        if tree.num_nodes == 1:
-            return
         self._weight /= memory
         self._ended[tree, end] += self._weight
         if self._weight > 1e100:

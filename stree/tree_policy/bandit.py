@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from stree.common.errors import UsageError
-from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.policy import PLAIN, TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 
@@ -20,7 +21,15 @@ from stree.trees.token_tree import TokenTree
 EXPLORATION = 0.3
 
 
-class BanditTrees(AdaptiveTrees):
+@dataclass
+class Rounds:
+    """Rounds so far, by tree: their number, and their sum of steps a token."""
+
+    count: dict[TokenTree, int]
+    steps: dict[TokenTree, float]
+
+
+class BanditTrees(TreePolicy):
     """Tree policy by UCB (the paper's Eq. 1).
 
     It takes the tree with the highest mean reward + exploration · c · √(2 ln t / n), after t
@@ -48,6 +57,8 @@ class BanditTrees(AdaptiveTrees):
         'bandit paper or chain-4'
     """
 
+    state: Rounds
+
     def __init__(
         self,
         trees: Sequence[TokenTree | str],
@@ -55,7 +66,7 @@ class BanditTrees(AdaptiveTrees):
         exploration: float = EXPLORATION,
     ) -> None:
         super().__init__(trees, costs)
-        if len(self.arms) < 2:
+        if len(self.trees) < 3:
             raise UsageError(
                 "a bandit needs two trees at least: give more, or take the tree itself"
             )
@@ -63,42 +74,31 @@ class BanditTrees(AdaptiveTrees):
             raise UsageError(f"exploration is {exploration}, wanted a number of at least 0")
         self.exploration = exploration
 
-    def forget(self) -> None:
-        """Forget all rounds, and keep the step times."""
-        super().forget()
-        self._rounds = dict.fromkeys(self.arms, 0)
-        self._steps = dict.fromkeys(self.arms, 0.0)  # steps a token, summed over rounds
+    def new_state(self) -> Rounds:
+        arms = self.trees[1:]  # without plain decoding
+        return Rounds(dict.fromkeys(arms, 0), dict.fromkeys(arms, 0.0))
 
     @property
-    def arms(self) -> tuple[TokenTree, ...]:
-        """All trees except plain decoding."""
-        return self.trees[1:]
-
-    def __str__(self) -> str:
-        return f"bandit {super().__str__()}"
+    def name(self) -> str:
+        return f"bandit {super().name}"
 
     def choose(self, num_rows: int) -> TokenTree:
         """Return the tree of the next step of `num_rows` rows."""
-        self._num_rows = num_rows
-        total = sum(self._rounds.values())
+        rounds, total = self.state, sum(self.state.count.values())
+        plain_s = self.costs.of(num_rows, PLAIN)
 
         def bound(tree: TokenTree) -> float:
-            rounds = self._rounds[tree]
-            if not rounds:
+            count = rounds.count[tree]
+            if not count:
                 return math.inf
-            unknown = self.exploration * math.sqrt(2 * math.log(total) / rounds)
-            return (unknown - self._steps[tree] / rounds) * self._cost(tree)
+            unknown = self.exploration * math.sqrt(2 * math.log(total) / count)
+            cost = self.costs.of(num_rows, tree) / plain_s
+            return (unknown - rounds.steps[tree] / count) * cost
 
-        self.current = max(self.arms, key=bound)
-        return self.current
+        return max(rounds.count, key=bound)
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a row's step of `tree`, given the accepted nodes, the root first."""
-        if tree not in self._rounds:
-            return  # the request has a tree of its own
-        self._rounds[tree] += 1
-        self._steps[tree] += 1 / len(path)
-
-    def _cost(self, tree: TokenTree) -> float:
-        """Return the time of a step with the tree in units of a plain step."""
-        return self.costs.of(self._num_rows, tree) / self.costs.of(self._num_rows, PLAIN)
+        if tree in self.state.count:  # else its request has a tree of its own
+            self.state.count[tree] += 1
+            self.state.steps[tree] += 1 / len(path)

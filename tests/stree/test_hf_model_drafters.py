@@ -18,7 +18,6 @@ from stree.common.words import device_name, dtype_name
 from stree.hf_model import generate
 from stree.models.model import HybridModel
 from stree.models.slicing import slice_drafter
-from stree.tree_policy.adaptive import deepest_of
 from stree.verifiers.rejection import MultiStep
 
 
@@ -112,9 +111,9 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder.generate(ids, max_new_tokens=1, do_sample=False)
     without_choice = decoder._batch.max_length
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
-    assert room_to_time(deepest_of(decoder.tree), without_choice, context_of(without_choice)) < 1
+    assert room_to_time(decoder.tree.deepest, without_choice, context_of(without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
-    assert not decoder._batch.adaptive_trees.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
+    assert not decoder._batch.tree_policy.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
 
 
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):

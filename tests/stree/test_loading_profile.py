@@ -225,7 +225,7 @@ def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, nam
     )
     options = {"tree": name} if by == "name" else {}
     decoder = load_quietly(workspace / "target", drafter, max_length=256, **options)
-    adaptive_trees = decoder.batch.adaptive_trees
+    adaptive_trees = decoder.batch.tree_policy
     assert type(adaptive_trees) is policy and {
         tree for _, tree in adaptive_trees.costs.seconds
     } == set(adaptive_trees.trees)
@@ -262,13 +262,13 @@ def test_the_profiles_costs_are_chosen_by_and_not_measured(workspace, drafter, m
     costs = costs_of_choice()
     give_profile(workspace, drafter, recommendation(CHOICE, costs=costs.record()))
     decoder = load_quietly(workspace / "target", drafter, max_length=256)
-    assert not measured and decoder.batch.adaptive_trees.costs == costs
+    assert not measured and decoder.batch.tree_policy.costs == costs
     plain = load_quietly(workspace / "target", max_length=256)
     settings = stree.GenerationConfig(max_new_tokens=9, ignore_eos=True)
     assert decoder.complete("What", settings).tokens == plain.complete("What", settings).tokens
     for own in ({"verifier": "naive"}, {"backtracking": "joint"}):  # of others nothing is known
         decoder = load_quietly(workspace / "target", drafter, max_length=256, **own)
-        assert measured.pop() is decoder and decoder.batch.adaptive_trees.costs != costs
+        assert measured.pop() is decoder and decoder.batch.tree_policy.costs != costs
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ def test_costs_of_other_steps_are_not_chosen_by_and_that_is_said(
     with pytest.warns(UserWarning, match=f"{warning}.*measured here") as said:
         decoder = stree.load(workspace / "target", drafter, device="cpu", max_length=256, **options)
     assert measured == [decoder] and len(said) == 1 and said[0].filename == __file__
-    assert not decoder.batch.adaptive_trees.costs.misfit(
-        decoder.target, decoder.batch.adaptive_trees.trees, 0.0
+    assert not decoder.batch.tree_policy.costs.misfit(
+        decoder.target, decoder.batch.tree_policy.trees, 0.0
     )
 
 
@@ -308,10 +308,10 @@ def test_in_another_form_costs_are_measured(workspace, drafter, measured, monkey
 def test_saved_costs_are_given_by_hand(workspace, drafter, measured, tmp_path):
     first = load_quietly(workspace / "target", drafter, tree="chain-1 or paper", max_length=256)
     assert measured.pop() is first
-    first.batch.adaptive_trees.costs.save(tmp_path / "costs.json")
+    first.batch.tree_policy.costs.save(tmp_path / "costs.json")
     adaptive_trees = AdaptiveTrees(["chain-1", "paper"], StepTimes.load(tmp_path / "costs.json"))
     decoder = load_quietly(workspace / "target", drafter, tree=adaptive_trees, max_length=256)
-    assert not measured and decoder.batch.adaptive_trees.costs == first.batch.adaptive_trees.costs
+    assert not measured and decoder.batch.tree_policy.costs == first.batch.tree_policy.costs
 
 
 def test_several_trees_of_which_one_is_none_are_refused(workspace, drafter):

@@ -31,7 +31,7 @@ def simulated(
                 if wanted is None:
                     break
                 node = wanted
-            adaptive_trees.learn(tree, node)
+            adaptive_trees.learn_path(tree, tree.path_to(node))
             tokens += tree.depths[node] + 1
     return used, tokens
 

@@ -217,9 +217,7 @@ class Decoders:
         if key not in self._costs:
             generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
             self._costs[key] = measured_step_times(decoder, tree.name, generation, self.say)
-        adaptive_trees = _batch_of(decoder).adaptive_trees
-        if adaptive_trees.costs is not self._costs[key]:
-            adaptive_trees.costs = self._costs[key]
+        _batch_of(decoder).tree_policy.costs = self._costs[key]
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
         if drafter not in self._drafters:

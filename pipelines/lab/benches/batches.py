@@ -21,6 +21,7 @@ from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import AttentionCache
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.lab.benches.calls import Floor, cache_bytes, kept_bytes, weight_bytes
@@ -139,7 +140,7 @@ def serve_at(
     """
     tree = TREES[-1]
     longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
-    ways: dict[str, TokenTree | AdaptiveTrees] = {
+    ways: dict[str, TokenTree | TreePolicy] = {
         "plain": PLAIN,
         "tree": tree,
         "modes": WithoutPrompts(TREES[1:]),
@@ -174,7 +175,7 @@ def serve_at(
 def _decoder(
     target: HybridModel,
     drafter: HybridModel,
-    tree: TokenTree | AdaptiveTrees,
+    tree: TokenTree | TreePolicy,
     num_rows: int,
     max_length: int,
     verifier: Any = "coupled",

@@ -192,19 +192,16 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     evaluation = quiet(settings)
     (job,) = evaluation.plan(export(world, 10))
     decoder = evaluation.decoders.warm(job, [3, 5, 7])
-    adaptive_trees = getattr(decoder, "batch", decoder).adaptive_trees
+    adaptive_trees = getattr(decoder, "batch", decoder).tree_policy
     fresh = AdaptiveTrees(adaptive_trees.trees)
-    assert adaptive_trees.current == fresh.current != PLAIN
-    for tree in adaptive_trees.trees[1:]:
-        assert adaptive_trees.expected_tokens(tree) == fresh.expected_tokens(tree)
+    assert adaptive_trees.state.current == fresh.state.current != PLAIN
+    assert adaptive_trees.state.acceptance.revise() == fresh.state.acceptance.revise()
     decoder.generate([3, 5], GenerationConfig(20, ignore_eos=True))
-    learned = [adaptive_trees.expected_tokens(each) for each in adaptive_trees.trees]
+    learned = adaptive_trees.state.acceptance.revise()
     assert evaluation.decoders.warm(job, [3, 5, 7, 9]) is decoder
-    assert [adaptive_trees.expected_tokens(each) for each in adaptive_trees.trees] == learned
+    assert adaptive_trees.state.acceptance.revise() == learned != fresh.state.acceptance.revise()
     evaluation.decoders.begin(job)  # other prompts
-    assert adaptive_trees.expected_tokens(adaptive_trees.trees[-1]) == fresh.expected_tokens(
-        fresh.trees[-1]
-    )
+    assert adaptive_trees.state.acceptance.revise() == fresh.state.acceptance.revise()
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

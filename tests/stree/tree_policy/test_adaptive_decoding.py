@@ -9,7 +9,7 @@ from simulated_trees import CHAIN, WIDE, costs
 from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching import batch_decoder as batch
+from stree.batching import sequences
 from stree.batching.sequences import StepInputs
 from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
@@ -25,7 +25,7 @@ class Counting(AdaptiveTrees):
         self.counted: list[int] = []
 
     def learn_answer(self, *read_s: float | None) -> None:
-        self.counted.append(self._num_tokens)
+        self.counted.append(self.state.speeds.num_tokens)
         super().learn_answer(*read_s)
 
 
@@ -48,8 +48,8 @@ class Alternating(AdaptiveTrees):
 
     def choose(self, num_rows):
         self.turn = getattr(self, "turn", -1) + 1
-        self.current = self.trees[self.turn // 3 % len(self.trees)]
-        return self.current
+        self.state.current = self.trees[self.turn // 3 % len(self.trees)]
+        return self.state.current
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, 
         return StepInputs(*arguments)
 
     decoder.batch.prepare = prepared
-    monkeypatch.setattr(batch, "StepInputs", prepared_step)
+    monkeypatch.setattr(sequences, "StepInputs", prepared_step)
     out = decoder.generate([1, 2, 3], GenerationConfig(60))
     assert len(step_graphs) == 2 * len(adaptive_trees.trees) - 1
     assert len(tree_batches) == len(adaptive_trees.trees)
@@ -175,7 +175,7 @@ def test_drafters_read_no_prompts_while_plain_decoding_is_best():
         target, drafter, AdaptiveTrees([CHAIN], costs), num_rows=2, max_length=64
     )
     decoder.generate([Request([1, 2, 3], GenerationConfig(30))])
-    assert not decoder.adaptive_trees.drafts
+    assert not decoder.tree_policy.drafts
     left = decoder.admit(Request([4, 5, 6, 1], GenerationConfig(9)))
     own = decoder.admit(Request([4, 5, 6, 2], GenerationConfig(9), tree))
     decoder.step()
@@ -189,15 +189,15 @@ def test_the_drafter_misses_nothing_of_a_row_that_others_draft_beside(own):
     target, tree = tiny_model(1), TokenTree.chain(4)
     costs = StepTimes({(2, PLAIN): 1.0, (2, tree): 9.0, (1, PLAIN): 1.0, (1, tree): 9.0})
     decoder = BatchDecoder(target, target, AdaptiveTrees([tree], costs), num_rows=2, max_length=120)
-    decoder.adaptive_trees.current = PLAIN
+    decoder.tree_policy.state.current = PLAIN
     row = decoder.admit(Request([5, 3, 9, 8], GenerationConfig(60, ignore_eos=True)))
     decoder.admit(Request([7, 3, 4], GenerationConfig(40, ignore_eos=True), own))
     for _ in range(8):
         decoder.step()
-    decoder.adaptive_trees.costs = StepTimes(
+    decoder.tree_policy.costs = StepTimes(
         {(2, PLAIN): 9.0, (2, tree): 1.0, (1, PLAIN): 9.0, (1, tree): 1.0}
     )
-    decoder.adaptive_trees.current = tree
+    decoder.tree_policy.state.current = tree
     while not any(each.row == row and each.finish_reason for each in decoder.step()):
         pass
     accepted = decoder.release(row).stats.accepted_per_call
@@ -220,7 +220,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     ready = set(decoder.runner.prefiller.graphs)
     sizes = {size for model, _, size, *_ in ready if model != id(target)}
     assert sizes >= {2, 4, 8, 16, 32, 64, 128, 256}
-    adaptive_trees.current = PLAIN
+    adaptive_trees.state.current = PLAIN
     outputs = decoder.generate(requests)
     for request, out in zip(requests, outputs, strict=True):
         plain = Decoder(target, max_length=64).generate(request.prompt_ids, request.generation)
@@ -278,8 +278,8 @@ class NowAndThen(AdaptiveTrees):
 
     def choose(self, num_rows):
         self.num_chosen += 1
-        self.current = PLAIN if (self.num_chosen - 1) % 12 < 8 else CHAIN
-        return self.current
+        self.state.current = PLAIN if (self.num_chosen - 1) % 12 < 8 else CHAIN
+        return self.state.current
 
 
 @pytest.mark.parametrize("rows", [1, 3])

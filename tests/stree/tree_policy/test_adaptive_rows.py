@@ -70,7 +70,7 @@ def served(
             while end < tree.max_depth and rng.random() < 0.7:
                 end += 1
             if adaptive_trees is not None and tree != PLAIN:
-                adaptive_trees.learn(tree, end)
+                adaptive_trees.learn_path(tree, range(end + 1))
             left[row] -= end + 1
             tokens += end + 1
             if adaptive_trees is not None:
@@ -114,10 +114,11 @@ def test_trees_widen_as_rows_come_free():
     choose = adaptive_trees.choose
 
     def listening(num_rows):
-        asked.setdefault(num_rows, []).append(choose(num_rows).num_nodes)
-        return adaptive_trees.current
+        tree = choose(num_rows)
+        asked.setdefault(num_rows, []).append(tree.num_nodes)
+        return tree
 
-    adaptive_trees.choose, adaptive_trees.learn = listening, lambda tree, end: None
+    adaptive_trees.choose, adaptive_trees.learn_path = listening, lambda tree, path: None
     decoder = BatchDecoder(
         target, right_now_and_then(target), adaptive_trees, num_rows=8, max_length=128, max_nodes=33
     )
@@ -173,9 +174,9 @@ def test_costs_that_are_measured_anew_count_from_the_next_step_on(monkeypatch):
     )
     decoder.generate([Request([1, 2], GenerationConfig(10))])
     asked = []
-    choose = decoder.adaptive_trees.choose
+    choose = decoder.tree_policy.choose
     monkeypatch.setattr(
-        decoder.adaptive_trees, "choose", lambda rows: (asked.append(rows), choose(rows))[1]
+        decoder.tree_policy, "choose", lambda rows: (asked.append(rows), choose(rows))[1]
     )
     decoder.measure_step_times(num_steps=1, counts=[1])
     assert decoder.admit(Request([1, 2], GenerationConfig(10))) == 0
@@ -203,7 +204,7 @@ def test_all_rows_pay_for_their_prompts():
     adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 9.0))
     adaptive_trees.learn_tokens(10)
     adaptive_trees.learn_answer(prefill_s=2.0)
-    assert adaptive_trees._speed_of(4, CHAIN, 2.0) == pytest.approx(
+    assert adaptive_trees.speeds.with_tokens(4, CHAIN, 2.0) == pytest.approx(
         2.0 / (1.5 + 4 * 2.0 * 2.0 / 10)
     )
 
@@ -212,8 +213,8 @@ def test_observations_of_many_rows_fade_as_one_step():
     adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0, rows=4))
     adaptive_trees.choose(4)
     for _ in range(4):
-        adaptive_trees.learn(CHAIN, 1)
-    assert adaptive_trees.rates._weight == pytest.approx(1 / 0.99)
+        adaptive_trees.learn_path(CHAIN, [0, 1])
+    assert adaptive_trees.state.acceptance.rates._weight == pytest.approx(1 / 0.99)
 
 
 def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():

@@ -97,7 +97,7 @@ def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
     decoder = BatchDecoder(target, right_now_and_then(target), bandit, num_rows=2, max_length=64)
     decoder.measure_step_times(num_steps=2)
     seen, choose = set(), bandit.choose
-    bandit.choose = lambda num_rows: seen.add(choose(num_rows)) or bandit.current
+    bandit.choose = lambda num_rows: seen.add(tree := choose(num_rows)) or tree
     served = [Request([1, 2], GenerationConfig(30, t, seed=3)) for t in (0.0, 1.0, 0.0)]
     plain = BatchDecoder(target, num_rows=2, max_length=64).generate(served)
     assert [e.tokens for e in decoder.generate(served)] == [each.tokens for each in plain]
@@ -124,10 +124,6 @@ def test_trees_that_requests_name_themselves_teach_it_too():
 def test_a_choice_says_its_trees_its_costs_and_what_it_has_chosen():
     bandit = BanditTrees([*TREES[:2]], COSTS)
     assert repr(bandit) == (
-        "BanditTrees(['expand-3-3-2-1', 'expand-3-2-2-1-1'], costs of up to 1 row, "
-        "now expand-3-2-2-1-1)"
+        "BanditTrees(['expand-3-3-2-1', 'expand-3-2-2-1-1'], costs of up to 1 row)"
     )
-    assert (
-        repr(AdaptiveTrees(["chain-2"]))
-        == "AdaptiveTrees(['chain-2'], no costs measured, now chain-2)"
-    )
+    assert repr(AdaptiveTrees(["chain-2"])) == "AdaptiveTrees(['chain-2'], no costs measured)"

@@ -1,0 +1,113 @@
+"""Explorer: which tree to try now, though another one seems to be the best."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from stree.tree_policy.speeds import Speeds
+from stree.trees.token_tree import BeamTree, TokenTree
+
+PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees
+TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
+LEAST_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
+PROBE_STEPS = 4  # consecutive steps with a tree that make a probe
+TRIED_FIRST = 8  # first observations of each tree whose acceptance no other tree reveals
+
+
+class Explorer:
+    """Tries of trees whose acceptance no other tree shows (`telling`), in three ways.
+
+    Each one has the first steps, until TRIED_FIRST of a row are seen. While drafts are made, each
+    gets a step now and then (`tree_to_try`). While decoding is plain, they take turns with probes
+    of PROBE_STEPS steps (`tree_to_probe`).
+
+    Args:
+        trees: All trees with drafts.
+
+    Attributes:
+        untried: Observations that are missing, by tree; only trees with any.
+        probing: Steps that are left of a probe.
+    """
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self._telling = telling(trees)
+        self.untried = dict.fromkeys(self._telling, TRIED_FIRST)
+        self.probing = 0
+        self._unseen_s = dict.fromkeys(self._telling, 0.0)  # seconds since such a tree was tried
+        self._plain_s = 0.0  # seconds of plain decoding since the last probe
+        self._probed = deque(self._telling)  # trees to probe, the next one first
+
+    def count(self, tree: TokenTree) -> None:
+        """Count an observation of a tree."""
+        if self.untried and tree in self.untried:
+            self.untried[tree] -= 1
+            if not self.untried[tree]:
+                del self.untried[tree]
+
+    def tree_to_try(self, current: TokenTree, num_rows: int, speeds: Speeds) -> TokenTree | None:
+        """Return a tree to try now instead of the current one, or None.
+
+        A tree that seems to lose less is tried more often.
+        """
+        speed, costs = speeds.of(num_rows), speeds.costs
+        share = TRY_SHARE / len(self._telling)
+        for tree in self._telling:
+            if tree == current:
+                self._unseen_s[tree] = 0.0
+                continue
+            self._unseen_s[tree] += costs.of(num_rows, current)
+            slower = max(1 - speed[tree] / speed[current], LEAST_LOSS)
+            if self._unseen_s[tree] > slower * costs.of(num_rows, tree) / share:
+                self._unseen_s[tree] = 0.0
+                return tree
+        return None
+
+    def tree_to_probe(self, plain: TokenTree, num_rows: int, speeds: Speeds) -> TokenTree | None:
+        """Return a tree to probe now, if plain decoding has lasted long enough for it, or None.
+
+        The trees take turns: if only the best one were tried, no other could show that it is
+        better.
+        """
+        self._plain_s += speeds.costs.of(num_rows, plain)
+        tree = self._probed[0]
+        step_s = speeds.costs.of(num_rows, tree)
+        lost = PROBE_STEPS * step_s + num_rows * speeds.catch_up_s
+        if self._plain_s <= lost / PROBE_SHARE:
+            return None
+        self._plain_s, self.probing = 0.0, PROBE_STEPS
+        self._probed.rotate(-1)
+        return tree
+
+
+def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:
+    """Return the trees whose acceptance no other tree shows.
+
+    Another tree shows it if it has all of their children by depth and rank, or, among dynamic trees
+    of one width, if it is as deep and as large.
+    """
+    return [
+        tree for number, tree in enumerate(trees)
+        if not any(
+            _shows_all_of(each, tree) and (other < number or not _shows_all_of(tree, each))
+            for other, each in enumerate(trees) if other != number
+        )
+    ]
+
+
+def _shows_all_of(tree: TokenTree, other: TokenTree) -> bool:
+    if isinstance(tree, BeamTree) and isinstance(other, BeamTree):
+        alike = (tree.kind, tree.width) == (other.kind, other.width)
+        return alike and tree.depth >= other.depth and tree.num_nodes >= other.num_nodes
+    if isinstance(tree, BeamTree) or isinstance(other, BeamTree):
+        return False
+    return _ranks(tree) >= _ranks(other)
+
+
+def _ranks(tree: TokenTree) -> set[tuple[int, int]]:
+    """Return depth of the parent and rank of each child in a tree."""
+    return {
+        (depth, rank)
+        for depth, children in zip(tree.depths, tree.children, strict=True)
+        for rank in range(len(children))
+    }

@@ -1,0 +1,162 @@
+"""Base of tree policies, which choose the tree of each step, and the policy of one fixed tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, ClassVar
+
+from stree.common.errors import UsageError
+from stree.common.words import counted
+from stree.tree_policy.step_times import StepTimes
+from stree.trees.token_tree import TokenTree, as_tree
+
+PLAIN = TokenTree.chain(0, "plain")
+
+
+class TreePolicy:
+    """Choice of the tree of each step, of several trees and plain decoding.
+
+    A policy of your own overrides `choose`, and of the other methods those that it learns by.
+
+    Args:
+        trees: Trees or their names, at least one with drafts; plain decoding is added.
+        costs: Step times, as `BatchDecoder.measure_step_times` returns them; None until they are
+            measured.
+
+    Attributes:
+        trees: The trees that a step may have.
+        costs: Step times that the choice rests on; another record may be assigned at any time.
+        state: Record of everything that was learned, as `new_state` makes it.
+        needs_step_times: True if `costs` must be measured before the first step.
+
+    Raises:
+        UsageError: Without a tree that has drafts.
+    """
+
+    needs_step_times: ClassVar[bool] = True
+    trees: tuple[TokenTree, ...]
+    costs: StepTimes
+    state: Any
+
+    def __init__(self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None) -> None:
+        if isinstance(trees, str):
+            raise UsageError(
+                f"adaptive trees of {trees!r:.60}, wanted a list of trees: [{trees!r:.60}]"
+            )
+        given = dict.fromkeys(tree for tree in map(as_tree, trees) if tree.num_nodes > 1)
+        if not given:
+            raise UsageError(
+                "adaptive trees without a tree: give at least one, to choose it or plain decoding"
+            )
+        self.trees = (PLAIN, *given)
+        self.costs = costs or StepTimes()
+        self.forget()
+
+    def new_state(self) -> Any:
+        """Return the record of a policy that has learned nothing yet."""
+
+    def choose(self, num_rows: int) -> TokenTree:
+        """Return the tree of the next step of `num_rows` rows."""
+        raise NotImplementedError
+
+    @property
+    def drafts(self) -> bool:
+        """True if drafters have to read the prompts of new requests."""
+        return True
+
+    def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Learn from a row's step of `tree`, given the accepted nodes, the root first.
+
+        The nodes of dynamic trees are ranks. `tree` may be one that only its request has named.
+        """
+
+    def learn_tokens(self, num_tokens: int) -> None:
+        """Learn that a request whose trees are chosen has new tokens."""
+
+    def learn_answer(self, prefill_s: float | None = None, catch_up_s: float | None = None) -> None:
+        """Learn that an answer has ended.
+
+        Args:
+            prefill_s: Seconds of the drafter's prefill of the prompt; None if it did not read it.
+            catch_up_s: Seconds of the drafter's catch-ups; None if there were none.
+        """
+
+    def forget(self) -> None:
+        """Forget everything that was learned, and keep the step times."""
+        self.state = self.new_state()
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Forget everything inside the block, and restore it after the block.
+
+        A warm-up's answers are few, short and alike, and would be taken for those of requests. Step
+        times that are set inside the block stay.
+        """
+        before = self.state
+        self.forget()
+        try:
+            yield
+        finally:
+            self.state = before
+
+    def misfit(self, target: Any, temperature: float, num_rows: int) -> str:
+        """Return why `costs` do not hold for such steps (`StepTimes.misfit`); "" if they do."""
+        return self.costs.misfit(target, self.trees, temperature, num_rows)
+
+    @cached_property
+    def deepest(self) -> TokenTree:
+        """The deepest tree that a step may have."""
+        return max(self.trees, key=lambda tree: tree.max_depth)
+
+    @cached_property
+    def largest(self) -> TokenTree:
+        """The tree with the most nodes that a step may have."""
+        return max(self.trees, key=lambda tree: tree.num_nodes)
+
+    @property
+    def name(self) -> str:
+        """Name by which `stree.load` and the commands make such a policy."""
+        return " or ".join(tree.name for tree in self.trees if tree != PLAIN)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        most = max((rows for rows, _ in self.costs.seconds), default=0)
+        measured = f"costs of up to {counted(most, 'row')}" if most else "no costs measured"
+        return f"{type(self).__name__}({[tree.name for tree in self.trees[1:]]}, {measured})"
+
+
+class FixedTree(TreePolicy):
+    """Policy of one tree for all steps.
+
+    Example:
+        >>> import stree
+        >>> FixedTree(stree.TokenTree.paper()).choose(num_rows=1).name
+        'paper'
+    """
+
+    needs_step_times = False
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.trees, self.costs, self.state = (tree,), StepTimes(), None
+
+    def choose(self, num_rows: int) -> TokenTree:
+        """Return the tree."""
+        return self.trees[0]
+
+    def misfit(self, target: Any, temperature: float, num_rows: int) -> str:
+        """Return "": nothing is chosen by step times."""
+        return ""
+
+    @property
+    def name(self) -> str:
+        return self.trees[0].name
+
+    def __str__(self) -> str:
+        return str(self.trees[0])
+
+    def __repr__(self) -> str:
+        return f"FixedTree({self})"
