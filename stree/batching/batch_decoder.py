@@ -26,17 +26,10 @@ from stree.batching.memory_report import MemoryReport
 from stree.batching.prefill import Prefill
 from stree.batching.prefix_cache import PrefixCache
 from stree.batching.runners import runner_of
-from stree.batching.sequences import (
-    InFlightStep,
-    Request,
-    RunningSequence,
-    StepInputs,
-    StepInputsCache,
-    StepOutput,
-)
+from stree.batching.sequences import Request, RunningSequence, StepOutput
 from stree.batching.serve import RequestServer
 from stree.batching.state import BatchState
-from stree.batching.step import Step
+from stree.batching.step import InFlightStep, Step, StepInputs, StepInputsCache
 from stree.batching.step_timing import measure_step_times
 from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
@@ -152,8 +145,7 @@ class BatchDecoder(RequestServer, Renamed):
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self._prefill_time = Stopwatch()
         self.runner = runner_of(step)
-        hand_over = self.runner.hand_over
-        self.prefixes = PrefixCache(num_prefixes, self.cache, self.drafter, hand_over)
+        self.prefixes = PrefixCache(num_prefixes, self.cache, self.drafter, self.runner.hand_over)
         self.prefill = Prefill(self.runner, self.rows, self.prefixes)
         self.lock = RLock()  # held by a thread while it changes anything
         self._sequences: dict[int, RunningSequence] = {}
@@ -226,11 +218,7 @@ class BatchDecoder(RequestServer, Renamed):
         finish_reason "error"; other rows go on.
         """
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            decoding = {
-                row: each
-                for row, each in self._sequences.items()
-                if not each.is_prefilling and not each.finish_reason
-            }
+            decoding = {row: each for row, each in self._sequences.items() if each.is_decoding}
             pending = self._launch_steps(decoding)
             if pending is not None:
                 return pending
@@ -278,9 +266,7 @@ class BatchDecoder(RequestServer, Renamed):
             if each.tree is None and each.num_read == 0:
                 each.behind = not self.tree_policy.drafts
             with self._prefill_time.running(self.target.device):
-                logits = self.prefill.read(row, each, whole)
-                if logits is not None:
-                    each.first = self.prefill.begin(row, each, logits)
+                self.prefill.read(row, each, whole)
             left -= each.num_read - max(before, each.stats.num_reused_tokens)
 
     @one_at_a_time
@@ -336,12 +322,6 @@ class BatchDecoder(RequestServer, Renamed):
     def tokens_of(self, row: int) -> list[int]:
         """Return the tokens that a row has generated so far."""
         return list(self._taken(row).stop.tokens)
-
-    def now(self) -> float:
-        """Wait until the device has finished all work, and return the time in seconds."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
 
     def _living(self, launch: InFlightStep) -> Iterator[int]:
         """Yield the rows whose sequences of that step are still there and unfinished."""

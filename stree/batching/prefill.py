@@ -77,8 +77,17 @@ class Prefill:
         if drafter is not None and drafter.capturable:
             drafter.clear(row)
 
-    def read(self, row: int, sequence: RunningSequence, whole: bool) -> Tensor | None:
+    def read(self, row: int, sequence: RunningSequence, whole: bool) -> None:
         """Read the next chunk of the row's prompt, or with `whole` all that is left.
+
+        After the last chunk the row begins to decode.
+        """
+        logits = self._read(row, sequence, whole)
+        if logits is not None:
+            sequence.first = self.begin(row, sequence, logits)
+
+    def _read(self, row: int, sequence: RunningSequence, whole: bool) -> Tensor | None:
+        """Read as `read` does.
 
         Returns the logits (1, V) after the prompt's last token, or None while tokens are left. A
         row that shares its prompt waits while another row reads it, then copies that row's caches.

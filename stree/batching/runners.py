@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from stree.batching.prefillers import Called, ChunkedPrefill, EagerPrefill
-from stree.batching.sequences import StepInputs
 from stree.batching.state import BatchState
-from stree.batching.step import Step
+from stree.batching.step import Step, StepInputs
 from stree.common.host_copy import AsyncHostCopy, HostCopy
 from stree.common.lru import LRUCache
 from stree.models.model import HybridModel

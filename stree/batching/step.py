@@ -8,7 +8,7 @@ and a row that is idle stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -16,16 +16,23 @@ import torch
 from torch import Tensor
 
 from stree.batching.checks import require_fillable
+from stree.batching.sequences import RunningSequence
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError, naming_what_does_not_fit
+from stree.common.lru import LRUCache
 from stree.drafters import Drafter, FeatureDrafter, Proposal
 from stree.drafters.model import ModelDrafter
+from stree.generation import GenerationConfig
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
+from stree.tree_policy.policy import PLAIN
+from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import BeamTree, TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
+
+MAX_PREPARED = 16  # steps' rows and tree batches that are kept, one for each tree
 
 
 @dataclass
@@ -181,3 +188,63 @@ class Step:
         """The drafter if it reads hidden states of the target, else None."""
         reads = getattr(self.drafter, "feature_layers", ())
         return cast(FeatureDrafter, self.drafter) if reads else None
+
+
+@dataclass
+class StepInputs:
+    """Inputs of a step; most steps use the rows and the tree batch of the step before.
+
+    Attributes:
+        rows: The rows that take part.
+        tree_batch: A tree for each row.
+        longest: The most tokens of any row's block, which is the most nodes of any accepted path.
+        position: The largest position of any row's root, rows that have not begun excepted.
+        trees: The trees that the tree batch was made of.
+        generations: The settings that the rows were made for.
+    """
+
+    rows: BatchState
+    tree_batch: TreeBatch
+    longest: int
+    position: int
+    trees: list[TokenTree] = field(default_factory=list)
+    generations: list[GenerationConfig] = field(default_factory=list)
+
+
+class StepInputsCache:
+    """Inputs of the last steps of a batch, by the tree that idle rows had in them."""
+
+    def __init__(self, rows: BatchState) -> None:
+        self.rows = rows
+        self._kept: LRUCache[TokenTree, StepInputs] = LRUCache(MAX_PREPARED)
+
+    def of(
+        self, num_rows: int, trees: dict[int, TokenTree], generations: list[GenerationConfig]
+    ) -> StepInputs:
+        """Return inputs of a step, of which `longest` and `position` are still to be set.
+
+        Args:
+            num_rows: Rows of the step, idle ones included.
+            trees: The trees of the rows that decode.
+            generations: Their settings.
+        """
+        # Idle rows have the others' tree: one tree batch serves while requests come and go
+        idle = next(iter(trees.values()))
+        if any(tree != idle for tree in trees.values() if tree is not idle):
+            idle = PLAIN
+        of_rows = [trees.get(row, idle) for row in range(num_rows)]
+        inputs = self._kept.get(idle)
+        if inputs is None or (inputs.trees, inputs.generations) != (of_rows, generations):
+            tree_batch = make_tree_batch(of_rows, self.rows.active.device)
+            rows = self.rows.narrow(0, num_rows, generations)
+            inputs = self._kept[idle] = StepInputs(rows, tree_batch, 1, 0, of_rows, generations)
+        inputs.generations = generations  # the same objects, so that the next step compares fast
+        return inputs
+
+
+@dataclass
+class InFlightStep:
+    """A step that was started: its sequences and trees by row, and whether the drafter ran."""
+
+    rows: dict[int, tuple[RunningSequence, TokenTree]]
+    drafted: bool

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.batching.sequences import StepInputs
 from stree.batching.state import BatchState
+from stree.batching.step import StepInputs
+from stree.common.clock import now
 from stree.common.errors import UsageError
 from stree.common.words import device_name, dtype_name
 from stree.generation import GenerationConfig
@@ -38,8 +39,6 @@ class Timed(Protocol):
     prefill: Any
     num_rows: int
     max_length: int
-
-    def now(self) -> float: ...
 
 
 def row_counts(most: int) -> list[int]:
@@ -130,10 +129,10 @@ def measure_step_times(
             tree_batch = make_tree_batch([tree] * count, decoder.target.device)
             rows = decoder.rows.narrow(0, count, [generation])
             _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED))
-            started = decoder.now()
+            started = now(decoder.target.device)
             _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
             if timed:
-                seconds[tree].append((decoder.now() - started) / timed)
+                seconds[tree].append((now(decoder.target.device) - started) / timed)
         costs.catch_up = min(read_s)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     decoder.rows.active.zero_()
@@ -168,9 +167,9 @@ def _begin_after(
         decoder.rows.set(row, replace(generation, seed=row), tokens.tolist(), vocab_size)
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
-            started = decoder.now()
+            started = now(decoder.target.device)
             decoder.prefill.let_drafter_read(row, tokens)
-            seconds = decoder.now() - started
+            seconds = now(decoder.target.device) - started
         *_, root = tokens_of_row(row, len(tokens) + 1, vocab_size)
         decoder.rows.begin(row, len(tokens), root)
     return seconds

@@ -15,6 +15,13 @@ PHASES = ("draft", "verify", "accept", "host")
 PAUSED = "paused"  # the caller (a streamer, for example) runs: its time is not decoding
 
 
+def now(device: torch.device) -> float:
+    """Wait until a device has finished all work, and return the time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class HostEvent:
     """A moment on the host, under the names of `torch.cuda.Event`."""
 
@@ -75,15 +82,14 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
         self.device = device
         self.marks: list[tuple[str, Any]] = []
         self.ends: list[int] = []  # of calls: how many marks there were
-        self.started = self._now()
+        self.started = now(device)
 
     def start_decoding(self) -> float:
         """Begin the first call; returns the seconds since construction (prefill)."""
-        prefill_s = self._now() - self.started
+        prefill_s = now(self.device) - self.started
         self.mark("start")
         return prefill_s
 
@@ -109,8 +115,3 @@ class PhaseClock:
         decode_ms = first.elapsed_time(last) - times.pop(PAUSED)
         times["host"] += max(0.0, decode_ms - sum(times.values()))
         return decode_ms / 1e3, times
-
-    def _now(self) -> float:
-        if self.on_cuda:
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()

@@ -262,7 +262,7 @@ def test_methods_of_the_last_version_work_and_say_the_new_name():
     decoder = stree.Decoder(tiny_model(1), max_length=32)
     with pytest.warns(DeprecationWarning, match="called measure_step_times now"):
         assert decoder.measure_costs == decoder.measure_step_times
-    with pytest.warns(DeprecationWarning, match="called adaptive_trees now"):
-        assert decoder.batch.modes is decoder.batch.adaptive_trees
+    with pytest.warns(DeprecationWarning, match="called tree_policy now"):
+        assert decoder.batch.modes is decoder.batch.tree_policy
     with pytest.raises(AttributeError, match="no attribute 'mode'"):
         _ = decoder.batch.mode

@@ -16,6 +16,7 @@ from torch import Tensor
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.batching.step_timing import tokens_of_row
+from stree.common.clock import now
 from stree.generation import GenerationConfig
 from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import AttentionCache
@@ -212,12 +213,12 @@ def _decoded(decoder: BatchDecoder, context: int, length: int) -> tuple[float, f
     while any(len(decoder.tokens_of(row)) == 0 for row in rows):
         decoder.step()
     before = sum(len(decoder.tokens_of(row)) for row in rows)
-    started = decoder.now()
+    started = now(decoder.target.device)
     unfinished, steps = set(rows), 0
     while unfinished:
         steps += 1
         unfinished -= {report.row for report in decoder.step() if report.finish_reason}
-    seconds = decoder.now() - started
+    seconds = now(decoder.target.device) - started
     decoded = sum(len(decoder.release(row).tokens) for row in rows) - before
     return decoded / seconds, 1e6 * seconds / steps
 

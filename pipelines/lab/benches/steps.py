@@ -16,8 +16,8 @@ from torch import Tensor
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.runners import GraphRunner
-from stree.batching.sequences import StepInputs
 from stree.batching.state import BatchState
+from stree.batching.step import StepInputs
 from stree.batching.step_timing import tokens_of_row
 from stree.decoder import Decoder
 from stree.drafters import Proposal

@@ -17,6 +17,7 @@ from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.batching.prefill import Prefill
 from stree.batching.prefillers import Called, ChunkedPrefill, PrefillGraph
 from stree.batching.runners import GraphRunner
 from stree.common.errors import InvariantBroken
@@ -67,7 +68,7 @@ def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu
 
     alone = without_graphs(monkeypatch, lambda: decoder().generate(served))
     monkeypatch.setattr(Event, "is_there", False)
-    batch, read = decoder(), BatchDecoder._read
+    batch, read = decoder(), Prefill.read
     waited = []
 
     def read_without_waiting(self, row, sequence, whole):
@@ -75,7 +76,7 @@ def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu
         with nullcontext() if whole else NothingWaits():
             return read(self, row, sequence, whole)
 
-    monkeypatch.setattr(BatchDecoder, "_read", read_without_waiting)
+    monkeypatch.setattr(Prefill, "read", read_without_waiting)
     for got, wanted in zip(batch.generate(served), alone, strict=True):
         assert (got.tokens, got.finish_reason) == (wanted.tokens, wanted.finish_reason)
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call

@@ -9,8 +9,8 @@ from simulated_trees import CHAIN, WIDE, costs
 from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching import sequences
-from stree.batching.sequences import StepInputs
+from stree.batching import step
+from stree.batching.step import StepInputs
 from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
@@ -103,7 +103,7 @@ def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, 
         return StepInputs(*arguments)
 
     decoder.batch.prepare = prepared
-    monkeypatch.setattr(sequences, "StepInputs", prepared_step)
+    monkeypatch.setattr(step, "StepInputs", prepared_step)
     out = decoder.generate([1, 2, 3], GenerationConfig(60))
     assert len(step_graphs) == 2 * len(adaptive_trees.trees) - 1
     assert len(tree_batches) == len(adaptive_trees.trees)
@@ -139,12 +139,12 @@ def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):
     )
     clock = {"now": 0.0, "asked": 0}
 
-    def now():
+    def now(device):
         clock["asked"] += 1
         clock["now"] += 100.0 if clock["asked"] % 6 == 2 else 1.0  # the first timing of each tree
         return clock["now"]
 
-    monkeypatch.setattr(decoder, "now", now)
+    monkeypatch.setattr("stree.batching.step_timing.now", now)
     monkeypatch.setattr("stree.batching.step_timing._begin_after", lambda *_: 0.0)
     costs = decoder.measure_step_times(num_steps=4)
     assert set(costs.seconds.values()) == {0.25}
