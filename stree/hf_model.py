@@ -148,8 +148,8 @@ class TransformersDecoder:
         self.model, self.target, self.drafter = model, target, drafter
         self._made_of = _weights(model)
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
-        self.tree, self.verifier = as_tree_policy(tree or default), named(verifier)
-        self._max_depth = self.tree.deepest.max_depth
+        self.tree_policy, self.verifier = as_tree_policy(tree or default), named(verifier)
+        self.tree, self._max_depth = self.tree_policy.largest, self.tree_policy.deepest.max_depth
         self.backtracking = require_backtracking(backtracking)
         require_whole("num_prefixes", num_prefixes, least=0)
         self.num_prefixes = num_prefixes
@@ -159,7 +159,7 @@ class TransformersDecoder:
         self._batch: BatchDecoder | None = None
 
     def __repr__(self) -> str:
-        models = described(self.target, self.drafter, self.tree)
+        models = described(self.target, self.drafter, self.tree_policy)
         return f"TransformersDecoder({models}, {placed(self.target)})"
 
     @property
@@ -299,8 +299,8 @@ class TransformersDecoder:
         longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )
-        if self.tree.needs_step_times:
-            longest = max(longest, length_to_time(self.tree.deepest))
+        if self.tree_policy.needs_step_times:
+            longest = max(longest, length_to_time(self.tree_policy.deepest))
         batch = self._batch
         if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
             num_rows = max(len(requests), batch.num_rows if batch else 0)
@@ -308,12 +308,12 @@ class TransformersDecoder:
             length = max(rounded, batch.max_length if batch else 0)
             self._batch = batch = None  # before there is another one
             batch = BatchDecoder(
-                self.target, self.drafter, self.tree,
+                self.target, self.drafter, self.tree_policy,
                 num_rows=num_rows, max_length=length, verifier=self.verifier,
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )
             asked = requests[0].generation
-            if self.tree.misfit(self.target, asked.temperature, num_rows):
+            if self.tree_policy.misfit(self.target, asked.temperature, num_rows):
                 batch.measure_step_times(generation=asked)
             self._batch = batch
         return batch

@@ -64,7 +64,7 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
             assert each.stats.calls_by_tree.total() == each.stats.num_calls
     got = generate(granite, drafter=drafter, tree=name, inputs=ids, max_new_tokens=4)
     assert got.shape == (2, ids.shape[1] + 4)
-    assert str(granite._stree_decoder[1].tree) == name
+    assert granite._stree_decoder[1].tree_policy.name == name
 
 
 def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
@@ -111,9 +111,9 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder.generate(ids, max_new_tokens=1, do_sample=False)
     without_choice = decoder._batch.max_length
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
-    assert room_to_time(decoder.tree.deepest, without_choice, context_of(without_choice)) < 1
+    assert room_to_time(decoder.tree_policy.deepest, without_choice, context_of(without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
-    assert not decoder._batch.tree_policy.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
+    assert not decoder._batch.tree_policy.costs.misfit(decoder.target, decoder.tree_policy.trees, 0.0)
 
 
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):

@@ -199,7 +199,7 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     decoder.generate([3, 5], GenerationConfig(20, ignore_eos=True))
     learned = adaptive_trees.state.acceptance.revise()
     assert evaluation.decoders.warm(job, [3, 5, 7, 9]) is decoder
-    assert adaptive_trees.state.acceptance.revise() == learned != fresh.state.acceptance.revise()
+    assert adaptive_trees.state.acceptance.revise() == learned
     evaluation.decoders.begin(job)  # other prompts
     assert adaptive_trees.state.acceptance.revise() == fresh.state.acceptance.revise()
 
