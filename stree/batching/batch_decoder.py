@@ -143,7 +143,7 @@ class BatchDecoder(RequestServer, Renamed):
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self.rows = BatchState.new(num_rows, self.max_nodes, target.device)
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
-        self._prefill_time = Stopwatch()
+        self.prefill_time = Stopwatch()  # what steps have spent on prompts so far
         self.runner = runner_of(step)
         self.prefixes = PrefixCache(num_prefixes, self.cache, self.drafter, self.runner.hand_over)
         self.prefill = Prefill(self.runner, self.rows, self.prefixes)
@@ -162,11 +162,6 @@ class BatchDecoder(RequestServer, Renamed):
     def room(self) -> MemoryReport:
         """Report of the rows, the bytes of a sequence and how many more would fit; print it."""
         return MemoryReport.of([self])
-
-    @property
-    def read_s(self) -> float:
-        """Seconds that steps have spent on prompts so far, as far as the device is done."""
-        return self._prefill_time.seconds
 
     @property
     def num_free_rows(self) -> int:
@@ -265,7 +260,7 @@ class BatchDecoder(RequestServer, Renamed):
             before = each.num_read
             if each.tree is None and each.num_read == 0:
                 each.behind = not self.tree_policy.drafts
-            with self._prefill_time.running(self.target.device):
+            with self.prefill_time.running(self.target.device):
                 self.prefill.read(row, each, whole)
             left -= each.num_read - max(before, each.stats.num_reused_tokens)
 
@@ -288,9 +283,8 @@ class BatchDecoder(RequestServer, Renamed):
         if sequence.tree is None and cut_short:
             self.tree_policy.learn_answer()  # for these tokens its prompt was read
         if keep and sequence.finish_reason != "error" and not sequence.is_stale:
-            tokens = sequence.prompt + sequence.stop.tokens
             with ops.current(self.target.device):
-                self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
+                self.prefixes.keep(row, sequence.tokens, sequence.num_drafted_from > 0)
         asked = sequence.generation
         return GenerationOutput(
             list(sequence.stop.tokens), sequence.finish_reason or "released", sequence.stats,
@@ -500,6 +494,5 @@ class BatchDecoder(RequestServer, Renamed):
     def _fail(self, row: int, sequence: RunningSequence, who: str) -> StepOutput:
         sequence.finish_reason = "error"
         self.rows.active[row] = False
-        error = not_finite(who, self.runner.step.models(), sequence)
-        return StepOutput(row, [], "error", error)
+        return StepOutput(row, [], "error", not_finite(who, self.runner.step.models(), sequence))
 

@@ -208,9 +208,9 @@ def not_finite(
         models: The step's, as `Step.models` returns them.
         sequence: Its tokens are those that the model has met.
     """
-    tokens, where = sequence.prompt + sequence.stop.tokens, ""
+    where = ""
     for name, model, _ in models:
-        if name == who and (found := model.first_non_finite(tokens)):
+        if name == who and (found := model.first_non_finite(sequence.tokens)):
             where = f": {found}"
     return InvariantBroken(
         f"the {who}'s logits are not finite at decoding step {sequence.stats.num_calls}{where}; "

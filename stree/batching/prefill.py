@@ -288,8 +288,7 @@ class Prefill:
         assert self.step.drafter is not None
         for row, each in decoding.items():
             if each.behind:
-                tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
-                *missed, root = tokens
+                *missed, root = each.tokens[each.num_drafted_from :]
                 if missed:
                     start = None if each.num_drafted_from else 0
                     with self._timed(each, caught_up=True):

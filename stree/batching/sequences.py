@@ -144,6 +144,11 @@ class RunningSequence:
     first: HostCopy | None = None  # the token after the prompt, and whether its logits are finite
 
     @property
+    def tokens(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self.prompt + self.stop.tokens
+
+    @property
     def is_prefilling(self) -> bool:
         """True while prompt tokens are still to be read."""
         return self.num_read < len(self.prompt)

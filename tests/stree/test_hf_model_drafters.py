@@ -113,7 +113,7 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
     assert room_to_time(decoder.tree_policy.deepest, without_choice, context_of(without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
-    assert not decoder._batch.tree_policy.costs.misfit(decoder.target, decoder.tree_policy.trees, 0.0)
+    assert not decoder.tree_policy.misfit(decoder.target, temperature=0.0, num_rows=1)
 
 
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):

@@ -58,12 +58,12 @@ class Batch:
         return row
 
     def step(self) -> list[StepOutput]:
-        reading, read_before = set(self._reading), self.decoder.read_s
+        reading, read_before = set(self._reading), self.decoder.prefill_time.seconds
         started = time.perf_counter()
         reports = self.decoder.step()
         step_s = time.perf_counter() - started + self._waited_s
         # A device may have read while the steps before waited for others
-        self._read_s += self.decoder.read_s - read_before
+        self._read_s += self.decoder.prefill_time.seconds - read_before
         read_s = min(self._read_s, step_s) if reading else 0.0
         self._read_s -= read_s
         decoded = set()

@@ -7,6 +7,7 @@ from captures import Replayed
 from tiny_evaluation import tiny_model
 
 from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.prefill import Prefill
 from stree.batching.sequences import Request
 from stree.generation import GenerationConfig
 from stree_pipelines.evaluation.answering.batching import Batch
@@ -31,14 +32,16 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
     clock = HandMadeClock(monkeypatch)
 
     class Timed(BatchDecoder):
-        def _read(self, *arguments, **options):
-            clock.now += 1
-            return super()._read(*arguments, **options)
-
         def _collect(self):
             clock.now += 10
             return super()._collect()
 
+    def timed_read(*arguments):
+        clock.now += 1
+        return read(*arguments)
+
+    read = Prefill.read
+    monkeypatch.setattr(Prefill, "read", timed_read)
     batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
     generations = {n: GenerationConfig(n, ignore_eos=True) for n in (3, 5)}
     lengths = {batch.admit(Request([1, 2], each)): n for n, each in generations.items()}
