@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.configs import CheckpointConfig, checkpoint_config_of
 from stree.checkpoints.load_save import kept_dtype
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.models.slicing import headed
-from stree_pipelines.lab.benches.published import PUBLISHED, published
+from stree_pipelines.console.command_line import read_yaml
+
+PUBLISHED = read_yaml(Path(__file__).with_name("published.yaml"))
 
 _MAMBA_IN_LLAMA = HybridConfig(
     vocab_size=128256, d_model=4096, num_layers=32, attn_layers=tuple(range(1, 32, 2)),
@@ -74,6 +79,11 @@ OWN = "own"  # the unchanged drafter of a shape
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
 ATTENTION = "attention"  # a Transformer in its place
 FLOAT8 = "head_dtype=float8"  # how a drafter runs, no part of its config
+
+
+def published(name: str) -> CheckpointConfig:
+    """Read one of `PUBLISHED` like a checkpoint's config."""
+    return checkpoint_config_of(CheckedJson(PUBLISHED[name], Path(name)))
 
 
 def target_config(shape: str) -> HybridConfig:

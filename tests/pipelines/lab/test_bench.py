@@ -22,7 +22,7 @@ from stree_pipelines.lab import (
     bench_training,
     paper_tables,
 )
-from stree_pipelines.lab.benches import calls, command, models, published, steps, timing
+from stree_pipelines.lab.benches import calls, command, models, steps, timing
 from stree_pipelines.lab.benches.buffers import OpCall
 from stree_pipelines.lab.papers import order_bench as orders
 from stree_pipelines.resources import estimates
@@ -197,7 +197,6 @@ def tiny_published(monkeypatch):
         name: json.loads(random_reference(name, seed=0).config.to_json_string())
         for name in FAMILIES
     }
-    monkeypatch.setattr(published, "PUBLISHED", tiny)
     monkeypatch.setattr(models, "PUBLISHED", tiny)
     monkeypatch.setitem(models.DRAFTERS, "8b", models.DRAFTERS["tiny"])
     monkeypatch.setitem(models.OWN_SHAPES, "8b", models.OWN_SHAPES["tiny"])
