@@ -45,7 +45,7 @@ from stree_pipelines.training.teachers.frozen_target import held_dtype, loaded_d
 # Options of a distillation's YAML files that decide its cache.
 READ = {
     "help", "config", "model.target", "model.target_dtype", "model.temperature", "data.train",
-    "data.valid", "data.sequence_length", "data.batch_size", "data.template", "data.strict",
+    "data.valid", "data.sequence_length", "data.batch_size", "data.template",
     "data.limit", "data.mix", "data.hardest", "trainer.precision",
 }
 

@@ -1,8 +1,7 @@
 """Read conversations from JSONL, JSON lists, Parquet or `datasets`, and check each row.
 
 docs/your-own.md has the table of formats; raw_rows.py reads the files. A bad row is counted by
-reason and skipped; with `strict` it ends the run with its file and line. One row is held at a time,
-plus a hash of each id.
+reason and skipped. One row is held at a time, plus a hash of each id.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from stree_pipelines.data.raw_rows import (
     EMPTY_TEXT,
     HUGE,
     INVALID_UTF8,
+    MAX_CHARS,
     MEDIA,
     NO_TURNS,
     REPEATED_ROLE,
@@ -107,7 +107,7 @@ class ReadReport:
 
 
 def read_conversations(
-    source: str | Path, strict: bool = False, limit: int | None = None, max_chars: int = 200_000
+    source: str | Path, limit: int | None = None
 ) -> tuple[Iterator[Conversation], ReadReport]:
     """Read the conversations of `source` one by one, with a report that fills up as they are
     taken.
@@ -115,23 +115,17 @@ def read_conversations(
     source: a `.jsonl`, `.json` (a list) or `.parquet` file, plain or in gzip or zstd, a folder
         of them, a folder written by `datasets.save_to_disk`, or a `datasets` name with an optional
         split (`owner/name:split`, split "train" when left out).
-    strict: stop at the first bad row instead of skipping it.
     limit: stop after this many accepted conversations.
-    max_chars: characters of text above which a row counts as huge.
 
     Raises `NotFound` when there is no such source, and `BadData`: it cannot be read, an archive
-    breaks off, a bad row in strict mode, and, when the rows run out, if none was accepted.
+    breaks off, and, when the rows run out, if none was accepted.
     """
     report = ReadReport(str(source))
-    return _accepted(raw_rows(source, max_chars), report, strict, limit, max_chars), report
+    return _accepted(raw_rows(source), report, limit), report
 
 
 def _accepted(
-    rows: Iterator[tuple[str, Any]],
-    report: ReadReport,
-    strict: bool,
-    limit: int | None,
-    max_chars: int,
+    rows: Iterator[tuple[str, Any]], report: ReadReport, limit: int | None
 ) -> Iterator[Conversation]:
     seen: Counter[int] = Counter()  # hash of an id -> rows that have it
     for place, row in rows:
@@ -141,14 +135,12 @@ def _accepted(
         try:
             if isinstance(row, BadRow):
                 raise row
-            conversation, notes = parse_row(row, place, max_chars)
+            conversation, notes = parse_row(row, place)
         except BadRow as bad:
             if bad.role is not None:
                 _count(report.roles, [repr(bad.role[:LONGEST_NAME])])
             report.reasons[bad.reason] += 1
             report.first_seen.setdefault(bad.reason, place)
-            if strict:
-                raise BadData(f"{place}: {bad} (strict mode stops at the first bad row)") from None
             continue
         report.accepted += 1
         _count(report.passed_over, _unknown_keys(row))
@@ -185,7 +177,7 @@ def _unknown_keys(row: Any) -> list[str]:
     return [ascii(name[:LONGEST_NAME])[1:-1] for name in sorted(names)]
 
 
-def parse_row(row: Any, place: str, max_chars: int) -> tuple[Conversation, list[str]]:
+def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
     """Return the conversation in a decoded row, and the changes made to it. Raises `BadRow`.
 
     place: names the conversation when it has no id.
@@ -211,8 +203,8 @@ def parse_row(row: Any, place: str, max_chars: int) -> tuple[Conversation, list[
     elif system is not None and not isinstance(system, str):
         raise BadRow(WRONG_TYPES, f"`system` must be a text, got {type(system).__name__}")
     num_chars = sum(len(text) for _, text in parsed)
-    if num_chars > max_chars:
-        raise BadRow(HUGE, f"{num_chars:,} characters, the limit is {max_chars:,}")
+    if num_chars > MAX_CHARS:
+        raise BadRow(HUGE, f"{num_chars:,} characters, the limit is {MAX_CHARS:,}")
     roles = [role for role, _ in parsed]
     first = int(roles[0] == "system")
     stop = len(roles)

@@ -36,11 +36,7 @@ MIX_STREAM = 1 << 40  # stream of random numbers; passes over the data use the s
 
 
 def tokenize(
-    source: str,
-    tokenizer: Any,
-    encoder: ChatEncoder,
-    strict: bool = False,
-    limit: int | None = None,
+    source: str, tokenizer: Any, encoder: ChatEncoder, limit: int | None = None,
     hardest: float = 1.0,
 ) -> tuple[TokenTable, ReadReport]:
     """Read and tokenise the conversations of a source (at most `limit`) into one flat table.
@@ -61,7 +57,7 @@ def tokenize(
             masks.append(answers[number][1])
         report.given = report.accepted = len(tokens)
     else:
-        conversations, report = read_conversations(source, strict=strict, limit=limit)
+        conversations, report = read_conversations(source, limit=limit)
         while chunk := list(islice(conversations, CHUNK)):
             chats = encoder.encode([conversation.turns for conversation in chunk])
             for conversation, chat in zip(chunk, chats, strict=True):
@@ -214,7 +210,6 @@ class ConversationDataModule(pl.LightningDataModule):
         global_batch_size: int | None = None,
         seed: int = 0,
         template: str | None = None,
-        strict: bool = False,
         limit: int | None = None,
         mix: list[float] | None = None,
         hardest: float = 1.0,
@@ -234,7 +229,6 @@ class ConversationDataModule(pl.LightningDataModule):
                 batch_size × accumulate_grad_batches at the first start, and stays that.
             seed: of the order of the data.
             template: chat template by name, .jinja file or text; default the tokenizer's own.
-            strict: stop at the first bad row instead of skipping and counting it.
             limit: use at most this many training conversations.
             mix: shares of the sources of `train` in the tokens that count for the loss; of a source
                 that has more, a part is used. Default: all of each.
@@ -261,7 +255,6 @@ class ConversationDataModule(pl.LightningDataModule):
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.template = template
-        self.strict = strict
         self.limit = limit
         self.num_valid_batches = num_valid_batches
         require_fitting(self, {
@@ -308,9 +301,7 @@ class ConversationDataModule(pl.LightningDataModule):
             left = None if limit is None else limit - sum(map(len, tables))
             if left == 0:
                 break
-            table, report = tokenize(
-                source, self.tokenizer, encoder, self.strict, left, self.hardest
-            )
+            table, report = tokenize(source, self.tokenizer, encoder, left, self.hardest)
             rank_zero_info(str(report))
             self.reports.append(report)
             tables.append(table)

@@ -43,8 +43,9 @@ LINE_SUFFIXES = tuple(name + packing for name in (".jsonl", ".ndjson") for packi
 LIST_SUFFIXES = tuple(".json" + packing for packing in PACKINGS)
 CHUNK_BYTES = 1 << 20
 SPACE = re.compile(r"\s*")
+MAX_CHARS = 200_000  # of a conversation's text; a row with more is huge
 # A character can take six bytes as \uXXXX; the rest of a row (ids, keys) gets a margin.
-BYTES_PER_CHAR, LINE_MARGIN_BYTES = 6, 1 << 16
+MAX_ROW_BYTES = 6 * MAX_CHARS + (1 << 16)
 DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -63,19 +64,19 @@ class RepeatedKeys(dict):
 
 def require_source(source: str | Path) -> None:
     """Raise `NotFound` for a missing file or folder; reads nothing and fetches nothing."""
-    raw_rows(source, max_chars=1)
+    raw_rows(source)
 
 
-def raw_rows(source: str | Path, max_chars: int) -> Iterator[tuple[str, Any]]:
+def raw_rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield (place, decoded row or BadRow) for every row of any kind of source."""
     path = Path(source).expanduser()
     if path.is_dir():
         if any(map(os.path.lexists, (path / "dataset_info.json", path / "dataset_dict.json"))):
             _require_regular(each for each in path.rglob("*") if not each.is_dir())
             return _dataset_rows(str(path), on_disk=True)
-        return _folder_rows(path, max_chars)
+        return _folder_rows(path)
     if path.is_file():
-        return _file_rows(path, max_chars)
+        return _file_rows(path)
     if path.exists():
         raise BadData(f"{path}: neither a regular file nor a folder; copy it into a file")
     name = str(source)
@@ -87,7 +88,7 @@ def raw_rows(source: str | Path, max_chars: int) -> Iterator[tuple[str, Any]]:
     return _dataset_rows(name, on_disk=False)
 
 
-def _folder_rows(folder: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
+def _folder_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of all JSONL and Parquet files; of JSON lists when there are no others."""
     for suffixes in ((*LINE_SUFFIXES, ".parquet"), LIST_SUFFIXES):
         files = sorted(
@@ -101,7 +102,7 @@ def _folder_rows(folder: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
         raise BadData(f"{folder}: holds no .jsonl, .json or .parquet file")
     _require_regular(files)
     for path in files:
-        yield from _file_rows(path, max_chars)
+        yield from _file_rows(path)
 
 
 def _require_regular(files: Iterable[Path]) -> None:
@@ -111,18 +112,17 @@ def _require_regular(files: Iterable[Path]) -> None:
             raise BadData(f"{path}: not a regular file; remove it from the folder")
 
 
-def _file_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
+def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     name = path.name.lower()
     if name.endswith(".parquet"):
         return _parquet_rows(path)
     if name.endswith((*LINE_SUFFIXES, *LIST_SUFFIXES)):
-        return _json_rows(path, max_chars)
+        return _json_rows(path)
     raise BadData(f"{path}: wanted one of {', '.join((*LINE_SUFFIXES, '.json', '.parquet'))}")
 
 
-def _json_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a file with a row a line, or of one JSON list, plain or packed."""
-    max_bytes = BYTES_PER_CHAR * max_chars + LINE_MARGIN_BYTES
     number = 0
     try:
         with path.open("rb") as stored:
@@ -131,19 +131,20 @@ def _json_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
                 raise BadData(
                     f"{path}: UTF-16, wanted UTF-8: iconv -f UTF-16 -t UTF-8 {path} > out.jsonl"
                 )
-            lines = _lines(file, stored if packed else None, max_bytes)
+            lines = _lines(file, stored if packed else None)
             if file.peek(CHUNK_BYTES).removeprefix(BOM).lstrip()[:1] == b"[":
                 first = next(lines, None)
                 if first is None or not _is_turns(_decode(first)):
                     file.close()
-                    yield from _list_rows(path, max_bytes)
+                    yield from _list_rows(path)
                     return
                 number = 1
                 yield f"{path}:1", _decode(first)
             for line in lines:
                 number += 1
                 if line is None:
-                    yield f"{path}:{number}", BadRow(HUGE, f"the line is over {max_bytes:,} bytes")
+                    bad = BadRow(HUGE, f"the line is over {MAX_ROW_BYTES:,} bytes")
+                    yield f"{path}:{number}", bad
                 elif line.removeprefix(BOM).strip():  # an empty line is no row
                     yield f"{path}:{number}", _decode(line)
     except (OSError, EOFError, zlib.error) as error:
@@ -175,7 +176,7 @@ def _is_turns(row: Any) -> bool:
     return "from" in row[0] or "role" in row[0]
 
 
-def _list_rows(path: Path, max_bytes: int) -> Iterator[tuple[str, Any]]:
+def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the elements of a file that is one JSON list, with a chunk of it in memory."""
     decoder = json.JSONDecoder(object_pairs_hook=_object)
     with path.open("rb") as stored:
@@ -194,10 +195,10 @@ def _list_rows(path: Path, max_bytes: int) -> Iterator[tuple[str, Any]]:
             try:
                 row, stop = decoder.raw_decode(buffer, start)
             except (ValueError, RecursionError) as error:
-                if ended or len(buffer) - at > max_bytes:
+                if ended or len(buffer) - at > MAX_ROW_BYTES:
                     raise BadData(
                         f"{path}: a JSON list, whose row {number + 1} is not JSON or over "
-                        f"{max_bytes:,} characters; jq -c '.[]' {path} > out.jsonl makes JSONL "
+                        f"{MAX_ROW_BYTES:,} characters; jq -c '.[]' {path} > out.jsonl makes JSONL "
                         "of a list that is whole"
                     ) from error
                 try:
@@ -215,10 +216,8 @@ def _list_rows(path: Path, max_bytes: int) -> Iterator[tuple[str, Any]]:
             at, wanted = stop, ","
 
 
-def _lines(
-    file: io.BufferedReader, stored: BinaryIO | None, max_bytes: int
-) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None for one over `max_bytes`, which is skipped in pieces.
+def _lines(file: io.BufferedReader, stored: BinaryIO | None) -> Iterator[bytes | None]:
+    """Yield the lines of a file; None for one over `MAX_ROW_BYTES`, which is skipped in pieces.
 
     stored: the packed file that `file` unpacks, None when it is not packed.
 
@@ -227,14 +226,14 @@ def _lines(
     """
     num_bytes, num_empty = 0, 0
     is_whole = True  # the line so far
-    while piece := file.readline(max_bytes + 1):
+    while piece := file.readline(MAX_ROW_BYTES + 1):
         num_bytes += len(piece)
         if stored is not None and num_bytes > MOST_EXPANSION * stored.tell():
             raise OSError(f"it unpacks to over {MOST_EXPANSION} times its size")
         num_empty = num_empty + 1 if piece == b"\n" else 0
         if num_empty > MOST_EMPTY_LINES:
             raise OSError(f"{MOST_EMPTY_LINES:,} empty lines in a row")
-        ends = len(piece) <= max_bytes or piece.endswith(b"\n")
+        ends = len(piece) <= MAX_ROW_BYTES or piece.endswith(b"\n")
         if ends:
             yield piece if is_whole else None
         is_whole = ends

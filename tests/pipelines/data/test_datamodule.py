@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -304,14 +303,6 @@ def test_show_mask_prints_a_conversation(paths):
 def test_bad_settings_are_refused(paths, options, error, message):
     with pytest.raises(error, match=message):
         module({**paths, "valid": None}, **options)
-
-
-def test_strict_reaches_the_reader(paths, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(Path(paths["train"]).read_text() + "oops\n")
-    assert module(paths, train=str(path)).reports[0].rejected == 1
-    with pytest.raises(BadData, match=rf"bad\.jsonl:{NUM_CHATS + 1}: not JSON"):
-        module(paths, train=str(path), strict=True)
 
 
 def test_masked_turns_carry_no_loss():

@@ -15,30 +15,13 @@ import numpy as np
 import pytest
 from damage import flip_last_byte
 from generating import data_of, generate, refuses, rows_of
-from tiny_run import distill_arguments, make_workspace, metric_rows, write_conversations
+from tiny_run import distill_arguments, metric_rows, write_conversations
 
-from stree.checkpoints.load_save import load_model, save_model
-from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
-from stree.models.slicing import slice_drafter
 from stree_pipelines import cache_teacher, distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
 from stree_pipelines.data.packing import TokenTable, shared_out
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
-    target = load_model(folder / "target")
-    save_model(slice_drafter(target), folder / "drafter", load_tokenizer(folder / "target"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(workspace, tmp_path_factory) -> Path:
-    return generate(workspace, tmp_path_factory.mktemp("whole") / "data")
-
 
 # As data
 
@@ -181,17 +164,14 @@ def test_a_description_of_another_form_is_refused(changes, reason, workspace, co
 @pytest.mark.parametrize("name", ["generation.json", "MANIFEST.json", "samples.parquet"])
 @pytest.mark.parametrize("put", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo])
 def test_devices_and_pipes_are_refused_unread(name, put, workspace, copied):
+    spec = read_spec(copied)
     path = copied / name if name == "generation.json" else shard(copied) / name
     path.unlink()
     put(path)
     refuses(workspace, copied, rf"{name} (is a link to /dev/zero|is no reg|cannot be.*no regular)")
-
-
-def test_devices_are_not_counted(copied):
-    (shard(copied) / "samples.parquet").unlink()
-    (shard(copied) / "samples.parquet").symlink_to("/dev/zero")
-    with pytest.raises(CheckpointRefused, match="is a link to /dev/zero"):
-        num_answer_tokens(copied, read_spec(copied))
+    if path.parent != copied:
+        with pytest.raises(CheckpointRefused, match=f"{name} (is a link to /dev/zero|is no reg)"):
+            num_answer_tokens(copied, spec)
 
 
 def test_greedy_samples_are_counted_without_listing_them():

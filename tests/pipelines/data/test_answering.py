@@ -20,14 +20,12 @@ import pytest
 import torch
 from generating import NUM_PROMPTS, TEMPERATURES, arguments, generate, refuses, rows_of, shards_of
 from lanes import quick_first
-from tiny_run import make_workspace
 
 from stree import Decoder, GenerationConfig
 from stree.chat_encoding import encode_prompt
-from stree.checkpoints.load_save import load_model, save_model
+from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import BadData, UsageError
-from stree.models.slicing import slice_drafter
 from stree_pipelines import generate_data
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data import answering
@@ -36,17 +34,14 @@ from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.evaluation.context import Workers
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
-    target = load_model(folder / "target")
-    save_model(slice_drafter(target), folder / "drafter", load_tokenizer(folder / "target"))
-    return folder
+def description(folder: Path) -> dict:
+    return json.loads((folder / "generation.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def whole(workspace, tmp_path_factory) -> Path:
-    return generate(workspace, tmp_path_factory.mktemp("whole") / "data")
+def answers_of(folder: Path, greedy: bool = False) -> list[list[int]]:
+    """Return the tokens of all answers, or of the greedy ones."""
+    rows = rows_of(folder)
+    return [row["answer_tokens"] for row in rows if not greedy or row["temperature"] == 0]
 
 
 # What is written
@@ -77,10 +72,7 @@ def test_every_answer_is_what_its_request_gets_alone(workspace, whole):
     assert len(set(sampled)) > NUM_PROMPTS  # samples of a prompt differ
     alone = generate(workspace, whole.parent / "alone", "--num_rows", "1")
     assert rows_of(alone) == rows
-
-
-def test_the_folder_says_what_made_it(workspace, whole):
-    content = json.loads((whole / "generation.json").read_text())
+    content = description(whole)
     assert content["num_prompts"] == NUM_PROMPTS and content["temperatures"] == list(TEMPERATURES)
     assert len(content["target_sha256"]) == len(content["drafter_sha256"]) == 64
     assert content["made_with"]["prompts"] == str(workspace / "train.jsonl")
@@ -111,52 +103,52 @@ def test_prompts_of_benchmarks_and_of_later_turns(workspace, tmp_path):
 # Going on
 
 
-def test_stopped_anywhere_it_becomes_the_same(workspace, whole, tmp_path, monkeypatch):
-    out = tmp_path / "data"
-    original = answering.serve
-    for stop_after in (3, 4, 6):
+@pytest.fixture
+def generate_until(workspace, monkeypatch):
+    """Return a call that generates until so many answers are there, and is stopped then."""
 
-        def serve(*given, stop_after=stop_after):
+    def run(stop_after, out, *options):
+        def serve(*given, original=answering.serve):
             for done, each in enumerate(original(*given)):
                 if done == stop_after:
                     raise KeyboardInterrupt
                 yield each
 
-        monkeypatch.setattr(answering, "serve", serve)
-        with pytest.raises(KeyboardInterrupt):
-            generate(workspace, out)
-        (out / ".tmp-1-00000000-elsewhere").mkdir(exist_ok=True)  # of a writer that was killed
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(answering, "serve", serve)
+            generate(workspace, out, *options)
+
+    return run
+
+
+def require_finished_alike(workspace, out, whole, *options):
+    """Go on, and expect the shards of `whole`, among them those that are there."""
     there = shards_of(out)
     assert 0 < len(there) < len(shards_of(whole))
-    monkeypatch.setattr(answering, "serve", original)
-    generate(workspace, out)
+    generate(workspace, out, *options)
     assert shards_of(out) == shards_of(whole)
     assert there.items() <= shards_of(out).items()
 
 
-def test_repeated_ids_are_told_apart_however_often_it_was_stopped(workspace, tmp_path, monkeypatch):
+def test_stopped_anywhere_it_becomes_the_same(workspace, whole, tmp_path, generate_until):
+    out = tmp_path / "data"
+    for stop_after in (3, 4, 6):
+        generate_until(stop_after, out)
+        (out / ".tmp-1-00000000-elsewhere").mkdir(exist_ok=True)  # of a writer that was killed
+    require_finished_alike(workspace, out, whole)
+
+
+def test_repeated_ids_are_told_apart_however_often_it_was_stopped(
+    workspace, tmp_path, generate_until
+):
     lines = (workspace / "train.jsonl").read_text().splitlines()[:4]
     rows = [{**json.loads(line), "id": name} for line, name in zip(lines, "aaba", strict=True)]
     asked = tmp_path / "asked.jsonl"
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--prompts", str(asked), "--shard_samples", "2")
     whole, out = generate(workspace, tmp_path / "whole", *options), tmp_path / "data"
-    original = answering.serve
-
-    def serve(*given):
-        for done, each in enumerate(original(*given)):
-            if done == 5:
-                raise KeyboardInterrupt
-            yield each
-
-    monkeypatch.setattr(answering, "serve", serve)
-    with pytest.raises(KeyboardInterrupt):
-        generate(workspace, out, *options)
-    there = shards_of(out)
-    assert 0 < len(there) < len(shards_of(whole))
-    monkeypatch.setattr(answering, "serve", original)
-    generate(workspace, out, *options)
-    assert shards_of(out) == shards_of(whole) and there.items() <= shards_of(out).items()
+    generate_until(5, out, *options)
+    require_finished_alike(workspace, out, whole, *options)
     found = rows_of(out)
     assert [row["prompt_id"] for row in found[::3]] == ["a", "a#2", "b", "a#3"]
     assert len({row["seed"] for row in found}) == len(found) == 12
@@ -175,11 +167,8 @@ def test_killed_for_good_it_goes_on(workspace, tmp_path):
         time.sleep(0.002)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    there = shards_of(killed)
-    assert 0 < len(there) < len(shards_of(whole))
     refuses(workspace, killed, "the data is not finished")
-    generate(workspace, killed, *small)
-    assert shards_of(killed) == shards_of(whole) and there.items() <= shards_of(killed).items()
+    require_finished_alike(workspace, killed, whole, *small)
     assert not list(killed.glob(".tmp-*"))
 
 
@@ -242,6 +231,8 @@ def test_processes_share_the_shards_and_need_not_meet(
         (["--verifier", "traversal", "--tree", "bandit chain-1 or chain-2"],
          "tosses coins .* differ by --num_rows"),
         (["--drafter", "ngram:3", "--tree", "beam-2-2-4"], "n-grams fill trees of one shape"),
+        (["--tree", "chain-2 or chain-30", "--max_length", "100", "--limit", "1"],
+         "100 tokens .* chain-30 .*: raise --max_length"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message, workspace, whole, tmp_path, monkeypatch):
@@ -280,7 +271,7 @@ def test_speed_is_told_beside_plain_decoding_s(workspace, tmp_path, capsys):
     assert "on a sample: " in said and " without, " in said
     assert "answers  18/18  τ " in said and "tokens/s  ETA 0:00" in said
     assert "all 4 shards are there" in said
-    compared = json.loads((tmp_path / "data/generation.json").read_text())["made_with"]["compared"]
+    compared = description(tmp_path / "data")["made_with"]["compared"]
     drafted, plain = compared["speculation"], compared["plain"]
     assert drafted["num_tokens"] == plain["num_tokens"] > 0
     assert drafted["num_calls"] < plain["num_calls"] == plain["num_called_tokens"]
@@ -290,10 +281,8 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     name = "chain-2 or paper"
     data = generate(workspace, tmp_path / "data", "--tree", name, "--compare", "1")
     said = capsys.readouterr().err
-    assert (
-        "measuring what steps cost, plain and with chain-2 or paper, at T = 1, to choose by" in said
-    )
-    made = json.loads((data / "generation.json").read_text())
+    assert "plain and with chain-2 or paper, at T = 1, to choose by" in said
+    made = description(data)
     took_s = made["made_with"]["measuring_costs_s"]
     assert re.search(
         r"a step of 4 rows: plain [\d.]+ ms, chain-2 [\d.]+ ms, paper [\d.]+ ms; "
@@ -301,9 +290,7 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
         said,
     )
     assert made["tree"].startswith(name)
-    assert [row["answer_tokens"] for row in rows_of(data)] == [
-        row["answer_tokens"] for row in rows_of(whole)
-    ]
+    assert answers_of(data) == answers_of(whole)
 
 
 @pytest.mark.parametrize(
@@ -317,11 +304,8 @@ def test_every_name_of_a_drafter_gives_the_target_s_answers(form, workspace, who
     name = form.format(workspace / "drafter")
     generate(workspace, tmp_path / "data", "--drafter", name, "--dry_run")
     data = generate(workspace, tmp_path / "data", "--drafter", name)
-    answers = [[row["answer_tokens"] for row in rows_of(each)] for each in (data, whole)]
-    assert answers[0] == answers[1]
-    described, plain = (
-        json.loads((each / "generation.json").read_text()) for each in (data, whole)
-    )
+    assert answers_of(data) == answers_of(whole)
+    described, plain = map(description, (data, whole))
     assert described["drafter_sha256"] != plain["drafter_sha256"]
     assert described["made_with"]["drafter"] == name
 
@@ -331,34 +315,14 @@ def test_a_verifier_is_of_the_description_and_greedy_answers_are_the_same(
 ):
     """Folders from before it was an option name none, and are of the first one."""
     data = generate(workspace, tmp_path / "data", "--verifier", "multi_step")
-    described, first = (
-        json.loads((each / "generation.json").read_text()) for each in (data, whole)
-    )
+    described, first = map(description, (data, whole))
     assert described["verifier"] == "multi_step" and "verifier" not in first
-    greedy, sampled = (
-        [
-            [
-                row["answer_tokens"]
-                for row in rows_of(each)
-                if (row["temperature"] == 0) == is_greedy
-            ]
-            for each in (data, whole)
-        ]
-        for is_greedy in (True, False)
-    )
-    assert greedy[0] == greedy[1] and sampled[0] != sampled[1]
+    assert answers_of(data, greedy=True) == answers_of(whole, greedy=True)
+    assert answers_of(data) != answers_of(whole)
     with pytest.raises(UsageError, match="verifier was 'coupled', now 'multi_step'"):
         generate(workspace, whole, "--verifier", "multi_step")
     with pytest.raises(UsageError, match="verifier was 'multi_step', now 'coupled'"):
         generate(workspace, data)
-
-
-def test_a_choice_that_cannot_be_timed_is_refused(workspace, tmp_path, monkeypatch):
-    """Before a model is loaded, and with this command's options."""
-    monkeypatch.setattr(generate_data, "load_model", None)
-    given = ("--tree", "chain-2 or chain-30", "--max_length", "100", "--limit", "1")
-    with pytest.raises(UsageError, match=r"100 tokens .* chain-30 .*: raise --max_length"):
-        generate(workspace, tmp_path / "data", *given)
 
 
 def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path, capsys):
@@ -366,5 +330,4 @@ def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path, 
     at = given.index("--drafter")
     generate_data.main(given[:at] + given[at + 2 :])
     assert re.search(r"\d sequences at once, .* a sequence .* more\n", capsys.readouterr().err)
-    greedy = [row["answer_tokens"] for row in rows_of(whole) if row["temperature"] == 0]
-    assert [row["answer_tokens"] for row in rows_of(tmp_path / "data")] == greedy
+    assert answers_of(tmp_path / "data") == answers_of(whole, greedy=True)
