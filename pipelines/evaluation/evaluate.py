@@ -32,6 +32,7 @@ from stree.common.words import device_name
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.answering import gc_freeze, stalls
 from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
+from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.answering.drafter_readings import read_answer
 from stree_pipelines.evaluation.answering.interleave import (
     Finished,
@@ -98,13 +99,13 @@ class Evaluation:
         self.target_sha256 = checkpoint_sha256(settings.target)
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
-        self.answerer = Answerer(
+        self.decoders = Decoders(
             settings, self.benchmarks, target_model, tokenizer, make_decoder, self.progress.say
         )
-        self.decoders = self.answerer.decoders
-        self.answerer.require_end()
-        self.answerer.require_positions()
-        self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
+        self.decoders.require_end()
+        self.decoders.require_positions()
+        self.answerer = Answerer(self.decoders)
+        self.chat_template = resolve_template(self.decoders.tokenizer, settings.chat_template)
         self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
         self.store = ResultStore(settings.out)
         self._published: set[ResultKey] = set()
@@ -263,7 +264,9 @@ class Evaluation:
         known: set[ReadingKey] = set()
         if not self.settings.overwrite:
             known = {each.key for each in self.store.readings()}
-        drafters = list(dict.fromkeys(job.drafter for job in jobs if job.drafter))
+        drafters: list[DrafterIdentity | None] = [
+            *dict.fromkeys(job.drafter for job in jobs if job.drafter)
+        ]
         benchmarks = {job.benchmark.name: job.benchmark for job in jobs}.values()
         missing = []
         for drafter in drafters or [None]:

@@ -6,8 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +13,14 @@ from torch import Tensor
 from stree import metrics
 from stree.batching.sequences import Request
 from stree.batching.state import BatchState
-from stree.chat_encoding import encode_prompt
-from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
-from stree.common.errors import InvariantBroken, StreeError, UsageError
+from stree.common.errors import InvariantBroken, StreeError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree_kernels import naive
 from stree_pipelines.evaluation.answering.batching import Batch
-from stree_pipelines.evaluation.answering.decoders import SLACK, Decoders
-from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
+from stree_pipelines.evaluation.answering.decoders import Decoders
+from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
-    EvaluationSettings,
     Job,
     prompt_seed,
 )
@@ -53,62 +48,16 @@ class Conversation:
 
 
 class Answerer:
-    """Runner of an evaluation's conversations with every method, on `Decoders` of its own.
+    """Runner of an evaluation's conversations with every method."""
 
-    The last four arguments are those of `Decoders`; without a tokenizer the target's is loaded.
-    """
-
-    def __init__(
-        self,
-        settings: EvaluationSettings,
-        benchmarks: Sequence[Benchmark],
-        target_model: Any = None,
-        tokenizer: Any = None,
-        make_decoder: Callable[..., Any] | None = None,
-        say: Callable[[str], None] = lambda message: None,
-    ) -> None:
-        self.settings = settings
-        self.benchmarks = benchmarks
-        self.tokenizer = tokenizer or load_tokenizer(settings.target)
-        self.decoders = Decoders(
-            settings, self.tokenizer, self.max_length, self.num_prefixes,
-            target_model, make_decoder, say,
-        )
+    def __init__(self, decoders: Decoders) -> None:
+        self.decoders, self.settings = decoders, decoders.settings
 
     def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
         """Make the first calls of a decoder or a sampling rule (kernels, graphs, buffers)
         untimed."""
         with _naming(job, Conversation(prompt)):
-            self.decoders.warm(job, self.prompt_ids(prompt))
-
-    def require_positions(self) -> None:
-        """Refuse now, not after an hour, a conversation that may outgrow the target's positions."""
-        positions = self.decoders.target_config.num_positions
-        if positions is None:
-            return
-        for benchmark in self.benchmarks:
-            for prompt in benchmark.prompts:
-                new = len(prompt.turns) * self.settings.max_new_tokens
-                given = self._num_given(prompt)
-                if given + new > positions:
-                    raise UsageError(
-                        f"{benchmark.name} prompt {prompt.id} has {given} tokens, and answers of "
-                        f"up to {new}: the target was made for {positions} positions; lower "
-                        "max_new_tokens, leave the prompt out, or give --beyond_positions to see "
-                        "what it does there"
-                    )
-
-    def require_end(self) -> None:
-        """Raise UsageError when answers shall end at EOS and no token is known to be one.
-
-        Rows would say that they had ended.
-        """
-        known = eos_token_ids(self.decoders.target_config, self.tokenizer)
-        if not self.settings.ignore_eos and not known:
-            raise UsageError(
-                f"neither the config of {self.settings.target} nor its tokenizer names an EOS, so "
-                "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
-            )
+            self.decoders.warm(job, self.decoders.prompt_ids(prompt))
 
     def answers(
         self, job: Job, prompts: Sequence[BenchmarkPrompt]
@@ -220,7 +169,7 @@ class Answerer:
             user=conversation.prompt.turns[len(conversation.turns)],
             num_prompt_tokens=num_prompt_tokens,
             tokens=tuple(output.tokens),
-            text=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
+            text=self.decoders.tokenizer.decode(output.tokens, skip_special_tokens=True),
             finish_reason=str(output.finish_reason),
         )
         conversation.turns.append(turn)
@@ -263,7 +212,7 @@ class Answerer:
             position = metrics.first_difference(mine.tokens, theirs.tokens)
             if position is None:
                 continue
-            prefix = [*self.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
+            prefix = [*self.decoders.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
             tokens = _at(mine.tokens, position), _at(theirs.tokens, position)
             return Divergence(
                 prompt_id=prompt.id,
@@ -302,19 +251,9 @@ class Answerer:
         first, second = scores(logits_BTV).topk(2).values.tolist()
         return (first - second) * (generation.temperature or 1.0)
 
-    def prompt_ids(
-        self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
-    ) -> list[int]:
-        """Return the ids of the conversation up to user turn `index`, with the model's earlier
-        answers."""
-        conversation = [*prompt.history, ("user", prompt.turns[0])]
-        for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
-            conversation += [("assistant", answer.text), ("user", question)]
-        return encode_prompt(self.tokenizer, conversation, self.settings.chat_template)
-
     def _next_prompt_ids(self, conversation: Conversation) -> list[int]:
         turns = conversation.turns
-        return self.prompt_ids(conversation.prompt, turns, len(turns))
+        return self.decoders.prompt_ids(conversation.prompt, turns, len(turns))
 
     def _next_generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
         return self._generation(job, conversation.prompt, len(conversation.turns))
@@ -328,38 +267,6 @@ class Answerer:
             seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
             ignore_eos=self.settings.ignore_eos,
         )
-
-    @property
-    def num_prefixes(self) -> int:
-        """Number of prefixes that a decoder keeps, of earlier turns.
-
-        There are two per conversation, with its answer and without, as the answer's ids may differ
-        after the tokenizer; without batches a prompt runs twice, in a warm-up first.
-        """
-        turns = max(
-            (len(p.turns) for benchmark in self.benchmarks for p in benchmark.prompts), default=1
-        )
-        if turns == 1:
-            return 0
-        return 4 if self.settings.batch_size == 1 else 2 * self.settings.batch_size
-
-    @cached_property
-    def max_length(self) -> int:
-        """Tokens of the longest conversation, if answers come back as twice their generated
-        tokens."""
-        new = self.settings.max_new_tokens
-        longest = max(
-            self._num_given(prompt) + (2 * len(prompt.turns) - 1) * new
-            for benchmark in self.benchmarks
-            for prompt in benchmark.prompts
-        )
-        return longest + SLACK
-
-    def _num_given(self, prompt: BenchmarkPrompt) -> int:
-        """Count the tokens of a conversation with empty answers."""
-        silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
-        last = len(prompt.turns) - 1
-        return len(self.prompt_ids(prompt, [silence] * last, last))
 
 
 def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Iterable[int]) -> float:

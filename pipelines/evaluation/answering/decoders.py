@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -11,7 +11,9 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.memory_report import MemoryReport
 from stree.batching.sequences import Request
 from stree.batching.step_timing import length_to_time
+from stree.chat_encoding import encode_prompt
 from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
 from stree.decoder import Decoder
@@ -23,6 +25,7 @@ from stree.tree_policy.step_times import StepTimes
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.console.progress import measured_step_times
 from stree_pipelines.evaluation.answering import gc_freeze
+from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
@@ -31,6 +34,7 @@ from stree_pipelines.evaluation.plan import (
     Job,
     policy_of,
 )
+from stree_pipelines.evaluation.records import Turn
 from stree_pipelines.evaluation.sampling import sampling_of
 
 WARMUP_TOKENS = 16
@@ -42,26 +46,24 @@ class Decoders:
     """Holder of the target, the drafters and the decoders; each is made when first needed.
 
     Args:
-        max_length: tokens that a decoder has room for, unless a conversation outgrows it.
-        num_prefixes: prefixes of earlier turns that a decoder keeps.
+        benchmarks: all that is to be answered, for which decoders have room.
         make_decoder: `stree.decoder.Decoder`, with a batch size `BatchDecoder` of that many
             rows, or a stand-in in a test.
-        target_model: loaded from `settings.target` unless given.
+        target_model, tokenizer: loaded from `settings.target` unless given.
         say: prints a message before slow work.
     """
 
     def __init__(
         self,
         settings: EvaluationSettings,
-        tokenizer: Any,
-        max_length: int,
-        num_prefixes: int,
+        benchmarks: Sequence[Benchmark],
         target_model: Any = None,
+        tokenizer: Any = None,
         make_decoder: Callable[..., Any] | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.settings, self.tokenizer, self.say = settings, tokenizer, say
-        self.max_length, self.num_prefixes = max_length, num_prefixes
+        self.settings, self.benchmarks, self.say = settings, benchmarks, say
+        self.tokenizer = tokenizer or load_tokenizer(settings.target)
         if make_decoder is None:
             make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
             if settings.batch_size == 1:
@@ -86,6 +88,10 @@ class Decoders:
                     f"the target is in {target_model.dtype} but dtype is {settings.dtype}: "
                     "evaluate in the dtype that the target is in"
                 )
+        # Tokens of each conversation with empty answers
+        self._num_given = {
+            prompt: self._count(prompt) for benchmark in benchmarks for prompt in benchmark.prompts
+        }
 
     @property
     def target(self) -> Any:
@@ -104,6 +110,71 @@ class Decoders:
             most = max(config.max_position_embeddings, self.max_length)
             config = replace(config, max_position_embeddings=most)
         return config
+
+    def require_positions(self) -> None:
+        """Refuse now, not after an hour, a conversation that may outgrow the target's positions."""
+        positions = self.target_config.num_positions
+        if positions is None:
+            return
+        for benchmark in self.benchmarks:
+            for prompt in benchmark.prompts:
+                new = len(prompt.turns) * self.settings.max_new_tokens
+                given = self._num_given[prompt]
+                if given + new > positions:
+                    raise UsageError(
+                        f"{benchmark.name} prompt {prompt.id} has {given} tokens, and answers of "
+                        f"up to {new}: the target was made for {positions} positions; lower "
+                        "max_new_tokens, leave the prompt out, or give --beyond_positions to see "
+                        "what it does there"
+                    )
+
+    def require_end(self) -> None:
+        """Raise UsageError when answers shall end at EOS and no token is known to be one.
+
+        Rows would say that they had ended.
+        """
+        known = eos_token_ids(self.target_config, self.tokenizer)
+        if not self.settings.ignore_eos and not known:
+            raise UsageError(
+                f"neither the config of {self.settings.target} nor its tokenizer names an EOS, so "
+                "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
+            )
+
+    def prompt_ids(
+        self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
+    ) -> list[int]:
+        """Return the ids of the conversation up to user turn `index`, with the model's earlier
+        answers."""
+        conversation = [*prompt.history, ("user", prompt.turns[0])]
+        for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
+            conversation += [("assistant", answer.text), ("user", question)]
+        return encode_prompt(self.tokenizer, conversation, self.settings.chat_template)
+
+    @property
+    def num_prefixes(self) -> int:
+        """Number of prefixes that a decoder keeps, of earlier turns.
+
+        There are two per conversation, with its answer and without, as the answer's ids may differ
+        after the tokenizer; without batches a prompt runs twice, in a warm-up first.
+        """
+        if max(len(prompt.turns) for prompt in self._num_given) == 1:
+            return 0
+        return 4 if self.settings.batch_size == 1 else 2 * self.settings.batch_size
+
+    @cached_property
+    def max_length(self) -> int:
+        """Tokens of the longest conversation, if answers come back as twice their generated
+        tokens."""
+        new = self.settings.max_new_tokens
+        longest = max(
+            given + (2 * len(prompt.turns) - 1) * new for prompt, given in self._num_given.items()
+        )
+        return longest + SLACK
+
+    def _count(self, prompt: BenchmarkPrompt) -> int:
+        silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
+        last = len(prompt.turns) - 1
+        return len(self.prompt_ids(prompt, [silence] * last, last))
 
     @property
     def dtypes(self) -> dict[str, str]:

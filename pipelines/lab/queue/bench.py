@@ -85,16 +85,16 @@ class QueueBench:
 
     def measure(self, setting: Setting) -> Row:
         """Serve the setting's traffic. Raises decoding's errors and OutOfMemory."""
-        job, answerer = setting.job, self.evaluation.answerer
+        job, decoders = setting.job, self.evaluation.decoders
         prompts = itertools.islice(itertools.cycle(self.benchmark.prompts), self.num_requests)
         requests = [
-            Request(answerer.prompt_ids(prompt), self._generation(job, prompt.id, index))
+            Request(decoders.prompt_ids(prompt), self._generation(job, prompt.id, index))
             for index, prompt in enumerate(prompts)
         ]
         arrivals = poisson_arrivals(setting.rate, self.num_requests, self.settings.seed)
         with naming_what_does_not_fit(what_to_lower(self.settings)):
             longest = max((request.prompt_ids for request in requests), key=len)
-            decoder = self.evaluation.decoders.warm(job, list(longest))
+            decoder = decoders.warm(job, list(longest))
             self.evaluation.say_room()
             rehearse(decoder, requests)
             label = f"{setting.policy.name} {job.method} {setting.rate:g}/s"

@@ -29,7 +29,7 @@ from stree.generation import GenerationConfig
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree_pipelines.console.progress import EvaluationProgress
-from stree_pipelines.evaluation.answering import answers
+from stree_pipelines.evaluation.answering import answers, decoders
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.result_store import ResultStore
@@ -352,21 +352,8 @@ def test_the_error_of_a_row_is_its_prompt_s(world, tmp_path):
     assert [key[4] for key in ResultStore(tmp_path).journalled(job.samples_name)] == ["b"]
 
 
-def test_what_does_not_fit_names_the_batch(world, tmp_path):
-    class Large(BatchDecoder):
-        def step(self):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    evaluation = quiet(
-        settings_for(world, tmp_path, batch_size=2), make_decoder=partial(Large, num_rows=2)
-    )
-    wanted = "warm-up, batch_size 2: CUDA out of memory; lower batch_size or max_new_tokens"
-    with pytest.raises(OutOfMemory, match=wanted):
-        evaluation.evaluate(export(world, 10))
-
-
 def test_graphs_that_do_not_fit_leave_no_row_taken(world, tmp_path):
-    """Plain decoding's decoder goes on with the next checkpoint."""
+    """The error names the batch; plain decoding's decoder goes on with the next checkpoint."""
 
     class Large(BatchDecoder):
         is_full = True
@@ -379,7 +366,8 @@ def test_graphs_that_do_not_fit_leave_no_row_taken(world, tmp_path):
         settings_for(world, tmp_path, batch_size=2, limit=1),
         make_decoder=partial(Large, num_rows=2),
     )
-    with pytest.raises(OutOfMemory, match="warm-up, batch_size 2"):
+    wanted = "warm-up, batch_size 2: CUDA out of memory; lower batch_size or max_new_tokens"
+    with pytest.raises(OutOfMemory, match=wanted):
         evaluation.evaluate(export(world, 1))
     Large.is_full = False
     assert len(evaluation.evaluate(export(world, 10))) == 3
@@ -393,7 +381,7 @@ def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, batche
         made.append(kwargs["max_length"])
         return BatchDecoder(*args, num_rows=3, **kwargs)
 
-    monkeypatch.setattr(answers.Answerer, "max_length", 1)
+    monkeypatch.setattr(decoders.Decoders, "max_length", 1)
     settings = settings_for(world, tmp_path, batch_size=3)
     quiet(settings, make_decoder=make).evaluate(export(world, 10))
     got = samples_without_timings(ResultStore(tmp_path))

@@ -17,7 +17,7 @@ from stree.decoder import Decoder
 from stree_kernels import naive
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.eval_spec import main as eval_spec
-from stree_pipelines.evaluation.answering import answers
+from stree_pipelines.evaluation.answering import decoders
 from stree_pipelines.evaluation.evaluate import require_lossless
 from stree_pipelines.evaluation.plan import prompt_seed
 from stree_pipelines.evaluation.records import Divergence
@@ -150,7 +150,7 @@ def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path, tem
         assert (divergence.prompt_id, divergence.turn, divergence.position) == ("a", 0, 3)
         assert divergence.token == divergence.autoregressive_token + 1
         # The gap by hand: logits of the plain model after the prompt and three tokens, and noise.
-        prompt = evaluation.answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
+        prompt = evaluation.decoders.prompt_ids(evaluation.benchmarks[0].prompts[0])
         tokens = ResultStore(tmp_path).samples(baseline)[0].turns[0].tokens[:3]
         with torch.no_grad():
             logits = evaluation.decoders.target(torch.tensor([[*prompt, *tokens]]))[0, -1].double()
@@ -207,7 +207,7 @@ def test_rows_say_the_dtype_of_the_state(world, tmp_path, dtype, state):
 
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, complete, monkeypatch):
     """As when an answer comes back through the tokenizer as many more tokens than it had."""
-    monkeypatch.setattr(answers.Answerer, "max_length", 1)
+    monkeypatch.setattr(decoders.Decoders, "max_length", 1)
     rows = quiet(settings_for(world, tmp_path)).evaluate(export(world, 10))
     by_key = {row.key: row for row in complete.results()}
     assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])

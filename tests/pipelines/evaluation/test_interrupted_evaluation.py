@@ -77,7 +77,7 @@ def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
     asked = []
     evaluation = quiet(settings, make_decoder=heard_by(lambda *call: asked.append(call[1:3])))
     evaluation.evaluate(export(world, 10))
-    first_prompt = evaluation.answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
+    first_prompt = evaluation.decoders.prompt_ids(evaluation.benchmarks[0].prompts[0])
     assert first_prompt not in [prompt_ids for prompt_ids, _ in asked]
     # 3 methods × 4 turns of the other three prompts
     assert sum(not is_warm_up(generation) for _, generation in asked) == 12

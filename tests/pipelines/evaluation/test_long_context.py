@@ -84,7 +84,7 @@ def evaluated(world, tmp_path_factory):
 
 def test_a_longer_prompt_asks_the_same_and_begins_earlier(world):
     shorter, longer = (load_benchmark(str(world / f"long-{each}.jsonl")) for each in LENGTHS)
-    encoder = chat_encoder(quiet(settings_of(world, world / "none")).answerer.tokenizer)
+    encoder = chat_encoder(quiet(settings_of(world, world / "none")).decoders.tokenizer)
     for less, more in zip(shorter.prompts, longer.prompts, strict=True):
         assert (less.id, less.turns) == (more.id, more.turns)
         assert less.reference_answer == more.reference_answer
@@ -154,7 +154,7 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
 
     target = load_model(world / "target", dtype=torch.float64)
     drafter = load_model(world / "drafter/step-00000001", dtype=torch.float64)
-    encoder = chat_encoder(evaluation.answerer.tokenizer)
+    encoder = chat_encoder(evaluation.decoders.tokenizer)
     asked = [*prompt.history, ("user", prompt.turns[0])]
     start = len(encoder.encode_prompt(asked))
     question = start - len(encoder.encode_prompt(asked[-1:]))

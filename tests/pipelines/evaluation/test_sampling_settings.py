@@ -81,7 +81,7 @@ def test_greedy_answers_are_those_of_transformers_penalty(served, world):
     answerer = quiet(settings).answerer
     penalise = RepetitionPenaltyLogitsProcessor(SERVED["repetition_penalty"])
     sample = store.samples(row_of(store, None, "autoregressive"))[0]
-    tokens = answerer.prompt_ids(answerer.benchmarks[0].prompts[0])
+    tokens = answerer.decoders.prompt_ids(answerer.decoders.benchmarks[0].prompts[0])
     start = len(tokens)
     with torch.no_grad():
         for _ in range(12):
@@ -149,7 +149,7 @@ def lie(world, out, temperature, **sampling):
     baseline, tree = ResultStore(out).results()
     (divergence,) = tree.lossless.divergences
     answerer = evaluation.answerer
-    prompt = answerer.prompt_ids(answerer.benchmarks[0].prompts[0])
+    prompt = answerer.decoders.prompt_ids(answerer.decoders.benchmarks[0].prompts[0])
     text = [*prompt, *ResultStore(out).samples(baseline)[0].turns[0].tokens[:3]]
     with torch.no_grad():
         logits = answerer.decoders.target(torch.tensor([text]))[0, -1]
@@ -227,10 +227,9 @@ def test_a_config_takes_them_and_a_dry_run_says_them(world, tmp_path, capsys):
     assert told in capsys.readouterr().out.splitlines()
     eval_spec([*where, *one, *common])
     assert "sampling:" not in capsys.readouterr().out
-    (tmp_path / "arms.yaml").write_text(
-        f"out: {tmp_path / 'out'}\ntarget: {world / 'target'}\ntop_p: 0.9\n"
-        f"arms: [{{name: tree, drafter: '{export(world, 10)}'}}]\n"
-    )
+    arms = [{"name": "tree", "drafter": str(export(world, 10))}]
+    given = {"out": str(tmp_path), "target": str(world / "target"), "top_p": 0.9, "arms": arms}
+    (tmp_path / "arms.yaml").write_text(json.dumps(given))
     compare.main([str(tmp_path / "arms.yaml"), *common, "--repetition-penalty", "1.3"])
     assert told in capsys.readouterr().out.splitlines()
 

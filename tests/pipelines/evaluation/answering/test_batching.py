@@ -10,7 +10,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.prefill import Prefill
 from stree.batching.sequences import Request
 from stree.generation import GenerationConfig
-from stree_pipelines.evaluation.answering.batching import Batch
+from stree_pipelines.evaluation.answering.batching import Batch, Share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,6 +28,16 @@ class HandMadeClock:
         return self.now
 
 
+def decoded(batch: Batch, *requests: Request) -> list[Share]:
+    """Decode the requests to their ends, and return the share of each."""
+    rows, shares = [batch.admit(each) for each in requests], {}
+    while len(shares) < len(rows):
+        for report in batch.step():
+            if report.finish_reason:
+                shares[report.row] = batch.release(report.row)[1]
+    return [shares[row] for row in rows]
+
+
 def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch):
     clock = HandMadeClock(monkeypatch)
 
@@ -43,19 +53,13 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
     read = Prefill.read
     monkeypatch.setattr(Prefill, "read", timed_read)
     batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
-    generations = {n: GenerationConfig(n, ignore_eos=True) for n in (3, 5)}
-    lengths = {batch.admit(Request([1, 2], each)): n for n, each in generations.items()}
-    assert batch.is_full
-    shares = {}
-    while lengths:
-        for report in batch.step():
-            if report.finish_reason:
-                _, shares[lengths.pop(report.row)] = batch.release(report.row)
+    lengths = (GenerationConfig(n, ignore_eos=True) for n in (3, 5))
+    shares = decoded(batch, *(Request([1, 2], each) for each in lengths))
     # The first token is the prompt's; two calls side by side, and two of the longer one alone.
-    assert [shares[n].prefill_s for n in (3, 5)] == [1, 1]
-    assert [shares[n].decode_s for n in (3, 5)] == [10, 30]
-    assert [shares[n].num_calls for n in (3, 5)] == [1, 3]
-    assert sum(s.prefill_s + s.decode_s for s in shares.values()) == clock.now == 42
+    assert [each.prefill_s for each in shares] == [1, 1]
+    assert [each.decode_s for each in shares] == [10, 30]
+    assert [each.num_calls for each in shares] == [1, 3]
+    assert sum(s.prefill_s + s.decode_s for s in shares) == clock.now == 42
 
 
 def test_what_is_done_between_steps_counts_too(monkeypatch):
@@ -103,12 +107,6 @@ def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, mon
             super().__init__(*arguments)
 
     monkeypatch.setattr(batch.decoder.runner.prefiller, "capture", Slow)
-    rows = {batch.admit(each) for each in requests[2:]}
-    shares = []
-    while rows:
-        for report in batch.step():
-            if report.finish_reason:
-                rows.remove(report.row)
-                shares.append(batch.release(report.row)[1])
+    shares = decoded(batch, *requests[2:])
     assert clock.now == 400  # a prompt of 32 and one of 64, by target and drafter
     assert all(each.prefill_s == each.decode_s == 0 for each in shares)
