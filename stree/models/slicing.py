@@ -17,23 +17,37 @@ from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateProjection
 from stree.models.model import HybridModel
 
-Layers = Sequence[int] | Literal["first"] | None  # of a target, see `drafter_config_from`
+Layers = Sequence[int] | Literal["first"] | None  # of a target, see `layers_to_copy`
 
 
 def layers_to_copy(target_config: HybridConfig, layers: Layers) -> list[int]:
-    """Return the numbers of the layers that `drafter_config_from` copies.
+    """Return the numbers of the layers that a drafter is made of, in the order given.
 
     The first recurrent layer reads embeddings, the last one's output reaches the head. Layers with
     both a recurrent mixer and attention are taken only if there are too few others.
-    Raises `UsageError` when the target has fewer recurrent layers than are asked for.
+
+    Args:
+        target_config: Of the target.
+        layers: Numbers of the target's layers, of any kind; "first" is its first recurrent layer;
+            None is its first and its last recurrent layer, whose memory does not grow.
+
+    Raises:
+        UsageError: No layers, a number that the target does not have, or one named twice; or the
+            target has fewer recurrent layers than are asked for.
     """
+    every = range(target_config.num_layers)
     if layers is not None and layers != "first":
-        return list(layers)
-    recurrent = [
-        layer
-        for layer in range(target_config.num_layers)
-        if set(target_config.mixers(layer)) - {"attention"}
-    ]
+        chosen = list(layers)
+        if not chosen:
+            raise UsageError("no layers to copy into the drafter: name at least one")
+        if beyond := [layer for layer in chosen if layer not in every]:
+            raise UsageError(
+                f"layer {beyond[0]} is not in the target, which has layers 0 to {every[-1]}"
+            )
+        if len(set(chosen)) != len(chosen):
+            raise UsageError(f"layers {chosen} name one twice: each can be copied once")
+        return chosen
+    recurrent = [layer for layer in every if set(target_config.mixers(layer)) - {"attention"}]
     alone = [layer for layer in recurrent if not target_config.is_attention(layer)]
     wanted = 1 if layers == "first" else 2
     chosen = alone if len(alone) >= wanted else recurrent
@@ -47,28 +61,8 @@ def layers_to_copy(target_config: HybridConfig, layers: Layers) -> list[int]:
 
 
 def drafter_config_from(target_config: HybridConfig, layers: Layers = None) -> HybridConfig:
-    """Return the config of a drafter made of layers of the target, in the order given.
-
-    Args:
-        target_config: Of the target.
-        layers: Numbers of the target's layers, of any kind; "first" is its first recurrent layer;
-            None is its first and its last recurrent layer, whose memory does not grow.
-
-    Raises:
-        UsageError: No layers, a number that the target does not have, or one named twice.
-    """
-    chosen = layers_to_copy(target_config, layers)
-    if not chosen:
-        raise UsageError("no layers to copy into the drafter: name at least one")
-    for layer in chosen:
-        if not 0 <= layer < target_config.num_layers:
-            raise UsageError(
-                f"layer {layer} is not in the target, which has layers 0 to "
-                f"{target_config.num_layers - 1}"
-            )
-    if len(set(chosen)) != len(chosen):
-        raise UsageError(f"layers {chosen} name one twice: each can be copied once")
-    return target_config.keep_layers(chosen)
+    """Return the config of a drafter made of the target's `layers_to_copy`, with its errors."""
+    return target_config.keep_layers(layers_to_copy(target_config, layers))
 
 
 def slice_drafter(
@@ -80,12 +74,12 @@ def slice_drafter(
     """Return a drafter whose weights are copies of the target's, in fp32 on the target's device.
 
     A drafter that reads features of the target begins as if it read none. Further arguments and
-    errors are those of `drafter_config_from`.
+    errors are those of `layers_to_copy`.
     """
-    config = drafter_config_from(target.config, layers)
+    chosen = layers_to_copy(target.config, layers)
+    config = target.config.keep_layers(chosen)
     if feature_layers:
         config = config.reading(feature_layers, target.config, own_features)
-    chosen = layers_to_copy(target.config, layers)
     with torch.device("meta"):  # nothing is drawn that a copy would replace
         drafter = HybridModel(config)
     source = target.state_dict()

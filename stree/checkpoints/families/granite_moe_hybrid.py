@@ -78,8 +78,8 @@ def _branch(values: CheckedJson) -> float:
     weight changes.
     """
     branch = config_parts.factor(values, "residual_multiplier")
-    if branch < 0:
-        values.refuse(f"has residual_multiplier = {branch}, wanted above 0")
+    if not 1e-9 < branch < 1e9:
+        values.refuse(f"has residual_multiplier = {branch}, wanted a moderate one above 0")
     return branch
 
 

@@ -13,7 +13,7 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import AttentionCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
-    Part,
+    Mixer,
     PrefillPass,
     TrainingPass,
     TreePass,
@@ -27,7 +27,7 @@ from stree_kernels.contracts import CacheState, Stream, Topology
 Adapters = Sequence[nn.Module] | None  # terms added to q, k and v
 
 
-class Attention(Part):
+class Attention(Mixer):
     """Attention of `num_heads` heads to `num_kv_heads` keys and values, as in Llama.
 
     d_input is the width of its input, d_model unless given; its output is d_model wide.
@@ -106,17 +106,13 @@ class Attention(Part):
             qkv = self._norm(qkv, cache.keys.shape[1])
 
         def attend(
-            nodes: Tensor,
-            to: Tensor | None,
-            topology: Topology,
-            cache_state: CacheState,
-            first: int,
+            nodes: Tensor, to: Tensor | None, topology: Topology, state: CacheState, first: int
         ) -> Tensor:
-            if self.normed and cache_state.ready == "all":  # the norm is the previous launch
-                cache_state = replace(cache_state, ready="memory")
+            if self.normed and state.ready == "all":  # the norm is the previous launch
+                state = replace(state, ready="memory")
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
-                topology, cache_state, first, call.bound, self.scale, to,
+                topology, state, first, call.bound, self.scale, to,
             )
 
         if not self.gated:

@@ -16,21 +16,19 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import GatedDeltaCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
-    Part,
+    Mixer,
     PrefillPass,
     TrainingPass,
     TreePass,
     lay_channels_together,
-    project,
-    project_parts,
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.contracts import GatedDeltaWeights, Stream
+from stree_kernels.contracts import GatedDeltaWeights
 from stree_kernels.gated_delta.scan import gated_delta_scan
 
 
-class GatedDeltaNet(Part):
+class GatedDeltaNet(Mixer):
     """Gated delta mixer: q, k, v → conv, SiLU → delta rule → norm of heads, silu(z) → out."""
 
     def __init__(self, config: HybridConfig) -> None:
@@ -84,10 +82,6 @@ class GatedDeltaNet(Part):
         cache.state.copy_(state)
         cache.conv_state = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)
-
-    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreePass) -> Tensor:
-        read, last = self.packed
-        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: GatedDeltaCache, call: TreePass, out: Tensor | None = None

@@ -18,9 +18,7 @@ from stree.models.layers.short_conv import ShortConv
 from stree_kernels.contracts import Stream
 
 NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
-PART_NAMES = {
-    "attention": "self_attn"
-}  # MambaInLlama's and Llama's; others are called what they are
+PART_NAMES = {"attention": "self_attn"}  # Llama's; others are called what they are
 
 
 def make_part(kind: str, config: HybridConfig) -> nn.Module:
@@ -122,13 +120,11 @@ class Layer(nn.Module):
         return getattr(self, PART_NAMES.get(kind, kind))
 
     def parts(self, block: Block) -> list[tuple[Any, int | None]]:
-        """Return the parts of a block with the slots of their caches.
-
-        Several mixers count as one part (`SideBySide`), which knows their slots.
-        """
+        """Return the parts of a block with the slots of their caches."""
         return self._parts[block]
 
     def _parts_of(self, block: Block) -> list[tuple[Any, int | None]]:
+        """Return parts with slots; mixers alone are one part (`SideBySide`), which knows theirs."""
         parts = [(self._module_of(kind), self.slots.get(kind)) for kind in block.parts]
         mixers = [(part, slot) for part, slot in parts if slot is not None]
         if len(mixers) < 2 or len(mixers) < len(parts):
@@ -140,11 +136,6 @@ class Layer(nn.Module):
         for block in self.blocks:
             for part, _ in self.parts(block):
                 part.pack()
-
-    @property
-    def mixer(self) -> Any:
-        """The layer's first mixer."""
-        return self._module_of(next(kind for kind in self.slots if kind != "shared"))
 
     def mixers(self) -> list[tuple[int, Any]]:
         """Return the layer's own mixers, each with the slot of its cache."""

@@ -16,22 +16,20 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import MambaCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
-    Part,
+    Mixer,
     PrefillPass,
     TrainingPass,
     TreePass,
     lay_channels_together,
-    project,
-    project_parts,
     put,
 )
 from stree.models.multi_step import MultiStepPass, Scanned, convolved, scanned_ahead
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Gated, MixerWeights, Stream
+from stree_kernels.contracts import Gated, MixerWeights
 from stree_kernels.mamba.chunk_scan import chunk_scan
 
 
-class Mamba2(Part):
+class Mamba2(Mixer):
     """Mamba-2's mixer with its own number of groups for x, B and C."""
 
     def __init__(self, config: HybridConfig) -> None:
@@ -134,10 +132,6 @@ class Mamba2(Part):
         cache.state.copy_(state)
         cache.conv_state = seen[:, -self.shape.tail :]
         return self._finish(y, z)
-
-    def tree(self, x: Stream, cache: MambaCache, call: TreePass) -> Tensor:
-        read, last = self.packed
-        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: MambaCache, call: TreePass, out: Tensor | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.models.layers.part import Joined, TrainingPass, TreePass, joined, project
+from stree.models.layers.part import Joined, TrainingPass, TreePass, joined, lie_in, project
 from stree_kernels import ops
 from stree_kernels.contracts import Stream
 
@@ -36,7 +36,8 @@ class SideBySide:
     def tree(self, x: Stream, cache: None, call: TreePass) -> Tensor:
         (read, last), closing = self.packed, self._closing()
         assert read is not None and last is not None
-        widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]
+        products = [mixer.products()[0] for mixer, _ in self.mixers]
+        widths = [sum(each.out_features for each in product) for product in products]
         projected = project(x, read)
         inner = [each.in_features for each in closing]
         y = projected.new_empty(*projected.shape[:-1], sum(inner))
@@ -69,10 +70,10 @@ class SideBySide:
         ]
 
     def _reading(self) -> list[nn.Linear]:
-        return [each for mixer, _ in self.mixers for each in mixer.reading()]
+        return [each for mixer, _ in self.mixers for each in mixer.products()[0]]
 
     def _closing(self) -> list[nn.Linear]:
-        return [mixer.closing() for mixer, _ in self.mixers]
+        return [mixer.products()[-1][0] for mixer, _ in self.mixers]
 
 
 def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None = None) -> Joined:
@@ -82,13 +83,10 @@ def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None =
     `joined` do.
     """
     sizes = [each.in_features for each in projections]
-    if before is not None and all(
-        own.weight.data_ptr() == piece.data_ptr() and own.weight.stride() == piece.stride()
-        and own.weight.dtype == piece.dtype
-        for own, piece in zip(projections, before.weight.split(sizes, dim=1), strict=True)
-    ):
+    weights = [each.weight for each in projections]
+    if before is not None and lie_in(before.weight, weights, sizes, dim=1):
         return before
-    weight = ops.laid(torch.cat([each.weight.detach() for each in projections], dim=1))
+    weight = ops.laid(torch.cat([each.detach() for each in weights], dim=1))
     for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):
         own.weight.data = piece
     return Joined(weight, None)

@@ -271,10 +271,7 @@ def rows_of(x: Tensor | Stream) -> Tensor:
 class Part(nn.Module):
     """A mixer or an MLP of a layer.
 
-    `forward(x, context)` runs over whole sequences, `tree(x, cache, call)` over tree nodes. A mixer
-    also has `extend(x, cache, context)`, which continues a cache; its `tree` is the product of
-    `reading`, then `mix(projected, cache, call, out)`, then the product of `closing`. `mix` writes
-    to out (B, Q, C), or for None returns a new tensor, which may lack its gate and norm (`Gated`).
+    `forward(x, context)` runs over whole sequences, `tree(x, cache, call)` over tree nodes.
 
     Attributes:
         packed: Weights that `tree` reads, one `Joined` for each of `products`, since the last
@@ -288,14 +285,6 @@ class Part(nn.Module):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         """Return the projections; those of one input stand together as one product of a call."""
         return []
-
-    def reading(self) -> tuple[nn.Linear, ...]:
-        """Return a mixer's projections of its input."""
-        return self.products()[0]
-
-    def closing(self) -> nn.Linear:
-        """Return a mixer's last projection."""
-        return self.products()[-1][0]
 
     def product_sizes(self) -> list[tuple[int, int]]:
         """Return rows and columns of the weights of a call's products."""
@@ -316,6 +305,24 @@ class Part(nn.Module):
 
     def pack_own(self) -> None:
         """Lay out weights that belong to no product."""
+
+
+class Mixer(Part):
+    """A part with a cache, which `extend(x, cache, context)` continues by more tokens.
+
+    The first of its products reads the input, the last gives the output.
+    """
+
+    def tree(self, x: Stream, cache: Any, call: TreePass) -> Tensor:
+        read, last = self.packed
+        return project_parts(self.mix(project(x, read), cache, call), last)
+
+    def mix(self, projected: Tensor, cache: Any, call: TreePass, out: Tensor | None = None) -> Any:
+        """Return the mixed nodes between the two products, written to out (B, Q, C) if given.
+
+        Without `out` the tensor is new, and may lack its gate and norm (`Gated`).
+        """
+        raise NotImplementedError
 
 
 def put(y: Tensor, out: Tensor | None) -> Tensor:
@@ -385,18 +392,34 @@ def joined(
     if len(projections) == 1:
         lay_for_products(first.weight, keeps_rows)
         return Joined(first.weight, first.bias)
-    if before is not None and _lie_in(before, projections):
+    weights, biases = [each.weight for each in projections], [each.bias for each in projections]
+    sizes = [each.out_features for each in projections]
+    if before is not None and lie_in(before.weight, weights, sizes) and (
+        before.bias is None or lie_in(before.bias, biases, sizes)
+    ):
         return before
     bias = None
-    if any(each.bias is not None for each in projections):
-        bias = _one_above_the_other([_bias_of(each) for each in projections], keeps_rows)
-    return Joined(_one_above_the_other([each.weight for each in projections], keeps_rows), bias)
+    if any(each is not None for each in biases):
+        bias = _one_above_the_other(
+            [
+                first.weight.new_zeros(size) if each is None else each
+                for each, size in zip(biases, sizes, strict=True)
+            ],
+            keeps_rows,
+        )
+    return Joined(_one_above_the_other(weights, keeps_rows), bias)
 
 
-def _bias_of(projection: nn.Linear) -> Tensor:
-    if projection.bias is None:  # another projection has a bias
-        return projection.weight.new_zeros(projection.out_features)
-    return projection.bias
+def lie_in(
+    whole: Tensor, pieces: Sequence[Tensor | None], sizes: list[int], dim: int = 0
+) -> bool:
+    """Return whether `whole` consists of pieces of some sizes along `dim`; None lies anywhere."""
+    return all(
+        piece is None
+        or (piece.data_ptr(), piece.stride(), piece.dtype)
+        == (place.data_ptr(), place.stride(), place.dtype)
+        for piece, place in zip(pieces, whole.split(sizes, dim), strict=True)
+    )
 
 
 def _one_above_the_other(tensors: list[Tensor], keeps_rows: bool) -> Tensor:
@@ -419,19 +442,3 @@ def _lie_one_above_the_other(tensors: list[Tensor]) -> bool:
         address += tensor.nbytes
     return True
 
-
-def _lie_in(joined: Joined, projections: Sequence[nn.Linear]) -> bool:
-    """Return whether `joined` consists of the projections' weights and biases, in order."""
-    for whole, pieces in (
-        (joined.weight, [projection.weight for projection in projections]),
-        (joined.bias, [projection.bias for projection in projections]),
-    ):
-        if whole is None:
-            continue
-        address, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
-        for projection, piece in zip(projections, pieces, strict=True):
-            lies = piece is None or (piece.data_ptr() == address and piece.dtype == whole.dtype)
-            if not lies:
-                return False
-            address += projection.out_features * step
-    return True

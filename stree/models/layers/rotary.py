@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.common.errors import UsageError
-from stree.models.config import HybridConfig
+from stree.models.config import ROPE_LENGTH, ROPE_NUMBERS, HybridConfig
 
 
 def rotary_angles(config: HybridConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,12 +46,7 @@ def _frequencies(
     if kind == "llama3":
         factor, low, high, original = (
             float(values[key])  # type: ignore[arg-type]
-            for key in (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            )
+            for key in (*ROPE_NUMBERS, ROPE_LENGTH)
         )
         wavelengths = 2 * math.pi / frequencies
         # 1 keeps a frequency, 0 divides it by the factor, between the two bands a blend

@@ -10,19 +10,16 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import ShortConvCache
 from stree.models.layers.part import (
-    Part,
+    Mixer,
     PrefillPass,
     TrainingPass,
     TreePass,
-    project,
-    project_parts,
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Stream
 
 
-class ShortConv(Part):
+class ShortConv(Mixer):
     """Short convolution as a mixer (LFM2), as wide as the model."""
 
     def __init__(self, config: HybridConfig) -> None:
@@ -49,10 +46,6 @@ class ShortConv(Part):
         y = naive.segment_conv(seen, self.conv.weight[:, 0], self.conv.bias, None)[:, tail:]
         cache.conv_state = seen[:, -tail:]
         return self.out_proj(C * y)
-
-    def tree(self, x: Stream, cache: ShortConvCache, call: TreePass) -> Tensor:
-        read, last = self.packed
-        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: ShortConvCache, call: TreePass, out: Tensor | None = None

@@ -151,7 +151,7 @@ def test_a_drafter_of_another_vocabulary_is_refused(workspace):
 def test_a_target_that_is_not_finite_is_what_is_blamed(workspace, tmp_path):
     target = load_model(workspace / "target")
     with torch.no_grad():
-        target.model.layers[1].mixer.o_proj.weight[0, 0] = torch.nan
+        target.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
     tokenizer = load_tokenizer(workspace / "target")
     save_model(target, tmp_path / "target", tokenizer)
     more = ("--model.target", str(tmp_path / "target"))
