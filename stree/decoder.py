@@ -67,15 +67,9 @@ class Decoder(Renamed):
     RENAMED: ClassVar[dict[str, str]] = {"measure_costs": "measure_step_times"}
 
     def __init__(
-        self,
-        target: Any,
-        drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | TreePolicy | str | None = None,
-        *,
-        max_length: int = 2048,
-        tokenizer: Any = None,
-        verifier: str | Verifier = "coupled",
-        backtracking: str = "replay",
+        self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,
+        tree: TokenTree | TreePolicy | str | None = None, *, max_length: int = 2048,
+        tokenizer: Any = None, verifier: str | Verifier = "coupled", backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
         tree = None if tree is None else as_tree_policy(tree)
@@ -292,9 +286,7 @@ class Decoder(Renamed):
         self.batch.phase_clock = PhaseClock(self.target.device)
 
     def measure_step_times(
-        self,
-        context: int | None = None,
-        num_steps: int = 8,
+        self, context: int | None = None, num_steps: int = 8,
         generation: GenerationConfig = GenerationConfig(),
     ) -> StepTimes:
         """Time steps with each tree that may be chosen (`BatchDecoder.measure_step_times`)."""

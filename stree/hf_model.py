@@ -58,13 +58,8 @@ _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stoppin
 
 
 def from_transformers(
-    model: Any,
-    drafter: Any = None,
-    tree: TokenTree | TreePolicy | str | None = None,
-    *,
-    verifier: str | Verifier = "coupled",
-    backtracking: str = "replay",
-    num_prefixes: int = 0,
+    model: Any, drafter: Any = None, tree: TokenTree | TreePolicy | str | None = None,
+    *, verifier: str | Verifier = "coupled", backtracking: str = "replay", num_prefixes: int = 0,
     **unknown: Never,
 ) -> TransformersDecoder:
     """Return a decoder whose `generate` takes the arguments of `model.generate`, with drafts.
@@ -135,14 +130,10 @@ class TransformersDecoder:
     """
 
     def __init__(
-        self,
-        model: Any,
-        target: HybridModel,
+        self, model: Any, target: HybridModel,
         drafter: HybridModel | DrafterSpec | Drafter | None = None,
         tree: TokenTree | TreePolicy | str | None = None,
-        verifier: str | Verifier = "coupled",
-        *,
-        backtracking: str = "replay",
+        verifier: str | Verifier = "coupled", *, backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
         self.model, self.target, self.drafter = model, target, drafter
@@ -217,14 +208,8 @@ class TransformersDecoder:
             self.target, self._made_of = shared_model(self.model), weights
 
     def _decode(
-        self,
-        streamer: Any,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        generation_config: Any = None,
-        **prepared: Any,
+        self, streamer: Any, model: Any, input_ids: Tensor, logits_processor: Any = None,
+        stopping_criteria: Any = None, generation_config: Any = None, **prepared: Any,
     ) -> Tensor:
         """Decode in place of transformers' own loop, which calls it with all that it prepared."""
         if streamer is not None and len(input_ids) > 1:
@@ -437,13 +422,8 @@ def _left_padding(mask: Tensor | None) -> Tensor | None:
 
 
 def generate(
-    model: Any,
-    *,
-    drafter: Any = None,
-    tree: TokenTree | TreePolicy | str | None = None,
-    verifier: str | Verifier = "coupled",
-    backtracking: str = "replay",
-    num_prefixes: int = 0,
+    model: Any, *, drafter: Any = None, tree: TokenTree | TreePolicy | str | None = None,
+    verifier: str | Verifier = "coupled", backtracking: str = "replay", num_prefixes: int = 0,
     **arguments: Any,
 ) -> Tensor:
     """Run `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)` for transformers.

@@ -213,11 +213,7 @@ class _Measured(NamedTuple):
 
 
 def _measured(
-    target: Path,
-    drafter: Path,
-    device: torch.device,
-    temperature: float,
-    dtype: torch.dtype,
+    target: Path, drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype,
     asked: DrafterName,
 ) -> _Measured:
     """Return the settings that a drafter's profile recommends here, or the paper's tree.

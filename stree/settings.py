@@ -139,12 +139,8 @@ def asked_for(
 
 
 def asked_of_texts(
-    encode: Callable[[Any, Any], list[int]],
-    given: Any,
-    several: bool,
-    generation_config: Any,
-    options: Mapping[str, Any],
-    tokenizer: Any,
+    encode: Callable[[Any, Any], list[int]], given: Any, several: bool, generation_config: Any,
+    options: Mapping[str, Any], tokenizer: Any,
 ) -> Asked:
     """Encode texts or conversations, and return the same as `asked_for`.
 

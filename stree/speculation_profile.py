@@ -194,11 +194,7 @@ class SpeculationProfile(Record):
     suggested_trees: tuple[SuggestedTree, ...]
 
     def recommended(
-        self,
-        device_type: str,
-        temperature: float,
-        dtype: str,
-        device: str = "",
+        self, device_type: str, temperature: float, dtype: str, device: str = "",
         batch_size: int = 1,
     ) -> Recommendation | None:
         """Return the recommendation for a kind of device ("cpu", "cuda"), or None.

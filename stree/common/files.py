@@ -17,7 +17,6 @@ import secrets
 import shutil
 import socket
 import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,8 +53,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
     content = data.encode() if isinstance(data, str) else data
     with reporting_refusals(path, needed_bytes=len(content), codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_path(path.parent)
-        try:
+        with _temporary(path.parent) as temporary:
             with open(temporary, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -64,9 +62,6 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
                 shutil.copymode(path, temporary)
             os.replace(temporary, path)
             _fsync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-            _in_use.discard(temporary)
 
 
 def point_to(link: str | os.PathLike[str], name: str) -> None:
@@ -75,15 +70,13 @@ def point_to(link: str | os.PathLike[str], name: str) -> None:
     Raises CannotWrite when the disk refuses; `link` is then what it was.
     """
     link = Path(link)
-    with reporting_refusals(link, needed_bytes=len(name), codes=None):
-        temporary = _temporary_path(link.parent)
-        try:
-            temporary.symlink_to(name)
-            os.replace(temporary, link)
-            _fsync(link.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-            _in_use.discard(temporary)
+    with (
+        reporting_refusals(link, needed_bytes=len(name), codes=None),
+        _temporary(link.parent) as temporary,
+    ):
+        temporary.symlink_to(name)
+        os.replace(temporary, link)
+        _fsync(link.parent)
 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:
@@ -91,13 +84,8 @@ def remove_directory(path: str | os.PathLike[str]) -> None:
 
     So no other process sees a part of it. Raises `CannotWrite` when it cannot be renamed."""
     path = Path(path)
-    with reporting_refusals(path, codes=None):
-        doomed = _temporary_path(path.parent)
-        try:
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-        finally:
-            _in_use.discard(doomed)
+    with reporting_refusals(path, codes=None), _temporary(path.parent) as doomed:
+        path.rename(doomed)
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
@@ -109,10 +97,8 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def publish_directory(
-    path: str | os.PathLike[str],
-    manifest_extra: Mapping[str, object] | None = None,
-    overwrite: bool = False,
-    needed_bytes: int = 0,
+    path: str | os.PathLike[str], manifest_extra: Mapping[str, object] | None = None,
+    overwrite: bool = False, needed_bytes: int = 0,
 ) -> Iterator[Path]:
     """Yield an empty folder to fill; when the block ends well it becomes `path`, whole and at once.
 
@@ -124,21 +110,16 @@ def publish_directory(
     Raises CannotWrite when `path` exists, or on a full disk or an unwritable folder.
     """
     path = Path(path)
-    if _lexists(path) and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise CannotWrite(f"{path} exists already: choose another name or allow overwriting")
     make_directory(path.parent)
-    with reporting_refusals(path, needed_bytes):
+    with reporting_refusals(path, needed_bytes), _temporary(path.parent) as temporary:
         _require_space(path.parent, needed_bytes)
-        temporary = _temporary_path(path.parent)
-        try:
-            temporary.mkdir()
-            with holding(temporary, wait=True):
-                yield temporary
-                _write_manifest(temporary, manifest_extra or {})
-                _put_in_place(temporary, path, overwrite)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            _in_use.discard(temporary)
+        temporary.mkdir()
+        with holding(temporary, wait=True):
+            yield temporary
+            _write_manifest(temporary, manifest_extra or {})
+            _put_in_place(temporary, path, overwrite)
 
 
 def add_files(directory: str | os.PathLike[str], contents: Mapping[str, str]) -> None:
@@ -261,12 +242,9 @@ def sweep_leftovers(parent: str | os.PathLike[str]) -> list[Path]:
         match = _LEFTOVER.fullmatch(entry.name)
         if match and match["old"]:
             for replaced in entry.iterdir():
-                if not _lexists(parent / replaced.name):
+                if not os.path.lexists(parent / replaced.name):
                     replaced.rename(parent / replaced.name)
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
+        _remove(entry)
         swept.append(entry)
     return swept
 
@@ -279,9 +257,7 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def reporting_refusals(
-    path: str | os.PathLike[str],
-    needed_bytes: int = 0,
-    codes: set[int] | None = _REFUSED_WRITE,
+    path: str | os.PathLike[str], needed_bytes: int = 0, codes: set[int] | None = _REFUSED_WRITE
 ) -> Iterator[None]:
     """Turn the disk's refusals inside the block into `CannotWrite`, with needed and free bytes.
     codes are the error numbers of refusals; None is all, for blocks that only write."""
@@ -366,7 +342,7 @@ def _relative_files(directory: Path) -> list[str]:
 
 
 def _put_in_place(temporary: Path, path: Path, overwrite: bool) -> None:
-    if not _lexists(path):
+    if not os.path.lexists(path):
         os.rename(temporary, path)
         _fsync(path.parent)
         return
@@ -376,9 +352,10 @@ def _put_in_place(temporary: Path, path: Path, overwrite: bool) -> None:
         _fsync(path.parent)
         return
     aside = _temporary_path(path.parent, kind="old-")
+    _in_use.add(aside)
     try:
         aside.mkdir()
-        os.rename(path, aside / path.name)
+        os.rename(path, aside / path.name)  # after a failure `sweep_leftovers` puts it back
         os.rename(temporary, path)
         _fsync(path.parent)
         shutil.rmtree(aside, ignore_errors=True)
@@ -388,8 +365,6 @@ def _put_in_place(temporary: Path, path: Path, overwrite: bool) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two directory entries in one step (Linux renameat2); False where that is unknown."""
-    if not sys.platform.startswith("linux"):
-        return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -403,11 +378,28 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(second))
 
 
+@contextmanager
+def _temporary(parent: Path) -> Iterator[Path]:
+    """Yield a path in `parent` for what is in the making; remove what is there at the end."""
+    path = _temporary_path(parent)
+    _in_use.add(path)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        _in_use.discard(path)
+
+
 def _temporary_path(parent: Path, kind: str = "") -> Path:
     host, namespace = _origin()
-    path = parent / f".tmp-{kind}{os.getpid()}-{secrets.token_hex(4)}-{host}-{namespace}"
-    _in_use.add(path)
-    return path
+    return parent / f".tmp-{kind}{os.getpid()}-{secrets.token_hex(4)}-{host}-{namespace}"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _origin() -> tuple[str, str]:
@@ -486,10 +478,6 @@ def _link_or_copy(source: str, destination: str) -> None:
         os.link(os.path.realpath(source), destination)
     except OSError:  # no hard links on this filesystem, or the file is on another one
         shutil.copy2(source, destination)
-
-
-def _lexists(path: Path) -> bool:
-    return os.path.lexists(path)
 
 
 def _fsync(path: Path) -> None:

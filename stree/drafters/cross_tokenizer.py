@@ -88,12 +88,7 @@ class CrossTokenizerDrafter:
     grows = False
 
     def __init__(
-        self,
-        model: HybridModel,
-        own: Any,
-        targets: Any,
-        vocabulary: int,
-        num_rows: int,
+        self, model: HybridModel, own: Any, targets: Any, vocabulary: int, num_rows: int,
         max_length: int,
     ) -> None:
         self.model, self.own, self.targets = model, own, targets

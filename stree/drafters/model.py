@@ -57,11 +57,7 @@ class ModelDrafter:
     capturable = True
 
     def __init__(
-        self,
-        model: HybridModel,
-        num_rows: int,
-        max_length: int,
-        max_nodes: int,
+        self, model: HybridModel, num_rows: int, max_length: int, max_nodes: int,
         siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
     ) -> None:
         self.model, self.siblings = model, siblings
@@ -88,10 +84,7 @@ class ModelDrafter:
 
     @torch.no_grad()
     def read(
-        self,
-        row: int,
-        tokens: Tensor,
-        features: Tensor | None = None,
+        self, row: int, tokens: Tensor, features: Tensor | None = None,
         read_row: Callable[..., Tensor] = read_row,
     ) -> None:
         """Read the next tokens (T,) of a row's prompt.

@@ -49,7 +49,6 @@ def dead_process_id():
 
 def leftover(folder, pid, kind="", host=None):
     own = files._temporary_path(folder)
-    files._in_use.discard(own)
     _, _, own_host = own.name.removeprefix(".tmp-").split("-", 2)
     path = folder / f".tmp-{kind}{pid}-0123abcd-{host or own_host}"
     path.mkdir(parents=True)
