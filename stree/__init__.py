@@ -13,23 +13,9 @@ __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers' custom_generate
 
 __all__ = [
-    "CUSTOM_GENERATE",
-    "AdaptiveTrees",
-    "BanditTrees",
-    "BatchDecoder",
-    "Decoder",
-    "GenerationConfig",
-    "GenerationOutput",
-    "HybridConfig",
-    "HybridModel",
-    "Request",
-    "StepTimes",
-    "TokenTree",
-    "TransformersDecoder",
-    "__version__",
-    "from_transformers",
-    "generate",
-    "load",
+    "CUSTOM_GENERATE", "AdaptiveTrees", "BanditTrees", "BatchDecoder", "Decoder",
+    "GenerationConfig", "GenerationOutput", "HybridConfig", "HybridModel", "Request", "StepTimes",
+    "TokenTree", "TransformersDecoder", "__version__", "from_transformers", "generate", "load",
 ]
 
 if TYPE_CHECKING:

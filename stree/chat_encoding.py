@@ -259,10 +259,8 @@ class ChatEncoder:
         try:
             # annotated as str, returns ([text, …], [spans, …])
             rendered: Any = render_jinja_template(
-                [list(messages)],
-                chat_template=self.template,
-                return_assistant_tokens_mask=self.has_marks,
-                add_generation_prompt=prompt,
+                [list(messages)], chat_template=self.template,
+                return_assistant_tokens_mask=self.has_marks, add_generation_prompt=prompt,
                 **{"date_string": FIXED_DATE, **self.specials_map, **variables},
             )
         except _ERRORS_OF_TEMPLATES as error:

@@ -5,7 +5,6 @@ Triton reads the variable when it is first imported, which any library may do: s
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,22 +55,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries count at the end what is left
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What the tests of faults counted (`figures` in tests/faults), over all of them."""
-    totals: Counter[str] = Counter()
-    largest: dict[str, float] = {}
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if name.startswith("most "):
-                largest[name] = max(largest.get(name, 0), value)
-            else:
-                totals[name] += value
-    if totals:
-        terminalreporter.section("faults survived")
-        for name, value in {**totals, **largest}.items():
-            terminalreporter.line(f"{value:6g}  {name}")
 
 
 @pytest.fixture(scope="session")

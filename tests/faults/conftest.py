@@ -106,10 +106,3 @@ def make_evaluation(training, tmp_path_factory, *more: str) -> Evaluation:
     command = Evaluation(training.forks, options).run(folder / "whole")
     assert command.poll() == 0, command
     return Evaluation(training.forks, options, table_without_timings(folder / "whole"))
-
-
-@pytest.fixture
-def figures(record_property):
-    """figures(name, number) adds to a number that is told when all tests are over; of names that
-    begin with "most" the largest is."""
-    return record_property

@@ -48,7 +48,7 @@ def assert_refused(command: forked.Command, run_dir: Path, reason: str) -> re.Ma
 
 
 @pytest.mark.parametrize("seed", lanes(quick=1, long=15))
-def test_a_disk_too_small_for_the_run(training, tmp_path, seed, figures):
+def test_a_disk_too_small_for_the_run(training, tmp_path, seed):
     """Any size from less than one checkpoint (340 kB) to a little less than the run needs."""
     size_kib = random.Random(seed).randint(100, 1500)
     with mounted(tmp_path / "disk", f"size={size_kib}k") as disk:
@@ -58,11 +58,10 @@ def test_a_disk_too_small_for_the_run(training, tmp_path, seed, figures):
         disk.change(PLENTY)
         assert training.run(run_dir, output=tmp_path / "out").poll() == 0
         assert_same_run(run_dir, training.whole)
-    figures("disks full or without inodes under a training", 1)
 
 
 @pytest.mark.parametrize("seed", lanes(quick=1, long=10))
-def test_a_disk_without_inodes(training, tmp_path, seed, figures):
+def test_a_disk_without_inodes(training, tmp_path, seed):
     num_inodes = random.Random(seed).randint(9, 48)
     with mounted(tmp_path / "disk", f"size=100m,nr_inodes={num_inodes}") as disk:
         run_dir = disk.folder / "run"
@@ -71,7 +70,6 @@ def test_a_disk_without_inodes(training, tmp_path, seed, figures):
         disk.change(PLENTY)
         assert training.run(run_dir, output=tmp_path / "out").poll() == 0
         assert_same_run(run_dir, training.whole)
-    figures("disks full or without inodes under a training", 1)
 
 
 def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
@@ -138,7 +136,7 @@ def test_a_temporary_folder_is_not_needed(training, evaluation, tmp_path):
 
 
 @pytest.mark.parametrize("seed", lanes(quick=1, long=15))
-def test_a_disk_too_small_for_an_evaluation(evaluation, tmp_path, seed, figures):
+def test_a_disk_too_small_for_an_evaluation(evaluation, tmp_path, seed):
     size_kib = random.Random(seed).randrange(12, 64, 4)
     with mounted(tmp_path / "disk", f"size={size_kib}k") as disk:
         out = disk.folder / "out"
@@ -151,4 +149,3 @@ def test_a_disk_too_small_for_an_evaluation(evaluation, tmp_path, seed, figures)
         disk.change(PLENTY)
         assert evaluation.run(out, output=tmp_path / "log").poll() == 0
         assert table_without_timings(out) == evaluation.table
-    figures("full disks under an evaluation", 1)

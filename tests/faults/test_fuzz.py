@@ -40,16 +40,7 @@ NUM_LINES = 20_000
 NUM_PARENTS, NUM_TREES, NUM_ROWS, NUM_EVAL, NUM_TRAINING = 4000, 1900, 3400, 600, 100
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORDS = (
-    "tree",
-    "state",
-    "Was ist",
-    "12 + 30",
-    "naïve 🦊",
-    "<|end|>",
-    "\n\n",
-    "日本語",
-    "`x`",
-    "\\",
+    "tree", "state", "Was ist", "12 + 30", "naïve 🦊", "<|end|>", "\n\n", "日本語", "`x`", "\\"
 )
 
 
@@ -144,7 +135,7 @@ def damaged_lines(rng: random.Random) -> Iterator[bytes]:
         yield damaged_bytes(rng, text) if kind == 2 else text
 
 
-def test_hand_made_lines_are_accepted_or_rejected_for_their_reason(tmp_path, figures):
+def test_hand_made_lines_are_accepted_or_rejected_for_their_reason(tmp_path):
     assert len(HAND_MADE) >= 40 and {reason for _, reason in HAND_MADE} >= set(REASONS)
     for number, (line, reason) in enumerate(HAND_MADE):
         path = tmp_path / f"{number}.jsonl"
@@ -156,10 +147,9 @@ def test_hand_made_lines_are_accepted_or_rejected_for_their_reason(tmp_path, fig
             with pytest.raises(BadData, match="no usable conversation"):
                 list(conversations)
             assert dict(report.reasons) == {reason: 1}, line[:80]
-    figures("hand-made lines judged", len(HAND_MADE))
 
 
-def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path, figures):
+def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path):
     rng = random.Random(20)
     path = tmp_path / "fuzzed.jsonl"
     lines = damaged_lines(rng)
@@ -191,9 +181,6 @@ def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path, figures):
     # make a few times larger; the whole file has 10 MB.
     assert path.stat().st_size > 8 << 20
     assert at_last - at_first < 64 << 10 and peak - at_first < 1 << 20
-    figures("fuzzed lines of conversations", given)
-    figures("fuzzed lines rejected", report.rejected)
-    figures("most KiB held of the fuzzed lines", (peak - at_first) >> 10)
 
     tokenizer = train_tokenizer(list(WORDS), 320, tmp_path / "tokenizer")
     chats = ChatEncoder(tokenizer).encode([conversation.turns for conversation in kept])
@@ -209,7 +196,7 @@ def random_parents(rng: random.Random) -> list:
     return damaged_value(rng, parents) if rng.random() < 0.6 and parents else parents
 
 
-def test_fuzzed_parents(figures):
+def test_fuzzed_parents():
     rng = random.Random(21)
 
     def load(parents):
@@ -221,7 +208,6 @@ def test_fuzzed_parents(figures):
     )
     counts = accepted_of(given, load)
     assert counts.total() == NUM_PARENTS and min(counts.values()) > NUM_PARENTS // 10
-    figures("fuzzed trees", NUM_PARENTS)
 
 
 def yaml_texts(rng: random.Random, good: dict, number: int) -> Iterator[bytes]:
@@ -243,15 +229,14 @@ def load_from(path: Path, load: Callable[[Path], object]) -> Callable[[object], 
     return write_and_load
 
 
-def test_fuzzed_tree_files(tmp_path, figures):
+def test_fuzzed_tree_files(tmp_path):
     good = {"name": "paper", "parents": [-1, 0, 0, 0, 1, 1, 2], "description": "Fig. 4a"}
     texts = yaml_texts(random.Random(22), good, NUM_TREES)
     counts = accepted_of(texts, load_from(tmp_path / "tree.yaml", TokenTree.load))
     assert counts.total() == NUM_TREES and min(counts.values()) > NUM_TREES // 20
-    figures("fuzzed trees", NUM_TREES)
 
 
-def test_fuzzed_evaluation_configs(tmp_path, figures):
+def test_fuzzed_evaluation_configs(tmp_path):
     good = yaml.safe_load((CONFIGS / "eval" / "quickstart.yaml").read_text())
     good |= {"target": "t", "out": "o", "checkpoint": ["c"], "limit": 3, "seed": 1}
     parser = eval_spec.build_parser()
@@ -263,13 +248,12 @@ def test_fuzzed_evaluation_configs(tmp_path, figures):
     texts = yaml_texts(random.Random(23), good, NUM_EVAL)
     counts = accepted_of(texts, load_from(tmp_path / "eval.yaml", load))
     assert counts.total() == NUM_EVAL and min(counts.values()) > NUM_EVAL // 20
-    figures("fuzzed configs", NUM_EVAL)
 
 
 class Parsed(ParseOnly, DistillCLI): ...
 
 
-def test_fuzzed_training_configs(tmp_path, figures):
+def test_fuzzed_training_configs(tmp_path):
     path = CONFIGS / "distill" / "quickstart.yaml"
     parser = Parsed(Distillation, ["fit", "--config", str(path), "--run_dir", "r"]).parser
 
@@ -280,10 +264,9 @@ def test_fuzzed_training_configs(tmp_path, figures):
     texts = yaml_texts(random.Random(24), yaml.safe_load(path.read_text()), NUM_TRAINING)
     counts = accepted_of(texts, load_from(tmp_path / "distill.yaml", load))
     assert counts.total() == NUM_TRAINING and min(counts.values()) >= NUM_TRAINING // 20
-    figures("fuzzed configs", NUM_TRAINING)
 
 
-def test_fuzzed_results(tmp_path, figures):
+def test_fuzzed_results(tmp_path):
     rng = random.Random(25)
     good = json.loads(hostile_row())
     run = tmp_path / "run"
@@ -301,7 +284,6 @@ def test_fuzzed_results(tmp_path, figures):
 
     counts = accepted_of(lines(), load_from(tmp_path / RESULTS_NAME, load))
     assert counts.total() == NUM_ROWS and min(counts.values()) > NUM_ROWS // 20
-    figures("fuzzed results", NUM_ROWS)
     # What was accepted must do no harm where it is read.
     (run / "eval").mkdir(parents=True)
     (run / "eval" / RESULTS_NAME).write_bytes(b"".join(accepted))

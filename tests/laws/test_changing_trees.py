@@ -79,10 +79,7 @@ def furthest(policy, names, verifier, drafting, num_tokens: int, vocabulary: int
         choosing = adaptive_trees.choose
         adaptive_trees.choose = lambda num_rows: used.append(choosing(num_rows)) or used[-1]
         decoder = Decoder(
-            TableTarget(target),
-            drafting(drafter, choose),
-            adaptive_trees,
-            max_length=16,
+            TableTarget(target), drafting(drafter, choose), adaptive_trees, max_length=16,
             verifier=judge,
         )
         tokens = decoder.generate(PROMPT, generation).tokens

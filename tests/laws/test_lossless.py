@@ -6,14 +6,13 @@ every drafter and tree gives plain decoding's tokens, and these follow the targe
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 from eager import without_graphs
+from enumerated import Repetitive, chance_of
 from lanes import quick_first
 from toys import (
     TableDrafter,
@@ -26,7 +25,6 @@ from toys import (
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.runners import GraphRunner
-from stree.drafters import Proposal
 from stree.trees.token_tree import balanced
 from stree.verifiers import VERIFIERS
 from stree.verifiers.coupled import Coupled
@@ -65,17 +63,6 @@ def differences(kind=TableDrafter, cases: int = 40) -> Iterator[bool]:
         accepted += sum(got.stats.accepted_per_call)
         calls += got.stats.num_calls
     assert accepted > 0.3 * calls  # else this shows little
-
-
-class Repetitive(TableDrafter):
-    """Draws nothing, and often gives siblings the same token."""
-
-    drawn = Undrawn.drawn
-
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
-        nodes = torch.arange(tree_batch.num_nodes).expand(len(rows.active), -1)
-        last = rows.block.gather(1, rows.block[:, :1])
-        return Proposal((last + nodes // 2) % len(self.table))
 
 
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn])
@@ -297,37 +284,17 @@ def test_sampled_answers_follow_the_targets_distribution(setting):
     """
     torch.manual_seed(11)
     table = torch.randn(2, 3, 3, 3, dtype=torch.float64)
-    target, count = TableTarget(table[0]), 2000
+    target = TableTarget(table[0])
     decoder = BatchDecoder(
         target, TableDrafter(table[1]), TokenTree((-1, 0, 0, 1)), num_rows=100, max_length=16
     )
     served = [
         Request([0, 1], GenerationConfig(4, setting.temperature, setting.top_k, setting.top_p,
                                          seed=seed))
-        for seed in range(count)
+        for seed in range(2000)
     ]
-    seen = Counter(tuple(out.tokens) for out in decoder.generate(served))
-    rows = decoder.rows.narrow(0, 1, [setting])
-    rows.set(0, setting)
-    statistic, rare, num_cells = 0.0, [0.0, 0], 0
-    for answer in itertools.product(range(3), repeat=4):
-        wanted, context = float(count), (0, 1)
-        for token in answer:
-            logits = rows.kept(target.table[context[-2:]][None])
-            wanted *= float(rows.distribution(logits)[0, token])
-            context += (token,)
-        if wanted == 0:
-            assert seen[answer] == 0
-        elif wanted < 5:  # too few for χ²: counted together
-            rare = [rare[0] + wanted, rare[1] + seen[answer]]
-        else:
-            statistic += (seen[answer] - wanted) ** 2 / wanted
-            num_cells += 1
-    if rare[0]:
-        statistic += (rare[1] - rare[0]) ** 2 / rare[0]
-    half_freedom = torch.tensor(num_cells / 2, dtype=torch.float64)
-    by_chance = torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2).double())
-    assert num_cells >= 9 and by_chance > 1e-6
+    answers = [out.tokens for out in decoder.generate(served)]
+    assert chance_of(answers, target.table, setting) > 1e-6
 
 
 def test_one_choice_follows_the_softmax():

@@ -5,7 +5,6 @@ All random choices of a step are enumerated instead of sampled (tests/support/en
 
 from __future__ import annotations
 
-import inspect
 import itertools
 
 import pytest
@@ -20,6 +19,7 @@ from enumerated import (
     random_case,
 )
 from lanes import quick_first
+from planted import edited
 from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_distribution, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
@@ -126,15 +126,6 @@ def test_output_distribution_with_real_models(tree, drafter_layers, graphs, requ
         assert blocks.get(tokens, 0.0) == pytest.approx(probability, abs=1e-10)
 
 
-def _edited(line: str, mistake: str):
-    """`accept_multi_step` with one thing written otherwise."""
-    source = inspect.getsource(verification.accept_multi_step)
-    assert source.count(line) == 1, line
-    scope = dict(vars(verification))
-    exec("from __future__ import annotations\n" + source.replace(line, mistake), scope)
-    return scope["accept_multi_step"]
-
-
 MISTAKES = {
     "no residual": ("torch.where(rejected, left, target)", "target"),
     "residual not renormalised": ("left / total", "left"),
@@ -152,9 +143,14 @@ MISTAKES = {
 }
 
 
+def plant(mistake, monkeypatch):
+    mistaken = edited(verification.accept_multi_step, *MISTAKES[mistake])
+    monkeypatch.setattr(verification, "accept_multi_step", mistaken)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(verification, "accept_multi_step", _edited(*MISTAKES[mistake]))
+    plant(mistake, monkeypatch)
     worst = 0.0
     for seed in (4, 10, 16, 26, 39):
         target, drafter, tree, _ = random_case(seed)
@@ -176,7 +172,7 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
 )
 def test_planted_mistake_is_caught_in_graphs(mistake, request, monkeypatch):
     by_graphs(request, monkeypatch)
-    monkeypatch.setattr(verification, "accept_multi_step", _edited(*MISTAKES[mistake]))
+    plant(mistake, monkeypatch)
     blocks, wanted = enumerated_answers(TokenTree.chain(2), (1,), monkeypatch)
     assert max(abs(blocks.get(each, 0.0) - wanted[each]) for each in wanted) > 1e-4
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from eager import without_graphs
-from enumerated import CONTEXT, SETTINGS, block_distribution, distance
+from enumerated import CONTEXT, SETTINGS, block_distribution, chance_of, distance
 from lanes import quick_first
 from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model, with_head
 
@@ -84,15 +84,7 @@ def improbable(siblings, tree, verifier, grafted=False, count: int = 1000) -> fl
     served = [Request([0, 1], GenerationConfig(3, 1.0, seed=seed)) for seed in range(count)]
     outputs = decoder.generate(served)
     assert sum(sum(out.stats.accepted_per_call) for out in outputs) > count / 4
-    seen = Counter(tuple(out.tokens) for out in outputs)
-    statistic = 0.0
-    for answer in itertools.product(range(3), repeat=3):
-        wanted, context = float(count), (0, 1)
-        for token in answer:
-            wanted *= float(table[context[-2:]].softmax(-1)[token])
-            context += (token,)
-        statistic += (seen[answer] - wanted) ** 2 / wanted
-    return float(torch.special.gammaincc(torch.tensor(13.0), torch.tensor(statistic / 2)))
+    return chance_of([out.tokens for out in outputs], table, GenerationConfig(temperature=1.0))
 
 
 TREES = {

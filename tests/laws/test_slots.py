@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import inspect
-import textwrap
 from collections import Counter
 
 import pytest
@@ -13,6 +11,7 @@ from eager import without_graphs
 from enumerated import CONTEXT, RELATIONS, distance, random_case, related_case
 from growing import Growing, Telling
 from lanes import quick_first
+from planted import edited
 from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -21,7 +20,6 @@ from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
-from stree.trees import dynamic as grown_trees
 from stree.trees.build import make_tree_batch
 from stree.trees.dynamic import SlotTreeBatch
 from stree.trees.token_tree import SlotTree, balanced
@@ -121,9 +119,7 @@ def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, m
 
 MISTAKES = {
     "a slot is as good as what it holds": (
-        SlotTreeBatch.rate,
-        "slots.flatten(1)",
-        "paths.flatten(1)",
+        SlotTreeBatch.rate, "slots.flatten(1)", "paths.flatten(1)",
     ),
     "others' distributions": (SlotTreeBatch.finish, "drawn_at.gather(1, picks)", "0 * picks"),
     "other slots are verified": (SlotTreeBatch.finish, "descending=True", "descending=False"),
@@ -132,14 +128,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
-    function, line, instead = MISTAKES[mistake]
-    source = textwrap.dedent(inspect.getsource(function)).replace(
-        "super()", "super(type(self), self)"
-    )
-    assert source.count(line) == 1, line
-    scope = dict(vars(grown_trees))
-    exec("from __future__ import annotations\n" + source.replace(line, instead), scope)
-    monkeypatch.setattr(SlotTreeBatch, function.__name__, scope[function.__name__])
+    function = edited(*MISTAKES[mistake])
+    monkeypatch.setattr(SlotTreeBatch, function.__name__, function)
     setting, worst = GenerationConfig(temperature=1.0), 0.0
     for name in ("dyspec-2-1-2", "dyspec-1-2-3"):
         tree = TokenTree.load(name)

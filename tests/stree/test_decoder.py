@@ -1,13 +1,12 @@
 """One loop for autoregressive, chain and tree; greedy output never depends on the tree."""
 
 import random
-import time
 
 import numpy as np
 import pytest
 import torch
 from lanes import quick_first
-from toys import TableDrafter, TableTarget, tiny_model
+from toys import Streamer, TableDrafter, TableTarget, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
 from stree.batching.state import BatchState
@@ -223,14 +222,10 @@ def test_length_limit_inside_a_block():
         assert out.stats.num_new_tokens == limit - 1
 
 
-class Letters:
-    def decode(self, tokens):
-        return "".join(chr(ord("a") + token) for token in tokens)
-
-
 @pytest.mark.parametrize(
     "eos",
-    [5, [7, 5], (5,), {5}, torch.tensor(5), torch.tensor([5, 7]), np.int64(5), np.array([9, 5])],
+    [5, [7, 5], (5,), {5}, torch.tensor(5), torch.tensor([5, 7]), np.int64(5), np.array([9, 5]),
+     [np.uint8(5)]],
     ids=repr,
 )
 def test_any_whole_number_is_an_eos(eos):
@@ -257,65 +252,39 @@ def test_stop_strings_end_at_the_first_token_that_completes_them(stop, depth):
     target = counting_target()
     drafter = TableDrafter(target.table) if depth else None
     decoder = Decoder(target, drafter, TokenTree.chain(depth), tokenizer=pieces)
-    out = decoder.generate([6, 7], GenerationConfig(12, stop_strings=(stop,), ignore_eos=True))
+    asked = GenerationConfig(12, stop_strings=("xy", stop), ignore_eos=True)
+    out = decoder.generate([6, 7], asked)
     tokens = [token % 12 for token in range(8, 20)]
     wanted = next(n for n in range(1, 13) if stop in pieces.decode(tokens[:n]))
     assert out.tokens == tokens[:wanted] and out.finish_reason == "stop_string"
-
-
-def test_stop_string_ends_at_the_token_that_completes_it():
-    target = counting_target()
-    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4), tokenizer=Letters())
-    out = decoder.generate([0, 1], GenerationConfig(stop_strings=("xy", "efg")))
-    assert Letters().decode(out.tokens) == "cdefg" and out.finish_reason == "stop_string"
     with pytest.raises(UsageError, match="tokenizer"):
-        Decoder(target).generate([0, 1], GenerationConfig(stop_strings=("ab",)))
+        Decoder(target).generate([6, 7], asked)
 
 
 def test_streamer_gets_prompt_and_blocks():
-    class Streamer:
-        def __init__(self):
-            self.values, self.ended = [], False
-
-        def put(self, value):
-            self.values.append(value.tolist())
-
-        def end(self):
-            self.ended = True
-
     target, streamer = counting_target(), Streamer()
     decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(2), max_length=16)
     decoder.generate([0, 1], GenerationConfig(max_new_tokens=6), streamer=streamer)
     assert streamer.values == [[0, 1], [2], [3, 4, 5], [6, 7]] and streamer.ended
 
 
-class Ended:
-    def __init__(self):
-        self.times = 0
-
-    def put(self, value): ...
-
-    def end(self):
-        self.times += 1
-
-
 def test_whoever_reads_a_streamer_is_told_of_the_end_after_an_error_too():
     target, generation = tiny_model(1), GenerationConfig(8)
 
     def fails(during, *arguments, **options):
-        streamer = Ended()
+        streamer = Streamer()
         with pytest.raises((UsageError, InvariantBroken)):
             during(*arguments, streamer=streamer, **options)
-        assert streamer.times == 1
+        assert streamer.ended == 1
 
     fails(Decoder(target, max_length=99).generate, "hello", generation)
     fails(Decoder(target, max_length=9).generate, [1, 2], generation)
     fails(Decoder(target, max_length=99).generate, [], generation)
     target.model.norm.weight.data[0] = torch.nan
     fails(Decoder(target, max_length=99).generate, [1, 2], generation)
-    streamer = Ended()
+    streamer = Streamer()
     Decoder(tiny_model(1), max_length=99).generate([1, 2], generation, streamer=streamer)
-    assert streamer.times == 1
+    assert streamer.ended == 1
 
 
 def test_seed_decides_the_sample():
@@ -353,14 +322,6 @@ def test_the_most_extreme_penalties_leave_logits_finite(penalty):
         assert len(Decoder(tiny_model(1), max_length=64).generate([1, 2, 3], asked).tokens) == 9
 
 
-def test_times_add_up_to_the_step():
-    target = tiny_model(1)
-    decoder = Decoder(target, tiny_model(2, attn_layers=()), max_length=99)
-    stats = decoder.generate([1, 2, 3], GenerationConfig(20)).stats
-    assert set(stats.time_ms) == {"draft", "verify", "accept", "host"}
-    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=1e-6)
-
-
 def test_nan_is_named_with_layer_and_step():
     target = tiny_model(1)
     with torch.no_grad():
@@ -380,20 +341,6 @@ def test_overflow_of_finite_weights_is_named_too():
         target.model.layers[2].mlp.down_proj.weight.fill_(1e38)
     with pytest.raises(InvariantBroken, match=r"target.*step 0.*overflow in layer 2"):
         Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
-
-
-def test_a_slow_streamer_is_not_decoding_time():
-    class Slow:
-        def put(self, value):
-            time.sleep(0.02)
-
-        def end(self): ...
-
-    decoder = Decoder(tiny_model(1), max_length=99)
-    decoder.generate([1, 2], GenerationConfig(8))
-    stats = decoder.generate([1, 2], GenerationConfig(8), streamer=Slow()).stats
-    assert stats.decode_s < 7 * 0.02
-    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=1e-6)
 
 
 def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():

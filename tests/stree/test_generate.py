@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from toys import right_now_and_then, tiny_model
+from toys import Streamer, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, load
 from stree.chat_encoding import ChatEncoder
@@ -267,7 +267,7 @@ def test_a_mask_that_does_not_fit_is_refused(decoder, mask, message):
         (lambda it: it.chat([{"role": "user"}]), "wanted messages"),
         (lambda it: it.chat([{"role": "juggler", "content": ""}]), "template refuses .*juggler"),
         (lambda it: it.generate([1], input_ids=[1]), "prompts twice"),
-        (lambda it: it.generate([[1], [2]], streamer=Ended()), "one answer at a time"),
+        (lambda it: it.generate([[1], [2]], streamer=Streamer()), "one answer at a time"),
         (lambda it: it.generate([1], streamer=print), "wanted an object with put.tokens. and end"),
         (lambda it: it.generate([1], inputs_embeds=torch.ones(9, 9)), r"^.*inputs_embeds.*$"),
     ],
@@ -275,12 +275,6 @@ def test_a_mask_that_does_not_fit_is_refused(decoder, mask, message):
 def test_texts_and_chats_that_are_none_are_one_line(shipped, call, message):
     with pytest.raises(UsageError, match=message):
         call(shipped)
-
-
-class Ended:
-    def put(self, tokens) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def test_without_a_tokenizer_or_a_template_that_is_said(decoder, shipped, monkeypatch):

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from toys import Streamer
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -208,17 +209,6 @@ class AfterToken(StoppingCriteria):
         return torch.isin(input_ids[:, -1], self.tokens)
 
 
-class Streamer:
-    def __init__(self):
-        self.put_tokens, self.ended = [], 0
-
-    def put(self, value):
-        self.put_tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended += 1
-
-
 def test_ends_and_paddings_are_those_of_generate(granite):
     decoder = decoder_of(granite)
     ids, mask = prompts()
@@ -253,7 +243,7 @@ def test_a_streamer_gets_what_generate_would_put(granite):
     one, other = Streamer(), Streamer()
     got = decoder.generate(ids, max_new_tokens=9, do_sample=False, streamer=one)
     granite.generate(ids, max_new_tokens=9, do_sample=False, streamer=other)
-    assert one.put_tokens == other.put_tokens == got[0].tolist()
+    assert one.tokens == other.tokens == got[0].tolist()
     assert one.ended == other.ended == 1
     failing = Streamer()
     with pytest.raises(UsageError):

@@ -43,16 +43,6 @@ def test_an_eos_that_is_no_token_is_refused():
         Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(8, eos_token_id=99999))
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.uint8])
-def test_an_eos_may_be_numpy_s_integer(kind):
-    decoder = Decoder(tiny_model(1), max_length=99)
-    tokens = decoder.generate([1, 2], GenerationConfig(8)).tokens
-    for given in (kind(tokens[3]), [kind(tokens[3])], np.array([tokens[3]], dtype=kind)):
-        out = decoder.generate([1, 2], GenerationConfig(8, eos_token_id=given))
-        assert out.finish_reason == "eos"
-        assert out.tokens == tokens[: tokens.index(tokens[3]) + 1]
-
-
 @pytest.mark.parametrize("max_length", [0, -1, 2.5, None, "99"])
 def test_a_length_of_nothing_is_refused(max_length):
     with pytest.raises(UsageError, match=f"max_length is {max_length!r}, wanted a whole number"):

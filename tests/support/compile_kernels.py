@@ -106,13 +106,7 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
     logits = torch.zeros(1, 3, 1024, dtype=model.dtype)
     for by in (None, sampling):
         ops.choose_children(
-            logits,
-            level.depths,
-            by,
-            level.places,
-            tree_batch.pool,
-            finite,
-            level.nodes,
+            logits, level.depths, by, level.places, tree_batch.pool, finite, level.nodes,
             tree_batch.values,
         )
     tree_batch.finish(tree_batch.pool)

@@ -6,8 +6,11 @@ At 20,000 samples Monte Carlo misses four of ten planted mistakes. Row 0 is the 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -43,7 +46,8 @@ class Repetitive(TableDrafter):
 
     def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
         nodes = torch.arange(tree_batch.num_nodes).expand(len(rows.active), -1)
-        return Proposal((rows.block[:, 1:2] + nodes // 2) % len(self.table))
+        last = rows.block.gather(1, rows.block[:, :1])
+        return Proposal((last + nodes // 2) % len(self.table))
 
 
 class Independent(TableDrafter):
@@ -116,12 +120,8 @@ def related_case(seed: int, relation: str, trees=TREES):
 
 
 def block_distribution(
-    target: Any,
-    drafter: Any,
-    tree: TokenTree,
-    setting: GenerationConfig,
-    kind: Callable[..., RejectionSampling] = MultiStep,
-    beside: TokenTree = TREES[1],
+    target: Any, drafter: Any, tree: TokenTree, setting: GenerationConfig,
+    kind: Callable[..., RejectionSampling] = MultiStep, beside: TokenTree = TREES[1],
 ) -> dict:
     """Return the probability of each block of tokens that one step can give row 0.
 
@@ -185,6 +185,33 @@ def distance(blocks: dict, table, setting: GenerationConfig, length: int, start=
         return plain_distribution(table[text[-2:]], setting, text).tolist()
 
     return total_variation(blocks, after, start, len(table), length)
+
+
+def chance_of(answers: Iterable[Sequence[int]], table, setting, start=(0, 1)) -> float:
+    """Return how probable answers after `start` are at most: χ² over all answers of their length.
+
+    Answers of which fewer than five are expected count as one.
+    """
+    seen = Counter(map(tuple, answers))
+    (length,), statistic, rare, num_cells = set(map(len, seen)), 0.0, [0.0, 0], 0
+    after = functools.cache(lambda context: plain_distribution(table[context], setting).tolist())
+    for answer in itertools.product(range(len(table)), repeat=length):
+        wanted, context = float(seen.total()), start
+        for token in answer:
+            wanted *= after(context)[token]
+            context = (context[1], token)
+        if wanted == 0:
+            assert seen[answer] == 0
+        elif wanted < 5:
+            rare = [rare[0] + wanted, rare[1] + seen[answer]]
+        else:
+            statistic += (seen[answer] - wanted) ** 2 / wanted
+            num_cells += 1
+    if rare[0]:
+        statistic += (rare[1] - rare[0]) ** 2 / rare[0]
+    assert num_cells >= 9
+    half_freedom = torch.tensor((num_cells - (rare[0] == 0)) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2).double()))
 
 
 def length_of(blocks: dict) -> float:

@@ -90,13 +90,9 @@ class Forks:
         assert len(threads) == 1, f"the helper wants to be alone when it forks: {threads}"
 
     def start(
-        self,
-        script: Path,
-        arguments: list[str],
-        output: Path,
+        self, script: Path, arguments: list[str], output: Path,
         before: tuple[str, Mapping[str, Any]] | None = None,
-        environment: Mapping[str, str | None] | None = None,
-        limit_file_bytes: int | None = None,
+        environment: Mapping[str, str | None] | None = None, limit_file_bytes: int | None = None,
         terminal: str | None = None,
     ) -> Command:
         """Start `python script arguments` in a process of its own.

@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from stree.common.files import MANIFEST_NAME, publish_directory
+from stree.common.files import MANIFEST_NAME, publish_directory, sha256_of_file
 
 CANARY = "executed"
 CHECKPOINT, DATA, USAGE = 66, 65, 2
+CODES = {  # of entries whose refusals are not CHECKPOINT
+    **dict.fromkeys(("conversations", "generated data", "prompts", "report", "costs"), DATA),
+    **dict.fromkeys(("tree", "evaluation config", "training config", "baseline"), USAGE),
+}
 Builder = Callable[[Path], Path]
 
 
@@ -43,12 +47,13 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(name: str, entry: str, code: int, reason: str) -> Callable[[Builder], Builder]:
-    def add(build: Builder) -> Builder:
-        CASES.append(Case(name, entry, code, reason, build))
-        return build
-
-    return add
+def case(
+    name: str, entry: str, reason: str, build: Builder | None = None, code: int | None = None
+) -> Any:
+    """Add a case; without a builder, decorate one. The code is usually that of the entry."""
+    if build is None:
+        return lambda build: case(name, entry, reason, build, code)
+    CASES.append(Case(name, entry, code or CODES.get(entry, CHECKPOINT), reason, build))
 
 
 class Bomb:
@@ -99,6 +104,14 @@ def with_text(folder: Path, name: str, text: str | bytes, sealed: bool = False) 
     return copy
 
 
+def stretched(folder: Path, name: str, num_bytes: int) -> Path:
+    """Copy the good checkpoint, with a file that seems large and takes no room on the disk."""
+    copy = checkpoint(folder)
+    (copy / name).touch()
+    os.truncate(copy / name, num_bytes)
+    return copy
+
+
 def linked(folder: Path, name: str, to: str | Path, sealed: bool = False) -> Path:
     """Copy the good checkpoint, with its file `name` replaced by a link to `to`."""
     copy = checkpoint(folder, sealed)
@@ -107,11 +120,18 @@ def linked(folder: Path, name: str, to: str | Path, sealed: bool = False) -> Pat
     return copy
 
 
-def with_manifest(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+def relist(folder: Path, name: str, file: Path | None = None, **changes: Any) -> None:
+    """Let a folder's manifest say of `name` what is true of `file`, or `changes`."""
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    if file is not None:
+        changes = {"sha256": sha256_of_file(file), "size_bytes": file.stat().st_size}
+    manifest["files"].setdefault(name, {}).update(changes)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+
+
+def with_manifest(folder: Path, name: str, file: Path | None = None, **changes: Any) -> Path:
     copy = checkpoint(folder, sealed=True)
-    manifest = json.loads((copy / MANIFEST_NAME).read_text())
-    edit(manifest)
-    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
+    relist(copy, name, file, **changes)
     return copy
 
 
@@ -126,12 +146,12 @@ def safetensors_file(header: Mapping[str, Any] | bytes, data: bytes = b"") -> by
     return struct.pack("<Q", len(text)) + text + data
 
 
-def edited_safetensors(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
-    """Copy the good checkpoint, with the header of its weights changed by `edit`."""
+def edited_safetensors(folder: Path, **changes: Any) -> Path:
+    """Copy the good checkpoint, with `changes` to what its weights' header says of one tensor."""
     content = (folder / "target" / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + size])
-    edit(header)
+    header["model.norm.weight"].update(changes)
     changed = safetensors_file(header, content[8 + size :])
     return with_weights(folder, changed, "model.safetensors")
 
@@ -160,9 +180,7 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def config_case(name: str, reason: str, **changes: Any) -> None:
-    case(f"config {name}", "model", CHECKPOINT, reason)(
-        lambda folder: with_json(folder, "config.json", **changes)
-    )
+    case(f"config {name}", "model", reason, lambda at: with_json(at, "config.json", **changes))
 
 
 def mixer_case(name: str, reason: str, **changes: Any) -> None:
@@ -181,10 +199,4 @@ def mixer_case(name: str, reason: str, **changes: Any) -> None:
         path.write_text(json.dumps(config))
         return copy
 
-    case(f"config {name}", "model", CHECKPOINT, reason)(build)
-
-
-def template_case(name: str, reason: str, template: str, entry: str = "template") -> None:
-    case(f"template {name}", entry, CHECKPOINT, reason)(
-        lambda folder: with_text(folder, "chat_template.jinja", template)
-    )
+    case(f"config {name}", "model", reason, build)

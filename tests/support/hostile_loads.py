@@ -1,14 +1,11 @@
 """List every way in which a foreign file gets into the product, by name.
 
-As a script: `hostile_loads.py ENTRY PATH` loads the file, as a command does, and tells at its end
-how much processor time and memory that took.
+As a script: `hostile_loads.py ENTRY PATH` loads the file, as a command does.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,8 +26,6 @@ from stree_pipelines.data.generated import read_answers
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO, latest_valid
-
-USAGE = "resources:"
 
 
 def render(path: Path) -> None:
@@ -79,7 +74,6 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
 
 def main() -> None:
     entry, path = sys.argv[1:]
-    before = resource.getrusage(resource.RUSAGE_SELF)
     code: Any = 70
     try:
         exit_with_reason(lambda: ENTRIES[entry](Path(path)))
@@ -88,12 +82,6 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        used = {
-            "cpu_s": own.ru_utime + own.ru_stime - before.ru_utime - before.ru_stime,
-            "more_mib": (own.ru_maxrss - before.ru_maxrss) / 1024,
-        }
-        print(USAGE, json.dumps(used), flush=True)
         sys.stderr.flush()
         os._exit(code)  # the interpreter's shutdown takes longer than most loads
 

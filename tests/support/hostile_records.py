@@ -8,14 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hostile_files import (
-    CHECKPOINT,
-    DATA,
-    USAGE,
-    case,
-    state_folder,
-    written,
-)
+from hostile_files import DATA, case, state_folder, written
 
 from stree.common.files import publish_directory
 from stree_pipelines.data.generated import (
@@ -31,39 +24,29 @@ from stree_pipelines.training.checkpoints.saving import STATE_KEYS
 # Training state and profiles
 
 
-@case("state without an optimiser", "training state", CHECKPOINT, r"it lacks optimizer_states")
-def _(folder: Path) -> Path:
-    return state_folder(folder, {"state_dict": {}, "global_step": 3})
+case("state without an optimiser", "training state", r"it lacks optimizer_states",
+     lambda at: state_folder(at, {"state_dict": {}, "global_step": 3}))
 
 
-@case("state of Python objects", "training state", CHECKPOINT, r"no training state")
+@case("state of Python objects", "training state", r"no training state")
 def _(folder: Path) -> Path:
     array = {"$array": {"$tensor": "weight"}, "dtype": "|O", "shape": [1]}
     return state_folder(folder, dict.fromkeys(STATE_KEYS, array))
 
 
-@case("state of tensors that are not there", "training state", CHECKPOINT, r"no training state")
-def _(folder: Path) -> Path:
-    return state_folder(folder, {name: {"$tensor": "/elsewhere"} for name in STATE_KEYS})
+case("state of tensors that are not there", "training state", r"no training state",
+     lambda at: state_folder(at, {name: {"$tensor": "/elsewhere"} for name in STATE_KEYS}))
+case("state nested 100,000 deep", "training state", r"nested too deep",
+     lambda at: state_folder(at, '{"$tuple":' * 100_000))
 
 
-@case("state nested 100,000 deep", "training state", CHECKPOINT, r"nested too deep")
-def _(folder: Path) -> Path:
-    return state_folder(folder, '{"$tuple":' * 100_000)
+case("profile nested 100,000 deep", "profile", r"speculation_profile\.json cannot",
+     lambda at: written(at, "drafter/speculation_profile.json", "[" * 100_000).parent)
+case("costs nested 100,000 deep", "costs", r"costs\.json holds no costs",
+     lambda at: written(at, "costs.json", "[" * 100_000))
 
 
-@case("profile nested 100,000 deep", "profile", CHECKPOINT, r"speculation_profile\.json cannot")
-def _(folder: Path) -> Path:
-    written(folder, "drafter/speculation_profile.json", "[" * 100_000)
-    return folder / "drafter"
-
-
-@case("costs nested 100,000 deep", "costs", DATA, r"costs\.json holds no costs")
-def _(folder: Path) -> Path:
-    return written(folder, "costs.json", "[" * 100_000)
-
-
-@case("costs of a beam of 10^9 nodes", "costs", DATA, r"beam-9999-9999-9999 draws")
+@case("costs of a beam of 10^9 nodes", "costs", r"beam-9999-9999-9999 draws")
 def _(folder: Path) -> Path:
     times = {"tree": {"name": "beam-9999-9999-9999", "parents": [-1]}, "seconds": {"1": 0.5}}
     head = {"device": "", "dtype": "", "temperature": 0.0, "catch_up_s": 0.0}
@@ -92,73 +75,48 @@ YAML_TEXTS = {
     "with a month of 13": ("parents: 2026-13-13", r"month|parents"),
     "in base 60": ("limit: 1" + ":59" * 100_000, r"more than 20,000 characters"),
 }
-for _name, (_text, _reason) in YAML_TEXTS.items():
-    case(f"tree {_name}", "tree", USAGE, _reason)(
-        lambda folder, text=_text: written(folder, "tree.yaml", text)  # type: ignore[misc]
-    )
-for _name, _entry in {
-    "object": "evaluation config",
-    "of 9^29 laughs": "evaluation config",
-    "of 9^11 merges": "training config",
-    "nested 100,000 deep": "training config",
-}.items():
-    _text, _reason = YAML_TEXTS[_name]
-    case(f"{_entry} {_name}", _entry, USAGE, _reason)(
-        lambda folder, text=_text: written(folder, "config.yaml", text)  # type: ignore[misc]
-    )
 
 
-@case("tree of a list of lists", "tree", USAGE, r"whole numbers")
-def _(folder: Path) -> Path:
-    return written(folder, "tree.yaml", "parents: [-1, [0, [1]]]")
+def yaml_case(entry: str, name: str) -> None:
+    text, reason = YAML_TEXTS[name]
+    case(f"{entry} {name}", entry, reason, lambda at: written(at, "config.yaml", text))
 
 
-@case("tree of 10^9 nodes", "tree", USAGE, r"at most 2047")
-def _(folder: Path) -> Path:
-    return Path("chain-999999999")
-
-
-@case("config with brackets in a text", "training config", USAGE, r"more than 20,000 characters")
-def _(folder: Path) -> Path:
-    return written(folder, "config.yaml", "data: {train: '" + "- " * 50_000 + "'}")
+for _name in YAML_TEXTS:
+    yaml_case("tree", _name)
+yaml_case("evaluation config", "object")
+yaml_case("evaluation config", "of 9^29 laughs")
+yaml_case("training config", "of 9^11 merges")
+yaml_case("training config", "nested 100,000 deep")
+case("tree of a list of lists", "tree", r"whole numbers",
+     lambda at: written(at, "tree.yaml", "parents: [-1, [0, [1]]]"))
+case("tree of 10^9 nodes", "tree", r"at most 2047", lambda at: Path("chain-999999999"))
+case("config with brackets in a text", "training config", r"more than 20,000 characters",
+     lambda at: written(at, "config.yaml", "data: {train: '" + "- " * 50_000 + "'}"))
 
 
 # Data, results, baselines
 
 
-@case("gzip bomb of empty lines", "conversations", DATA, r"100,000 empty lines in a row")
-def _(folder: Path) -> Path:
-    packed = gzip.compress(b"\n" * (1 << 20))
-    return written(folder, "data.jsonl.gz", packed * 4000)  # 4 GB
+def gzip_bomb(letter: bytes, num_mib: int) -> bytes:
+    return gzip.compress(letter * (1 << 20)) * num_mib
 
 
-@case("gzip bomb of one line", "conversations", DATA, r"unpacks to over 500 times")
-def _(folder: Path) -> Path:
-    packed = gzip.compress(b" " * (1 << 20))
-    return written(folder, "data.jsonl.gz", packed * 4000)
+case("gzip bomb of empty lines", "conversations", r"100,000 empty lines in a row",
+     lambda at: written(at, "data.jsonl.gz", gzip_bomb(b"\n", 4000)))
+case("gzip bomb of one line", "conversations", r"unpacks to over 500 times",
+     lambda at: written(at, "data.jsonl.gz", gzip_bomb(b" ", 4000)))
+case("gzip cut off", "conversations", r"cannot be read beyond line 99: Compressed",
+     lambda at: written(at, "data.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9]))
+case("rows nested 100,000 deep", "conversations", r"no usable conversation.*not JSON",
+     lambda at: written(at, "data.jsonl", ('{"conversations": ' + "[" * 100_000 + "\n") * 3))
+case("list nested 100,000 deep", "conversations", r"a JSON list, whose row 1 is not JSON",
+     lambda at: written(at, "data.jsonl", ("[" * 100_000 + "\n") * 3))
+case("parquet of noise", "conversations", r"data\.parquet: cannot be read",
+     lambda at: written(at, "data.parquet", b"PAR1" + bytes(range(256)) * 40 + b"PAR1"))
 
 
-@case("gzip cut off", "conversations", DATA, r"cannot be read beyond line 99: Compressed")
-def _(folder: Path) -> Path:
-    return written(folder, "data.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9])
-
-
-@case("rows nested 100,000 deep", "conversations", DATA, r"no usable conversation.*not JSON")
-def _(folder: Path) -> Path:
-    return written(folder, "data.jsonl", ('{"conversations": ' + "[" * 100_000 + "\n") * 3)
-
-
-@case("list nested 100,000 deep", "conversations", DATA, r"a JSON list, whose row 1 is not JSON")
-def _(folder: Path) -> Path:
-    return written(folder, "data.jsonl", ("[" * 100_000 + "\n") * 3)
-
-
-@case("parquet of noise", "conversations", DATA, r"data\.parquet: cannot be read")
-def _(folder: Path) -> Path:
-    return written(folder, "data.parquet", b"PAR1" + bytes(range(256)) * 40 + b"PAR1")
-
-
-@case("dataset that is damaged", "conversations", DATA, r"`datasets` cannot load it")
+@case("dataset that is damaged", "conversations", r"`datasets` cannot load it")
 def _(folder: Path) -> Path:
     written(folder, "saved/dataset_info.json", "[" * 1000)
     return written(folder, "saved/state.json", "3").parent
@@ -188,40 +146,23 @@ def generated(folder: Path, content: str | bytes = "", **columns: Any) -> Path:
     return data
 
 
-@case("generated data nested 100,000 deep", "generated data", DATA, r"generation\.json cannot be")
-def _(folder: Path) -> Path:
-    return generated(folder, "[" * 100_000)
-
-
-@case("generated data of noise", "generated data", DATA, r"shard-00000-of-00001 cannot be read")
-def _(folder: Path) -> Path:
-    return generated(folder, b"PAR1" + bytes(range(256)) * 40 + b"PAR1")
-
-
-@case("generated data of ids that are none", "generated data", DATA, r"outside of a vocabulary")
-def _(folder: Path) -> Path:
-    return generated(folder, answer_tokens=[7, -1])
-
-
-@case("generated data without a token", "generated data", DATA, r"a token is missing")
-def _(folder: Path) -> Path:
-    return generated(folder, answer_tokens=[7, None])
-
-
-@case("prompts nested 100,000 deep", "prompts", DATA, r"prompts\.jsonl:1: it is nested too deep")
-def _(folder: Path) -> Path:
-    return written(folder, "own/prompts.jsonl", "[" * 100_000)
-
-
-@case("prompts of half a letter", "prompts", DATA, r"surrogates")
-def _(folder: Path) -> Path:
-    return written(folder, "own/prompts.jsonl", '{"id": "1", "turns": ["\\ud800"]}')
+case("generated data nested 100,000 deep", "generated data", r"generation\.json cannot be",
+     lambda at: generated(at, "[" * 100_000))
+case("generated data of noise", "generated data", r"shard-00000-of-00001 cannot be read",
+     lambda at: generated(at, b"PAR1" + bytes(range(256)) * 40 + b"PAR1"))
+case("generated data of ids that are none", "generated data", r"outside of a vocabulary",
+     lambda at: generated(at, answer_tokens=[7, -1]))
+case("generated data without a token", "generated data", r"a token is missing",
+     lambda at: generated(at, answer_tokens=[7, None]))
+case("prompts nested 100,000 deep", "prompts", r"prompts\.jsonl:1: it is nested too deep",
+     lambda at: written(at, "own/prompts.jsonl", "[" * 100_000))
+case("prompts of half a letter", "prompts", r"surrogates",
+     lambda at: written(at, "own/prompts.jsonl", '{"id": "1", "turns": ["\\ud800"]}'))
 
 
 def result_case(name: str, reason: str, **changes: Any) -> None:
-    @case(f"result {name}", "report", DATA, reason)
-    def _(folder: Path) -> Path:
-        return written(folder, "run/eval/results.jsonl", hostile_row(**changes)).parents[1]
+    case(f"result {name}", "report", reason,
+         lambda at: written(at, "run/eval/results.jsonl", hostile_row(**changes)).parents[1])
 
 
 def hostile_row(**changes: Any) -> str:
@@ -240,38 +181,30 @@ result_case("with samples above", r"samples", samples="../../../../etc/passwd")
 result_case("of a count with 400 digits", r"num_prompts", num_prompts=10**400)
 
 
-@case("samples that are a gzip bomb", "report", DATA, r"unpacks to over 100 times its size")
-def _(folder: Path) -> Path:
+def with_results(folder: Path, name: str, content: str | bytes) -> Path:
+    """Write a run of one row, and a further file of it."""
     run = written(folder, "run/eval/results.jsonl", hostile_row()).parents[1]
-    name = json.loads(hostile_row())["samples"]
-    written(run, f"eval/{name}", gzip.compress(b"\n" * (1 << 20)) * 1000)  # 1 GB
+    written(run, name, content)
     return run
 
 
-@case("metrics of 200,000 letters", "report", DATA, r"metrics\.csv is no table")
-def _(folder: Path) -> Path:
-    run = written(folder, "run/eval/results.jsonl", hostile_row()).parents[1]
-    written(run, "metrics.csv", "step,loss\n1," + "9" * 200_000 + "\n")
-    return run
+case("samples that are a gzip bomb", "report", r"unpacks to over 100 times its size",
+     lambda at: with_results(at, f"eval/{json.loads(hostile_row())['samples']}",
+                             gzip_bomb(b"\n", 1000)))
+case("metrics of 200,000 letters", "report", r"metrics\.csv is no table",
+     lambda at: with_results(at, "metrics.csv", "step,loss\n1," + "9" * 200_000 + "\n"))
+case("baseline of no name", "baseline", r"no pointer to a folder",
+     lambda at: written(at, "baseline", b"runs\0elsewhere"))
+case("baseline that is long", "baseline", r"no pointer to a folder",
+     lambda at: written(at, "baseline", "x/" * 1_000_000))
 
 
-@case("baseline of no name", "baseline", USAGE, r"no pointer to a folder")
-def _(folder: Path) -> Path:
-    return written(folder, "baseline", b"runs\0elsewhere")
-
-
-@case("baseline that is long", "baseline", USAGE, r"no pointer to a folder")
-def _(folder: Path) -> Path:
-    return written(folder, "baseline", "x/" * 1_000_000)
-
-
-@case("baseline in a circle", "baseline", USAGE, r"no pointer to a folder")
+@case("baseline in a circle", "baseline", r"no pointer to a folder")
 def _(folder: Path) -> Path:
     (folder / "baseline").symlink_to(folder / "other")
     (folder / "other").symlink_to(folder / "baseline")
     return folder / "baseline"
 
 
-@case("baseline with another's rows", "baseline", DATA, r"is no ResultRow")
-def _(folder: Path) -> Path:
-    return written(folder, "rows/results.jsonl", '{"accuracy": 1}\n').parent
+case("baseline with another's rows", "baseline", r"is no ResultRow",
+     lambda at: written(at, "rows/results.jsonl", '{"accuracy": 1}\n').parent, code=DATA)

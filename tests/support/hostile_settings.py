@@ -11,14 +11,13 @@ from typing import Any
 
 from hostile_files import (
     CANARY,
-    CHECKPOINT,
     case,
     checkpoint,
     config_case,
     linked,
     mixer_case,
     shell,
-    template_case,
+    stretched,
     with_json,
     with_text,
     written,
@@ -45,23 +44,19 @@ config_case("of another kind", r"only 'llama' is supported", model_type="gpt2")
 config_case("of a list of kinds", r"model_type = \['llama'\]", model_type=["llama"])
 
 
-@case("config with NaN", "model", CHECKPOINT, r"NaN is no number")
-def _(folder: Path) -> Path:
-    return with_json(folder, "config.json", rms_norm_eps=float("nan"))
+case("config with NaN", "model", r"NaN is no number",
+     lambda at: with_json(at, "config.json", rms_norm_eps=float("nan")))
+case("config nested 100,000 deep", "model", r"nested too deep",
+     lambda at: with_text(at, "config.json", '{"a":' * 100_000))
 
 
-@case("config nested 100,000 deep", "model", CHECKPOINT, r"nested too deep")
-def _(folder: Path) -> Path:
-    return with_text(folder, "config.json", '{"a":' * 100_000)
-
-
-@case("config with a key twice", "model", CHECKPOINT, r"'vocab_size' is given twice")
+@case("config with a key twice", "model", r"'vocab_size' is given twice")
 def _(folder: Path) -> Path:
     text = (folder / "target" / "config.json").read_text()
     return with_text(folder, "config.json", text.replace("{", '{"vocab_size": 7,', 1))
 
 
-@case("config that is a pipe", "model", CHECKPOINT, r"no regular file")
+@case("config that is a pipe", "model", r"no regular file")
 def _(folder: Path) -> Path:
     copy = checkpoint(folder)
     (copy / "config.json").unlink()
@@ -69,69 +64,47 @@ def _(folder: Path) -> Path:
     return copy
 
 
-for _name, _entry in {
-    "config.json": "model",
-    "mamba_config.json": "model",
-    "generation_config.json": "model",
-    "model.safetensors": "model",
-    "tokenizer.json": "tokenizer",
-    "tokenizer_config.json": "tokenizer",
-    "special_tokens_map.json": "tokenizer",
-    "chat_template.jinja": "template",
-}.items():
-    case(f"{_name} that is a device", _entry, CHECKPOINT, r"is a link to /dev/zero, out of")(
-        lambda folder, name=_name: linked(folder, name, "/dev/zero")  # type: ignore[misc]
-    )
+def device_case(entry: str, *names: str) -> None:
+    for name in names:
+        case(f"{name} that is a device", entry, r"is a link to /dev/zero, out of",
+             lambda at, name=name: linked(at, name, "/dev/zero"))
 
 
-@case("config that is a device, of a tokenizer", "tokenizer", CHECKPOINT, r"a link to /dev/zero")
-def _(folder: Path) -> Path:
-    return linked(folder, "config.json", "/dev/zero")
+device_case("model", "config.json", "mamba_config.json", "generation_config.json",
+            "model.safetensors")
+device_case("tokenizer", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+device_case("template", "chat_template.jinja")
+case("config that is a device, of a tokenizer", "tokenizer", r"a link to /dev/zero",
+     lambda at: linked(at, "config.json", "/dev/zero"))
+case("config elsewhere", "model", r"a link to .*/target/config\.json, out of",
+     lambda at: linked(at, "config.json", at / "target" / "config.json"))
+case("config in a circle", "model", r"config\.json (cannot be read|is a link)",
+     lambda at: linked(at, "config.json", "config.json"))
+case("templates in a folder elsewhere", "tokenizer", r"chat_templates is a link to",
+     lambda at: linked(at, "additional_chat_templates", at / "target"))
 
 
-@case("config elsewhere", "model", CHECKPOINT, r"a link to .*/target/config\.json, out of")
-def _(folder: Path) -> Path:
-    return linked(folder, "config.json", folder / "target" / "config.json")
-
-
-@case("config in a circle", "model", CHECKPOINT, r"config\.json (cannot be read|is a link)")
-def _(folder: Path) -> Path:
-    return linked(folder, "config.json", "config.json")
-
-
-@case("templates in a folder elsewhere", "tokenizer", CHECKPOINT, r"chat_templates is a link to")
-def _(folder: Path) -> Path:
-    return linked(folder, "additional_chat_templates", folder / "target")
-
-
-@case("config of 10 GB", "model", CHECKPOINT, r"at most .* are read")
-def _(folder: Path) -> Path:
-    copy = checkpoint(folder)
-    os.truncate(copy / "config.json", 10 << 30)  # takes no room on the disk
-    return copy
+case("config of 10 GB", "model", r"at most .* are read",
+     lambda at: stretched(at, "config.json", 10 << 30))
 
 
 # Tokenizers
 
 
-@case("tokenizer of another kind", "tokenizer", CHECKPOINT, r"tokenizer .* cannot be read")
-def _(folder: Path) -> Path:
-    return with_text(folder, "tokenizer.json", '{"model_type": "llama"}')
+case("tokenizer of another kind", "tokenizer", r"tokenizer .* cannot be read",
+     lambda at: with_text(at, "tokenizer.json", '{"model_type": "llama"}'))
+case("tokenizer that is a pickle", "tokenizer", r"tokenizer .* cannot be read",
+     lambda at: with_text(at, "tokenizer.json", pickle.dumps(shell(at))))
 
 
-@case("tokenizer that is a pickle", "tokenizer", CHECKPOINT, r"tokenizer .* cannot be read")
-def _(folder: Path) -> Path:
-    return with_text(folder, "tokenizer.json", pickle.dumps(shell(folder)))
-
-
-@case("tokenizer at which its library panics", "tokenizer", CHECKPOINT, r"PanicException")
+@case("tokenizer at which its library panics", "tokenizer", r"PanicException")
 def _(folder: Path) -> Path:
     charsmap = base64.b64encode(bytes(3)).decode()
     normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     return with_json(folder, "tokenizer.json", normalizer=normalizer)
 
 
-@case("tokenizer with code of its own", "tokenizer", CHECKPOINT, r"code of its own")
+@case("tokenizer with code of its own", "tokenizer", r"code of its own")
 def _(folder: Path) -> Path:
     copy = checkpoint(folder)
     (copy / "tokenizer.json").unlink()
@@ -142,49 +115,36 @@ def _(folder: Path) -> Path:
     return copy
 
 
-@case("tokenizer's config nested deep", "tokenizer", CHECKPOINT, r"nested too deep")
-def _(folder: Path) -> Path:
-    return with_text(folder, "tokenizer_config.json", "[" * 100_000)
-
-
-@case("drafter of another tokenizer", "evaluation", CHECKPOINT, r"does not use the tokenizer")
-def _(folder: Path) -> Path:
-    return with_text(folder, "chat_template.jinja", "{{ messages }}")
+case("tokenizer's config nested deep", "tokenizer", r"nested too deep",
+     lambda at: with_text(at, "tokenizer_config.json", "[" * 100_000))
+case("drafter of another tokenizer", "evaluation", r"does not use the tokenizer",
+     lambda at: with_text(at, "chat_template.jinja", "{{ messages }}"))
 
 
 for _name in ("tokenizer.json", "tokenizer.model", "special_tokens_map.json"):
-
-    @case(f"{_name} of 3 GB", "tokenizer", CHECKPOINT, r"3,221,225,472 bytes, at most .* are read")
-    def _(folder: Path, name: str = _name) -> Path:
-        copy = checkpoint(folder)
-        (copy / name).touch()
-        os.truncate(copy / name, 3 << 30)
-        return copy
-
-
-for _key in ("merges_file", "fast_tokenizer_files"):
-
-    @case(f"tokenizer with {_key} elsewhere", "tokenizer", CHECKPOINT, rf"elsewhere in {_key}")
-    def _(folder: Path, key: str = _key) -> Path:
-        named = "../target/tokenizer.json"
-        named = [named] if key.endswith("s") else named  # type: ignore[assignment]
-        return with_json(folder, "tokenizer_config.json", **{key: named})
+    case(f"{_name} of 3 GB", "tokenizer", r"3,221,225,472 bytes, at most .* are read",
+         lambda at, name=_name: stretched(at, name, 3 << 30))
+case("tokenizer with merges_file elsewhere", "tokenizer", r"elsewhere in merges_file",
+     lambda at: with_json(at, "tokenizer_config.json", merges_file="../target/tokenizer.json"))
+case("tokenizer with fast_tokenizer_files elsewhere", "tokenizer",
+     r"elsewhere in fast_tokenizer_files",
+     lambda at: with_json(at, "tokenizer_config.json",
+                          fast_tokenizer_files=["../target/tokenizer.json"]))
 
 
 def split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-@case("tokenizer whose pattern explodes", "encoding", CHECKPOINT, r"tokenizer .*retry-limit")
-def _(folder: Path) -> Path:
-    return with_json(folder, "tokenizer.json", pre_tokenizer=split(r"((((((.+)+)+)+)+)+)+(?<=~)"))
+case("tokenizer whose pattern explodes", "encoding", r"tokenizer .*retry-limit",
+     lambda at: with_json(at, "tokenizer.json", pre_tokenizer=split(r"((((((.+)+)+)+)+)+)+(?<=~)")))
 
 
 # Chat templates
 
 
 def own_template(name: str, template: Any) -> None:
-    @case(f"template {name}", "template", CHECKPOINT, r"its chat template is a \w+, wanted text")
+    @case(f"template {name}", "template", r"its chat template is a \w+, wanted text")
     def _(folder: Path) -> Path:
         copy = with_json(folder, "tokenizer_config.json", chat_template=template)
         (copy / "chat_template.jinja").unlink()
@@ -195,17 +155,19 @@ own_template("that is a number", 3)
 own_template("that is true", True)
 own_template("that is a number by name", [{"name": "default", "template": 3}])
 
-template_case("of 10^12 rounds", r"Range too big", "{% for i in range(10**12) %}.{% endfor %}")
-template_case("nested 100,000 deep", r"RecursionError", "{{ " + "(" * 100_000 + " }}")
-template_case(
-    "reaching for classes", r"SecurityError.*__class__",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-)
-template_case(
-    "reaching for globals", r"SecurityError.*__globals__",
-    "{{ raise_exception.__globals__['jinja2'].os.system('true') }}",
-)
-template_case(
-    "reaching through format", r"SecurityError.*__class__",
-    "{{ '{0.__class__.__mro__}'.format('') }}",
-)
+for _name, (_reason, _template) in {
+    "of 10^12 rounds": (r"Range too big", "{% for i in range(10**12) %}.{% endfor %}"),
+    "nested 100,000 deep": (r"RecursionError", "{{ " + "(" * 100_000 + " }}"),
+    "reaching for classes": (
+        r"SecurityError.*__class__", "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    ),
+    "reaching for globals": (
+        r"SecurityError.*__globals__",
+        "{{ raise_exception.__globals__['jinja2'].os.system('true') }}",
+    ),
+    "reaching through format": (
+        r"SecurityError.*__class__", "{{ '{0.__class__.__mro__}'.format('') }}"
+    ),
+}.items():
+    case(f"template {_name}", "template", _reason,
+         lambda at, text=_template: with_text(at, "chat_template.jinja", text))

@@ -68,15 +68,8 @@ def case(
     tree_batch, batch = make_tree_batch(trees, torch.device(DEVICE)), len(trees)
     levels = tuple((level.nodes, level.places) for level in tree_batch.levels)
     drafts = Drafts(
-        tokens,
-        tree_batch.parents,
-        tree_batch.children,
-        levels,
-        drawn,
-        tree_batch.drawn_by,
-        points,
-        None,
-        independent,
+        tokens, tree_batch.parents, tree_batch.children, levels, drawn, tree_batch.drawn_by, points,
+        None, independent,
     )
     seeds = torch.arange(batch, device=DEVICE)
     sampling = Sampling(temperature, seeds, torch.full_like(seeds, 7))

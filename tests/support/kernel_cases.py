@@ -104,14 +104,8 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def compare_calls(
-    case: Any,
-    exact: Any,
-    shape: Any,
-    trees: list[TokenTree],
-    paths: list[list[int]],
-    tolerance: float,
-    after_each: Callable[[], None] = lambda: None,
-    copies: bool = True,
+    case: Any, exact: Any, shape: Any, trees: list[TokenTree], paths: list[list[int]],
+    tolerance: float, after_each: Callable[[], None] = lambda: None, copies: bool = True,
 ) -> tuple[Topology, CacheState]:
     """Compare two calls of a recurrent op with the same calls in fp64 (`exact`).
 

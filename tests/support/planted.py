@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import itertools
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+TRAIN_BATCH = (
+    "stree_pipelines.training.checkpoints.saving:TrainingCheckpoints.on_train_batch_start"
+)
 
 
 def die_at(call: str, naming: str = "", when: str = "before", nth: int = 1) -> None:
@@ -47,15 +54,12 @@ def die_at(call: str, naming: str = "", when: str = "before", nth: int = 1) -> N
 def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> None:
     """Fill the disk of `folder` up to `spare_bytes` before the nth call of `call`."""
 
-    def instead(original: Callable) -> Callable:
-        return _preceded(original, nth, fill)
-
     def fill(*_: Any) -> None:
         disk = os.statvfs(folder)
         with open(Path(folder, "filler"), "wb") as file:
             file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - spare_bytes)))
 
-    _replace(call, instead)
+    _before(call, nth, fill)
 
 
 def run_out_of_memory(call: str, nth: int = 1) -> None:
@@ -68,42 +72,38 @@ def run_out_of_memory(call: str, nth: int = 1) -> None:
             "139.00 GiB of which 3.00 GiB is free.\nIf reserved memory is large, try …"
         )
 
-    _replace(call, lambda original: _preceded(original, nth, refuse))
+    _before(call, nth, refuse)
+
+
+def refuse_memory(call: str, nth: int = 1) -> None:
+    """Ask the host's allocator for more than can be addressed, at the nth call of `call`."""
+    import torch
+
+    _before(call, nth, lambda *_: torch.empty(1 << 46))
 
 
 def spoil_training(what: str, nth: int) -> None:
     """Put NaN into the loss, one gradient, or one weight after its update, at the nth step."""
     import torch
 
-    def spoil_loss(original: Callable) -> Callable:
-        return _changed(original, nth, lambda loss: loss * torch.nan)
-
-    def spoil_gradient(original: Callable) -> Callable:
-        def before(training: Any, *arguments: Any) -> None:
-            last(training).grad.view(-1)[0] = torch.nan
-
-        return _preceded(original, nth, before)
-
-    def spoil_weight(original: Callable) -> Callable:
-        def before(callback: Any, trainer: Any, training: Any, *arguments: Any) -> None:
-            with torch.no_grad():
-                last(training).view(-1)[0] = torch.nan
-
-        return _preceded(original, nth, before)
-
     def last(training: Any) -> Any:
         return [each for each in training.parameters() if each.requires_grad][-1]
 
-    step = "stree_pipelines.training.module:Training"
+    def spoil_gradient(training: Any, *_: Any) -> None:
+        last(training).grad.view(-1)[0] = torch.nan
+
+    def spoil_weight(callback: Any, trainer: Any, training: Any, *_: Any) -> None:
+        with torch.no_grad():
+            last(training).view(-1)[0] = torch.nan
+
+    training = "stree_pipelines.training.module:Training"
     if what == "loss":
-        _replace(f"{step}.training_step", spoil_loss)
+        _change(f"{training}.training_step", nth, lambda loss: loss * torch.nan)
     elif what == "gradient":
-        _replace(f"{step}.configure_gradient_clipping", spoil_gradient)
-    else:
-        # The first callback that a finished update comes to.
-        _replace(
-            "stree_pipelines.training.run.callbacks:LogMetrics.on_train_batch_end", spoil_weight
-        )
+        _before(f"{training}.configure_gradient_clipping", nth, spoil_gradient)
+    else:  # LogMetrics is the first callback that a finished update comes to
+        callbacks = "stree_pipelines.training.run.callbacks"
+        _before(f"{callbacks}:LogMetrics.on_train_batch_end", nth, spoil_weight)
 
 
 def spoil_rows(model: str, nth: int) -> None:
@@ -115,41 +115,41 @@ def spoil_rows(model: str, nth: int) -> None:
         return logits
 
     if model == "target":
-        name = "stree.models.model:HybridModel.tree_batch_forward"
-        _replace(name, lambda original: _changed(original, nth, spoil))
+        _change("stree.models.model:HybridModel.tree_batch_forward", nth, spoil)
     else:
-        name = "stree_kernels.ops:choose_children"
-        _replace(name, lambda original: _preceded(original, nth, spoil))
-
-
-def refuse_memory(call: str, nth: int = 1) -> None:
-    """Ask the host's allocator for more than can be addressed, at the nth call of `call`."""
-    import torch
-
-    def refuse(*_: Any) -> None:
-        torch.empty(1 << 46)
-
-    _replace(call, lambda original: _preceded(original, nth, refuse))
+        _before("stree_kernels.ops:choose_children", nth, spoil)
 
 
 def pause(at_step: int) -> None:
     """Wait in this step until the run's folder has a file called "go on"."""
 
-    def wait(checkpoints: Any, trainer: Any, *_: Any) -> None:
+    def wait(checkpoints: Any, *_: Any) -> None:
         while not (checkpoints.run_dir / "go on").exists():
             time.sleep(0.01)
 
-    name = "stree_pipelines.training.checkpoints.saving:TrainingCheckpoints.on_train_batch_start"
-    _replace(name, lambda original: _preceded(original, at_step, wait))
+    _before(TRAIN_BATCH, at_step, wait)
 
 
 def tell(call: str, nth: int, number: int) -> None:
     """Send this process the signal `number` before the nth call of `call`."""
+    _before(call, nth, lambda *_: os.kill(os.getpid(), number))
 
-    def send(*_: Any) -> None:
-        os.kill(os.getpid(), number)
 
-    _replace(call, lambda original: _preceded(original, nth, send))
+def print_shares() -> None:
+    """Print the share of the weights that each process of a training holds."""
+    from stree_pipelines.training.parallel.sharding import own_part
+
+    def share(model: Any) -> float:
+        parameters = list(model.parameters())
+        return sum(own_part(each).numel() for each in parameters) / sum(
+            getattr(each, "ds_numel", each.numel()) for each in parameters
+        )
+
+    def show(training: Any) -> None:
+        print(f"holds {share(training.exported):.2f} drafter, {share(training.target):.2f} target")
+
+    distillation = "stree_pipelines.training.distillation:Distillation"
+    _before(f"{distillation}.on_train_start", 1, show)
 
 
 def set_to(name: str, value: Any) -> None:
@@ -213,31 +213,35 @@ def _watch_saves(
     _replace("stree_pipelines.training.checkpoints.saving:TrainingCheckpoints._save", instead)
 
 
-def _preceded(original: Callable, nth: int, before: Callable[..., Any]) -> Callable:
-    """Wrap `original`, so that `before(same arguments)` runs ahead of its nth call."""
-    left = nth
+def _before(call: str, nth: int, act: Callable[..., Any]) -> None:
+    """Let `act(same arguments)` run ahead of the nth call of `call`."""
 
-    def calling(*arguments: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            before(*arguments)
-        return original(*arguments, **options)
+    def instead(original: Callable) -> Callable:
+        numbers = itertools.count(1)
 
-    return calling
+        def calling(*arguments: Any, **options: Any) -> Any:
+            if next(numbers) == nth:
+                act(*arguments)
+            return original(*arguments, **options)
+
+        return calling
+
+    _replace(call, instead)
 
 
-def _changed(original: Callable, nth: int, change: Callable[[Any], Any]) -> Callable:
-    """Wrap `original`, so that its nth result is passed through `change`."""
-    left = nth
+def _change(call: str, nth: int, change: Callable[[Any], Any]) -> None:
+    """Let the nth result of `call` be passed through `change`."""
 
-    def calling(*arguments: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= 1
-        result = original(*arguments, **options)
-        return change(result) if left == 0 else result
+    def instead(original: Callable) -> Callable:
+        numbers = itertools.count(1)
 
-    return calling
+        def calling(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            return change(result) if next(numbers) == nth else result
+
+        return calling
+
+    _replace(call, instead)
 
 
 def _replace(call: str, instead: Callable[[Callable], Callable]) -> None:
@@ -267,3 +271,13 @@ def edited_module(module: Any, line: str, instead: str, folder: Path) -> Any:
     broken = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(broken)
     return broken
+
+
+def edited(function: Any, line: str, instead: str) -> Any:
+    """Return a copy of a function, or of a method, in which `line` reads `instead`."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(line) == 1, line
+    scope = dict(vars(sys.modules[function.__module__]))
+    source = source.replace(line, instead).replace("super()", "super(type(self), self)")
+    exec("from __future__ import annotations\n" + source, scope)
+    return scope[function.__name__]

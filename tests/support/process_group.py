@@ -13,10 +13,7 @@ Before = tuple[str, Mapping[str, Any]]
 
 
 def start_together(
-    forks: forked.Forks,
-    count: int,
-    arguments: list[str],
-    log: Path,
+    forks: forked.Forks, count: int, arguments: list[str], log: Path,
     before: Sequence[Before | None] | None = None,
 ) -> list[forked.Command]:
     """Start `distill.py arguments` in `count` processes that find each other.

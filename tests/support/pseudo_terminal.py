@@ -40,9 +40,7 @@ class Shown:
 
 
 def run_on_terminal(
-    command: Sequence[str],
-    columns: int,
-    keys: Sequence[tuple[str, bytes]] = (),
+    command: Sequence[str], columns: int, keys: Sequence[tuple[str, bytes]] = (),
     forks: Forks | None = None,
 ) -> Shown:
     """Run a command in a session of its own, on a terminal `columns` wide, and wait for its end.

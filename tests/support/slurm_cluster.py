@@ -131,12 +131,7 @@ def running_cluster() -> Iterator[SlurmCluster]:
         munge = [f"--{n}-file={folder}/munge.{n}" for n in ("key", "pid", "log", "seed")]
         socket_path = folder / "munge.sock"
         _start(
-            stack,
-            environment,
-            "munged",
-            "--foreground",
-            "--force",
-            f"--socket={socket_path}",
+            stack, environment, "munged", "--foreground", "--force", f"--socket={socket_path}",
             *munge,
         )
         wait_until(socket_path.exists, lambda: "munged's socket", 10)

@@ -256,6 +256,23 @@ class Undrawn(TableDrafter):
         return Proposal(proposal.tokens, proposal.finite)
 
 
+class Streamer:
+    """Keeps what it is given, and how often it is ended; `on_put` is called with each value."""
+
+    def __init__(self, on_put: Callable[[Tensor], object] = lambda value: None) -> None:
+        self.values: list = []
+        self.tokens: list[int] = []
+        self.ended, self.on_put = 0, on_put
+
+    def put(self, value: Tensor) -> None:
+        self.values.append(value.tolist())
+        self.tokens += value.flatten().tolist()
+        self.on_put(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
 def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     """Return a stand-in for `ops.choose_children` whose random choices can be enumerated.
 
@@ -336,11 +353,8 @@ def exact_distribution(
 
 
 def total_variation(
-    blocks: dict[tuple[int, ...], float],
-    after: Callable[[tuple[int, ...]], list[float]],
-    start: tuple[int, ...],
-    vocabulary: int,
-    length: int,
+    blocks: dict[tuple[int, ...], float], after: Callable[[tuple[int, ...]], list[float]],
+    start: tuple[int, ...], vocabulary: int, length: int,
 ) -> float:
     """Return the total variation between a step's first `length` tokens and the target's own.
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from simulated_gpu import SimulatedGPU
-from toys import TableDrafter, TableTarget, tiny_model
+from toys import Streamer, TableDrafter, TableTarget, tiny_model
 
 import stree.common.clock
 import stree.decoder
@@ -21,16 +21,13 @@ def gpu(monkeypatch):
     return gpu
 
 
-class Slow:
+def slow(gpu):
     """A streamer that takes its time."""
 
-    def __init__(self, gpu):
-        self.gpu = gpu
+    def wait(value):
+        gpu.now += 0.02
 
-    def put(self, value):
-        self.gpu.now += 0.02
-
-    def end(self): ...
+    return Streamer(wait)
 
 
 class TimedTarget(TableTarget):
@@ -59,7 +56,7 @@ def test_on_the_host_prefill_and_streamer_are_no_decoding(gpu, streamed):
     target, drafter = TimedTarget(torch.randn(9, 9, 9)), TimedDrafter(torch.randn(9, 9, 9))
     target.gpu = drafter.gpu = gpu
     decoder = Decoder(target, drafter, TokenTree.chain(2))
-    streamer = Slow(gpu) if streamed else None
+    streamer = slow(gpu) if streamed else None
     for _ in range(2):
         stats = decoder.generate([1, 2], GenerationConfig(20), streamer=streamer).stats
         assert stats.prefill_s == pytest.approx(2 * PREFILL_S)
@@ -86,7 +83,7 @@ def on_device(gpu, monkeypatch, captured_on_cpu):
 def test_on_a_gpu_the_step_ahead_counts_neither_here_nor_in_the_next_prefill(on_device, streamed):
     gpu, target = on_device, tiny_model(1)
     decoder = Decoder(target, tiny_model(1, attn_layers=()), TokenTree.chain(2), max_length=99)
-    streamer = Slow(gpu) if streamed else None
+    streamer = slow(gpu) if streamed else None
     for length in (8, 2, 20):  # turns of a conversation
         stats = decoder.generate([1, 2, 3], GenerationConfig(length), streamer=streamer).stats
         assert gpu.busy_until - gpu.now > 0.9 * (DRAFT_S + VERIFY_S) or streamed

@@ -49,9 +49,7 @@ def test_a_message_moves_no_terminal():
 def test_exit_code_reason_and_output_come_through(num_processes, ending, code, reason):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(ending=ending)],
-        env={**os.environ, "WORLD_SIZE": str(num_processes)},
-        capture_output=True,
-        text=True,
+        env={**os.environ, "WORLD_SIZE": str(num_processes)}, capture_output=True, text=True,
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (code, reason)

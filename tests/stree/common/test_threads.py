@@ -9,7 +9,7 @@ from stree.common.threads import granted_cores
 
 import pytest
 import torch
-from toys import tiny_model
+from toys import Streamer, tiny_model
 
 from stree import Decoder, GenerationConfig
 
@@ -97,14 +97,8 @@ def two_threads():
 def test_small_targets_decode_in_one_thread(two_threads, monkeypatch, shared_from, expected):
     monkeypatch.setattr("stree.common.threads.SHARED_FROM_BYTES", shared_from)
     seen = []
-
-    class Streamer:
-        def put(self, value):
-            seen.append(torch.get_num_threads())
-
-        def end(self): ...
-
-    Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(3), streamer=Streamer())
+    streamer = Streamer(lambda value: seen.append(torch.get_num_threads()))
+    Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(3), streamer=streamer)
     assert seen[1:] == [expected] * 3
     assert torch.get_num_threads() == 2
 

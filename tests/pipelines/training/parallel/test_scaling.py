@@ -44,7 +44,7 @@ def one_process(workspace, tmp_path_factory) -> Path:
 def run_two_processes(forks, arguments: list[str]) -> str:
     """What the first one printed."""
     log = Path(arguments[arguments.index("--run_dir") + 1] + ".log")
-    codes = run_together(forks, 2, arguments, log, [("told_shares:install", {})] * 2)
+    codes = run_together(forks, 2, arguments, log, [("planted:print_shares", {})] * 2)
     text = Path(f"{log}.0").read_text()
     assert codes == [0, 0], text
     return text
