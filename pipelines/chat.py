@@ -30,10 +30,9 @@ import stree
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.common.errors import UsageError, exit_with_reason, shown
-from stree.common.words import ends_of
+from stree.common.words import described, ends_of, placed
 from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig
-from stree.model_words import described, placed
 from stree.prompts import chat_ids, text_ids
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import VERIFIERS

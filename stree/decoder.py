@@ -16,10 +16,9 @@ from stree.common import threads
 from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.renamed import Renamed
-from stree.common.words import ends_of
+from stree.common.words import described, ends_of, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput
-from stree.model_words import described, placed
 from stree.models.model import HybridModel
 from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.settings import Asked, asked_for, asked_of_texts, end_of

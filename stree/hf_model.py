@@ -25,11 +25,11 @@ from stree.batching.step_timing import length_to_time
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import UsageError, one_line
+from stree.common.words import described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.loading import checkpoint_folder
-from stree.model_words import described, placed
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import prompts_of

@@ -36,11 +36,10 @@ from stree.common import threads
 from stree.common.clock import PhaseClock, Stopwatch
 from stree.common.errors import UsageError
 from stree.common.renamed import Renamed
-from stree.common.words import counted
+from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
-from stree.model_words import described, placed
 from stree.models.model import HybridModel
 from stree.tree_policy.choice import TreeChoice
 from stree.tree_policy.names import as_tree_policy

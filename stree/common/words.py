@@ -1,10 +1,11 @@
-"""Counts with their nouns, sizes, and names of devices and dtypes, as people read them."""
+"""Words for people: counts with their nouns, sizes, names of devices, dtypes and models."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,3 +49,28 @@ def device_name(device: torch.device) -> str:
 def is_cpu_name(name: str) -> bool:
     """Return whether a device's name, as `device_name` returns it, is a CPU's."""
     return name.startswith(_CPU_NAME)
+
+
+def described(target: Any, drafter: Any, tree_policy: Any) -> str:
+    """Return the models' sizes with their tree, or with the trees to choose among."""
+    if drafter is None:
+        return f"the target alone, {_model_size(target)}"
+    model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", None) or drafter
+    tree = f"tree {tree_policy.name}"
+    if len(tree_policy.trees) == 1:
+        tree += f" of {tree_policy.largest.num_nodes} nodes"
+    return f"{_model_size(target)}, drafter {_model_size(model)}, {tree}"
+
+
+def placed(model: Any) -> str:
+    """Return a model's dtype and device."""
+    return f"{dtype_name(model.dtype)} on {model.device}"
+
+
+def _model_size(model: Any) -> str:
+    """Return the size of a model, or the type of any other object."""
+    if not hasattr(model, "parameters"):
+        return type(model).__name__
+    num_parameters = sum(each.numel() for each in model.parameters())
+    layers = counted(model.config.num_layers, "layer")
+    return f"{num_parameters / 1e6:.1f} M parameters in {layers}"

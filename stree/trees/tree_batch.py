@@ -5,18 +5,37 @@ Shapes: B rows, N nodes of the largest tree, K children of the widest node, W co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from stree.common.lru import kept_by_trees
 from stree.trees.token_tree import TokenTree
 from stree_kernels.contracts import Topology
 
 FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
+MOST, MOST_LARGE = 256, 8  # results that a function keeps, for small trees and for large ones
+LARGE = 256  # nodes above which a tree's mask is counted in megabytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def kept_by_trees(make: Callable[P, R]) -> Callable[P, R]:
+    """Cache the last results of a function whose first argument is a tree, or several trees."""
+    few, many = (functools.lru_cache(most)(make) for most in (MOST_LARGE, MOST))
+
+    @functools.wraps(make)
+    def kept(*arguments: P.args, **options: P.kwargs) -> R:
+        trees: Any = arguments[0]
+        trees = (trees,) if isinstance(trees, TokenTree) else trees
+        large = any(tree.num_nodes > LARGE for tree in trees)
+        return (few if large else many)(*arguments, **options)  # type: ignore[arg-type]
+
+    return kept
 
 
 @kept_by_trees
