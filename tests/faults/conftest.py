@@ -43,7 +43,7 @@ class Training:
 
 
 def arguments_of(workspace: Path, run_dir: Path) -> list[str]:
-    """Saves each third step and keeps two; validates at 4, 8 and 12; exports at 5, 7 and 15."""
+    """Save each third step and keep two; validate at 4, 8 and 12; export at 5, 7 and 15."""
     return distill_arguments(
         workspace, run_dir, "--checkpoint.every_n_steps", str(INTERVAL),
         "--checkpoint.keep_last", "2", "--export.steps", "[5,7]", steps=STEPS,
@@ -92,7 +92,7 @@ def evaluation_in_batches(training, tmp_path_factory) -> Evaluation:
 
 
 def make_evaluation(training, tmp_path_factory, *more: str) -> Evaluation:
-    """Three prompts, one of two turns, at T = 0 and 1."""
+    """Evaluate three prompts, one of two turns, at T = 0 and 1."""
     folder = tmp_path_factory.mktemp("evaluation")
     turns = [["What is 3 plus 4?"], ["What is 1 plus 1?", "And 2 plus 2?"], ["What is 9 plus 9?"]]
     prompts = [{"id": str(i), "category": "sums", "turns": each} for i, each in enumerate(turns)]

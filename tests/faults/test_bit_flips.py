@@ -27,7 +27,7 @@ FLIPS = 100
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Path:
-    """As `Exports` writes them: sharded here, so that there is an index as well."""
+    """Save an export in shards, so that there is an index as well."""
     folder = tmp_path_factory.mktemp("exported")
     target = make_workspace(folder) / "target"
     save_model(
@@ -49,7 +49,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def flips_over(folder: Path, seed: int) -> list[tuple[str, int]]:
-    """(file, bit) of FLIPS flips, evenly over the files but the manifest, anywhere in each."""
+    """Return (file, bit) of FLIPS flips, evenly over the files but the manifest."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME)
     choose = random.Random(seed)
     return [
@@ -64,7 +64,7 @@ def flips_over(folder: Path, seed: int) -> list[tuple[str, int]]:
     ids=["export", "training state"],
 )
 def test_flips_are_refused_by_the_file_s_name(written, load, tmp_path, request):
-    """Each is undone before the next."""
+    """Each flip is undone before the next."""
     folder, copy = request.getfixturevalue(written), tmp_path / "copy"
     shutil.copytree(folder, copy)
     load(copy)  # nothing is wrong with it

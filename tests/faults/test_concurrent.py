@@ -19,7 +19,7 @@ from stree_pipelines.training.checkpoints.saving import latest_valid
 
 
 def test_an_evaluation_takes_over_when_the_one_before_it_is_killed(evaluation, tmp_path):
-    """The same command twice at once; the first to get the folder dies while the other waits."""
+    """The first of two equal commands dies while the other waits for the folder."""
     out = tmp_path / "out"
     both = [evaluation.start(out, output=tmp_path / f"{name}.log") for name in "ab"]
     forked.wait_until(
@@ -51,8 +51,8 @@ def test_a_second_training_in_a_folder_is_refused(training, tmp_path):
 
 @pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_readers_beside_a_training_that_rotates(training, tmp_path, steps):
-    """A save each step that keeps one, and an export each step: whoever looks meanwhile gets a
-    whole checkpoint, and by `latest` the weights whose hash it gets."""
+    """Each step saves and exports, and one save is kept: a reader gets a whole checkpoint, and by
+    `latest` the weights whose hash it gets."""
     run_dir = tmp_path / "run"
     arguments = distill_arguments(
         training.workspace, run_dir, "--checkpoint.keep_last", "1",

@@ -38,7 +38,7 @@ def last_line(command: forked.Command) -> str:
 
 
 def assert_refused(command: forked.Command, run_dir: Path, reason: str) -> re.Match:
-    """Code 73, the reason as the last line, nothing half visible and nothing left lying about."""
+    """Assert code 73, the reason as the last line, and that nothing half visible is left."""
     assert command.poll() == 73, command
     said = re.match(reason, last_line(command))
     assert said, command
@@ -49,7 +49,7 @@ def assert_refused(command: forked.Command, run_dir: Path, reason: str) -> re.Ma
 
 @pytest.mark.parametrize("seed", lanes(quick=1, long=15))
 def test_a_disk_too_small_for_the_run(training, tmp_path, seed):
-    """Any size from less than one checkpoint (340 kB) to a little less than the run needs."""
+    """The disk has from less than one checkpoint (340 kB) to a little less than the run needs."""
     size_kib = random.Random(seed).randint(100, 1500)
     with mounted(tmp_path / "disk", f"size={size_kib}k") as disk:
         run_dir = disk.folder / "run"
@@ -73,7 +73,7 @@ def test_a_disk_without_inodes(training, tmp_path, seed):
 
 
 def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
-    """What is written then are rows: TensorBoard's are given up, those of metrics.csv are not."""
+    """TensorBoard's rows are given up, those of metrics.csv are not."""
     with mounted(tmp_path / "disk", PLENTY) as disk:
         run_dir = disk.folder / "run"
         arguments = distill_arguments(

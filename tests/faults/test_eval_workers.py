@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)  # a busy machine only
 
 @pytest.fixture(scope="module")
 def arguments(training, tmp_path_factory) -> list[str]:
-    """One export at T = 0."""
+    """Return arguments for one export at T = 0."""
     path = tmp_path_factory.mktemp("prompts") / "sums.jsonl"
     rows = [
         {"id": str(i), "category": "sums", "turns": [f"What is {i} plus 1?"]}
@@ -63,7 +63,7 @@ def journalled(out: Path, rank: int) -> int:
 
 
 def ranks_of(agent: int) -> dict[int, int]:
-    """Process numbers of an agent's children by RANK."""
+    """Return the process numbers of an agent's children by RANK."""
     found = {}
     for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
         environment = Path("/proc", pid, "environ").read_text().split("\0")

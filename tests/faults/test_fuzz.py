@@ -45,7 +45,7 @@ WORDS = (
 
 
 def accepted_of(given: Iterator[object], load: Callable[[object], object]) -> Counter[str]:
-    """Counts of accepted and rejected; whatever is no StreeError or exit code 2 passes through."""
+    """Count accepted and rejected values; what is no StreeError or exit code 2 passes through."""
     counts: Counter[str] = Counter()
     for each in given:
         try:
@@ -113,7 +113,7 @@ HAND_MADE: list[tuple[str | bytes, str | None]] = [
 
 
 def conversation_rows(rng: random.Random) -> Iterator[dict]:
-    """Good rows in both layouts, of one to five exchanges."""
+    """Yield good rows in both layouts, of one to five exchanges."""
     while True:
         turns = [
             (role, " ".join(rng.choices(WORDS, k=rng.randint(1, 30))) + "!")
@@ -211,7 +211,7 @@ def test_fuzzed_parents():
 
 
 def yaml_texts(rng: random.Random, good: dict, number: int) -> Iterator[bytes]:
-    """Damaged in structure, or in its bytes."""
+    """Yield texts damaged in structure, or in their bytes."""
     for _ in range(number):
         content = damaged_value(rng, good) if rng.random() < 0.6 else good
         try:

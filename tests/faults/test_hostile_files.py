@@ -26,7 +26,7 @@ SCRIPT = Path(hostile_files.__file__).with_name("hostile_loads.py")
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    """target and prompts.jsonl, to which nothing is wrong."""
+    """Make target and prompts.jsonl, to which nothing is wrong."""
     folder = make_workspace(tmp_path_factory.mktemp("good"))
     (folder / "prompts.jsonl").write_text('{"id": "1", "turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -34,7 +34,7 @@ def good(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(good, tmp_path) -> Path:
-    """A folder for a case, with the good files in it."""
+    """Make a folder for a case, with the good files in it."""
     shutil.copytree(good / "target", tmp_path / "target")
     shutil.copy(good / "prompts.jsonl", tmp_path)
     return tmp_path
@@ -69,7 +69,7 @@ def test_a_hostile_file_is_refused_in_time_with_nothing_run(forks, place, case):
 
 @pytest.mark.parametrize("entry", ["model", "tokenizer", "template"])
 def test_the_good_checkpoint_is_not_refused(forks, place, entry):
-    """Or the refusals above would mean nothing."""
+    """Otherwise the refusals would mean nothing."""
     path = shutil.copytree(place / "target", place / "it")
     code, output = load(forks, entry, path, place, allowed_code=["<template>"])
     assert code == 0, output

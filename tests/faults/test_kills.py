@@ -68,7 +68,7 @@ def test_training_killed_anywhere_goes_on_as_if_nothing_had_been(training, tmp_p
 
 
 def wait_for_step(command: forked.Command, run_dir: Path, saved: int, step: int) -> None:
-    """Until metrics.csv, from which the command first drops rows behind `saved`, has the step."""
+    """Wait until metrics.csv, which the command first cuts behind `saved`, has the step."""
     if step < saved:
         return
     resumed = run_dir / "metrics.csv"
@@ -186,7 +186,7 @@ def require_survival(evaluation, tmp_path, moments) -> None:
 
 
 def lines_written(out: Path) -> int:
-    """Finished prompts on the disk: those in journals, and those of published rows."""
+    """Count the finished prompts on the disk: those in journals, and those of published rows."""
     # Journals first: one that goes meanwhile has been published.
     waiting = {}
     for path in out.glob("journals/*.jsonl"):

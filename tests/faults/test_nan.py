@@ -41,8 +41,7 @@ def test_training_stops_before_anything_is_written(training, tmp_path, what, nth
 
 @pytest.mark.parametrize("model", ["target", pytest.param("drafter", marks=pytest.mark.long)])
 def test_rows_that_are_not_finite_are_told_by_prompt_and_step(evaluation, tmp_path, model):
-    """In the first of two checkpoints. What was finished stays, the other checkpoint is evaluated,
-    and the same command, when the reason is gone, adds what is missing."""
+    """The other checkpoint is evaluated, and the same command later adds what is missing."""
     out = tmp_path / "out"
     command = evaluation.run(out, before=("planted:spoil_rows", {"model": model, "nth": 30}))
     assert command.poll() == 70, command

@@ -40,7 +40,7 @@ class Pair:
     accelerator: str
 
     def start(self, run_dir: Path, *more: str, steps: int = STEPS, before=None) -> list:
-        """Both ranks, as `srun` starts them."""
+        """Start both ranks, as `srun` does."""
         (run_dir / "restarts.json").unlink(missing_ok=True)
         arguments = distill_arguments(
             self.workspace, run_dir, "--checkpoint.every_n_steps", "100",
@@ -56,7 +56,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
 def pair(request, training, tmp_path_factory) -> Pair:
-    """Over gloo, and over NCCL where there are two GPUs."""
+    """Make a pair over gloo, and over NCCL where there are two GPUs."""
     whole = tmp_path_factory.mktemp("pair") / "whole"
     started = Pair(training.forks, training.workspace, whole, request.param)
     assert started.run(started.whole) == [0, 0]
@@ -128,7 +128,7 @@ def test_ctrl_c_reaches_all_ranks_and_they_save_one_step(pair, tmp_path):
 
 
 def rank_is_training(rank: forked.Command) -> bool:
-    """Whether it handles SIGUSR1 by now, by the system's own account."""
+    """Return whether a rank handles SIGUSR1 by now, as the system says."""
     status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
     caught = re.search(r"SigCgt:\s*([0-9a-f]+)", status)
     return caught is not None and bool(int(caught[1], 16) >> (USR1 - 1) & 1)
@@ -165,7 +165,7 @@ def test_a_rank_that_dies_takes_the_other_along_by_name(pair, tmp_path, victim):
 
 @pytest.mark.long  # it takes the half minute of patience
 def test_a_rank_that_hangs_is_given_up(pair, tmp_path):
-    """Stopped, as a host that is gone without a word looks from elsewhere."""
+    """A stopped process looks like one of a host that is gone without a word."""
     run_dir = tmp_path / "run"
     ranks = pair.start(run_dir, steps=5000)
     wait_for(ranks, lambda: last_logged(run_dir) >= 5)
@@ -177,7 +177,7 @@ def test_a_rank_that_hangs_is_given_up(pair, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_fails_takes_the_other_along_with_its_code(pair, tmp_path, victim):
-    """Out of memory on one rank only."""
+    """One rank alone is out of memory."""
     fault = ("planted:run_out_of_memory", {"call": LOSS, "nth": 4})
     before = [fault if rank == victim else None for rank in range(2)]
     ranks = pair.start(tmp_path / "run", before=before, steps=5000)

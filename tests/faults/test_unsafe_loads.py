@@ -21,7 +21,7 @@ FORBIDDEN_YAML = {"full_load", "unsafe_load", "full_load_all", "unsafe_load_all"
 
 
 def unsafe_loads(source: str) -> Iterator[str]:
-    """What in a module's text can run code out of a file, with its line."""
+    """Yield what in a module's text can run code out of a file, with its line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]

@@ -25,7 +25,7 @@ FIXED, GROWN = ("chain-1", "expand-2"), ("dyspec-1-1-2", "dyspec-2-1-2")
 
 
 class Fickle(AdaptiveTrees):
-    """Another tree after each draft that is accepted, and plain decoding after each that is not."""
+    """Policy that takes the next tree but one after an accepted draft, else the next."""
 
     last = 1
 
@@ -37,7 +37,7 @@ class Fickle(AdaptiveTrees):
 
 
 class Drafting(TableDrafter):
-    """Fills trees of one shape; its draws are enumerated."""
+    """Drafter of trees of one shape whose draws are enumerated."""
 
     def __init__(self, table, choose) -> None:
         super().__init__(table)
@@ -50,7 +50,7 @@ class Drafting(TableDrafter):
 
 
 class Late(Drafting):
-    """Says of a step what the last one's drafts were drawn from."""
+    """Drafter that says of a step what the last one's drafts were drawn from."""
 
     before = None
 
@@ -64,7 +64,7 @@ class Late(Drafting):
 
 
 def furthest(policy, names, verifier, drafting, num_tokens: int, vocabulary: int) -> float:
-    """From the target's distribution over answers of so many tokens."""
+    """Return the largest error of the probability of an answer of `num_tokens` tokens."""
     torch.manual_seed(3)
     target, drafter = 1.5 * torch.randn(2, *[vocabulary] * 3, dtype=torch.float64)
     generation = GenerationConfig(1 + num_tokens, temperature=1.0, seed=3)

@@ -165,8 +165,7 @@ def test_batch_rows_have_their_own_lengths_and_paths():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_states_of_a_narrow_model_do_not_drift(dtype):
-    """Decay is slow, so that what each of 400 tokens rounds in a narrow state adds up to several
-    times eps (seen: 3 to 13). What is rounded of each input alone averages out (below 0.3)."""
+    """Roundings of a narrow state would add up to several times eps (seen: 3 to 13)."""
     model = tiny_model(9, dtype, attn_layers=(), num_layers=1)
     model.model.layers[0].mamba.A_log.data.fill_(-5.0)
     tokens = torch.randint(61, (400,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -185,7 +184,7 @@ def test_states_of_a_narrow_model_do_not_drift(dtype):
 @pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
 @pytest.mark.parametrize("path", [[], [0], [0, 2], [0, 1, 3]], ids=str)
 def test_a_prefill_goes_on_from_the_accepted_path(path, attn_layers):
-    """A second turn is read behind the first one's last block, which no call has replayed yet."""
+    """A second turn is read after the first one's last block, which no call has replayed yet."""
     model, tree = tiny_model(10, attn_layers=attn_layers), TokenTree((-1, 0, 0, 1))
     cache, tokens = model.new_cache(64, 4), torch.tensor([[7, 8, 9, 10]])
     model.prefill(torch.tensor([[1, 2, 3]]), cache)

@@ -41,7 +41,7 @@ IDS = [0, 3, 4, 7, 11, 12, 13, 20, 21, 22, 23, 30, 31, 33, 40, 41, 42, 50, 55, 6
 
 
 class Masked(HybridModel):
-    """A whole head that gives all tokens but IDS −∞."""
+    """Model with a whole head that gives all tokens but IDS −∞."""
 
     def head_logits(self, hidden):
         ids = torch.tensor(IDS)
@@ -55,7 +55,7 @@ class Masked(HybridModel):
 
 
 def drafters() -> tuple[HybridModel, HybridModel, HybridModel]:
-    """A target, a drafter with a head over IDS, and its twin with a masked whole head."""
+    """Return a target, a drafter with a head over IDS, and its twin with a masked whole head."""
     target = tiny_model(1, tie_embeddings=True)
     whole = right_now_and_then(target)
     masked = Masked(whole.config).double().eval()
@@ -121,7 +121,7 @@ def test_with_n_grams_and_with_fed_paths_it_stays_lossless():
 
 @pytest.mark.parametrize("verifier", [Naive, MultiStep, Traversal, Block])
 def test_output_distribution_is_the_targets(verifier):
-    """Enumerated; the target goes where the drafter cannot."""
+    """The target goes where the drafter cannot."""
     trees = {Naive: [TokenTree((-1, 0, 0))], Block: [TokenTree.chain(2)]}.get(
         verifier, [TokenTree.chain(2), TokenTree((-1, 0, 0))]
     )
@@ -206,7 +206,7 @@ def test_a_copy_with_a_head_keeps_what_is_wider_and_whose_it_is():
 
 @pytest.mark.parametrize("keep_logits", [False, True])
 def test_a_draft_waits_for_nothing(keep_logits):
-    """So that it can be a graph."""
+    """A draft can be a graph."""
     _, own, _ = drafters()
     tree = TokenTree.paper()
     drafter = ModelDrafter(own, 1, 32, tree.num_nodes)
@@ -313,7 +313,7 @@ def test_in_8_bits_it_drafts_as_a_head_of_those_numbers_does(tree, verifier, ran
 
 @pytest.mark.parametrize("verifier", quick_first([(MultiStep,)], [(Traversal,)]))
 def test_in_8_bits_the_output_distribution_is_the_targets(verifier):
-    """Enumerated: drafts are judged by the logits that they were drawn by."""
+    """Drafts are judged by the logits that they were drawn by."""
     torch.manual_seed(1)
     target = 1.5 * torch.randn(3, 3, 3, dtype=torch.float64)
     model = tiny_model(1, vocab_size=3, num_layers=1, attn_layers=(), tie_embeddings=True)
@@ -325,8 +325,8 @@ def test_in_8_bits_the_output_distribution_is_the_targets(verifier):
 
 
 def test_in_8_bits_a_head_follows_its_weights():
-    """When a cache is made; where it lies stays, as graphs know it. Tied embeddings stay whole, and
-    nothing of it is saved."""
+    """It follows when a cache is made, at the same address. Tied embeddings stay whole, and nothing
+    of it is saved."""
     model = tiny_model(2, tie_embeddings=True)
     before, saved = model.model.embed_tokens.weight.clone(), set(model.state_dict())
     model.put_head_in_8_bits()

@@ -51,7 +51,7 @@ def tables(seed: int) -> tuple[TableTarget, TableDrafter]:
 
 
 def differences(kind=TableDrafter, cases: int = 40) -> Iterator[bool]:
-    """Case by case, whether drafts change what is sampled; every tree has its turn."""
+    """Yield for each case whether drafts change what is sampled; every tree has its turn."""
     accepted, calls = 0, 0
     for seed in range(cases):
         target, drafter = tables(seed)
@@ -92,7 +92,7 @@ KINDS = {  # the attention layers of a target's three and a drafter's two
     ),
 )
 def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
-    """Few tokens to choose from, so that models that have nothing in common agree now and then."""
+    """There are few tokens, so that models that have nothing in common agree now and then."""
     target_layers, drafter_layers = KINDS[kinds]
     target = tiny_model(1, attn_layers=target_layers, vocab_size=5)
     drafter = tiny_model(2, attn_layers=drafter_layers, num_layers=2, vocab_size=5)
@@ -111,7 +111,7 @@ def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
 
 @pytest.mark.parametrize("drafter_layers", [(), (1,)], ids=["recurrent", "hybrid"])
 def test_drafts_of_models_change_nothing_of_what_is_sampled(drafter_layers):
-    """Caches, replay and drafts included, all trees in one batch."""
+    """One batch has all trees; caches and replay are those of models."""
     target = tiny_model(1)
     drafter = right_now_and_then(target)
     if drafter_layers == ():
@@ -142,7 +142,7 @@ LARGE = [
     "tree", quick_first([(LARGE[at],) for at in (0, 2, 3)], [(tree,) for tree in LARGE])
 )
 def test_trees_of_more_than_256_nodes_change_nothing(tree):
-    """In fp64, of models and of rows that sample; paths longer than 256 nodes are replayed."""
+    """Paths longer than 256 nodes are replayed."""
     target = tiny_model(1)
     # The chain is accepted as a whole
     drafter = target if tree.name == "chain-299" else right_now_and_then(target)
@@ -159,7 +159,7 @@ def test_trees_of_more_than_256_nodes_change_nothing(tree):
 
 
 class ByNode(Coupled):
-    """The target's noise is of the node's place in the tree, not of its position."""
+    """Verifier whose noise is of the node's place in the tree, not of its position."""
 
     def choose(self, logits, proposal, tree_batch, rows):
         places = torch.arange(logits.shape[1], dtype=torch.int32).expand(len(logits), -1)
@@ -167,7 +167,7 @@ class ByNode(Coupled):
 
 
 class OneBehind(Coupled):
-    """What is chosen after a node is what belongs after its parent."""
+    """Verifier that chooses after a node what belongs after its parent."""
 
     def choose(self, logits, proposal, tree_batch, rows):
         best, highest = super().choose(logits, proposal, tree_batch, rows)
@@ -175,7 +175,7 @@ class OneBehind(Coupled):
 
 
 class Unfiltered(Coupled):
-    """Forgets top-k and top-p in trees."""
+    """Verifier that forgets top-k and top-p in trees."""
 
     def accept(self, logits, proposal, tree_batch, rows, cache, report):
         if tree_batch.num_nodes > 1:
@@ -184,7 +184,7 @@ class Unfiltered(Coupled):
 
 
 class AlwaysFirst(Coupled):
-    """Accepts the first child whatever the target chooses."""
+    """Verifier that accepts the first child whatever the target chooses."""
 
     def choose(self, logits, proposal, tree_batch, rows):
         best, highest = super().choose(logits, proposal, tree_batch, rows)
@@ -194,8 +194,7 @@ class AlwaysFirst(Coupled):
 
 
 def parts_by_graphs(monkeypatch) -> bool:
-    """Whether any answer of models whose steps are graphs is not plain decoding's, which has none,
-    in a batch of all trees."""
+    """Return whether an answer by graphs, in a batch of all trees, is not plain decoding's."""
     target, rng = tiny_model(1), random.Random(5)
     served = [
         Request([rng.randrange(61) for _ in range(5)], random_setting(rng), tree) for tree in TREES
@@ -222,7 +221,7 @@ def test_planted_mistake_of_the_verifier_is_caught_in_graphs(mistake, captured_o
 
 
 class Stale(TableTarget):
-    """One time in eight the target's call forgets the last committed token."""
+    """Target that forgets the last committed token one time in eight."""
 
     def tree_batch_forward(self, tokens, tree_batch, cache, bound):
         logits = super().tree_batch_forward(tokens, tree_batch, cache, bound)
@@ -278,10 +277,7 @@ def test_drafts_of_other_noise_are_accepted_less(monkeypatch):
     GenerationConfig(4, 0.9), GenerationConfig(4, 1.4, top_k=2), GenerationConfig(4, 1.0, top_p=0.7)
 ], ids=str)
 def test_sampled_answers_follow_the_targets_distribution(setting):
-    """2000 seeds through a tree: four tokens of several calls, as one draw.
-
-    χ² over the 81 answers; its bound has a false-alarm rate of one in a million.
-    """
+    """The bound's false-alarm rate is one in a million."""
     torch.manual_seed(11)
     table = torch.randn(2, 3, 3, 3, dtype=torch.float64)
     target = TableTarget(table[0])
@@ -298,8 +294,7 @@ def test_sampled_answers_follow_the_targets_distribution(setting):
 
 
 def test_one_choice_follows_the_softmax():
-    """200,000 choices of one token, along positions, for two seeds: χ² of 30 cells,
-    above 79.5 once in a million."""
+    """χ² of the 30 cells of 200,000 choices along positions is above 79.5 once in a million."""
     torch.manual_seed(3)
     logits = 1.5 * torch.randn(31, dtype=torch.float64)
     for seed, start in ((0, 0), (0, 2**31), (2**62, 5)):

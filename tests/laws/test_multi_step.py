@@ -67,8 +67,7 @@ def test_acceptance_of_drafts_that_were_not_drawn():
 
 
 def enumerated_answers(tree, drafter_layers, monkeypatch):
-    """Of three tokens by `HybridModel` and `ModelDrafter`, caches, replay and drafts included: how
-    probable each two are that follow the first, and how probable plain decoding has them.
+    """Return how probable each two tokens after the first are, by models and by plain decoding.
 
     Two calls are enumerated, so that the second one reads what the first one committed.
     """
@@ -103,7 +102,7 @@ def enumerated_answers(tree, drafter_layers, monkeypatch):
 
 
 def by_graphs(request, monkeypatch):
-    """Steps are graphs, and none is launched ahead: its choices would be enumerated for nothing."""
+    """Let steps be graphs, none launched ahead: its choices would be enumerated for nothing."""
     request.getfixturevalue("captured_on_cpu")
     monkeypatch.setattr("stree.batching.runners.GraphRunner.ahead", 0)
 
@@ -178,7 +177,7 @@ def test_planted_mistake_is_caught_in_graphs(mistake, request, monkeypatch):
 
 
 class Claiming(Undrawn):
-    """The best k, with the distribution that they were not drawn from."""
+    """Drafter of the best tokens that claims a distribution from which they were not drawn."""
 
     drawn = TableDrafter.drawn
 
@@ -191,7 +190,7 @@ class Claiming(Undrawn):
 
 
 class ClaimingToBeIndependent(TableDrafter):
-    """Draws siblings without replacement."""
+    """Drafter that draws siblings without replacement and claims another way."""
 
     drawn = SiblingSampling.INDEPENDENT
 
@@ -215,7 +214,7 @@ def test_drafts_that_claim_to_be_drawn_are_caught():
 
 
 class Stale(TableTarget):
-    """Forgets the last committed token, wholly or in part."""
+    """Target that forgets the last committed token, wholly or in part."""
 
     share = 1.0
 

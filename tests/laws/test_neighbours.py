@@ -41,7 +41,7 @@ each_model = pytest.mark.parametrize(
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Turns the fused kernels on. Off the GPU prompts are read without, for the sake of time."""
+    """Turn the fused kernels on; off the GPU prompts are read without them, to save time."""
     own, state = ops.fused, {"on": ON_GPU}
 
     def fused(device, dtype, largest_dim=0):
@@ -52,8 +52,10 @@ def kernels(monkeypatch):
 
 
 def logits_of(kernels, model, trees, contents, max_length=LONGEST):
-    """(B, N, V) of the second of two calls, between which each row accepts a path. contents, a row
-    each: a seed for its prompt and tokens, the prompt's length, and whether it is poisoned."""
+    """Return logits (B, N, V) of the second of two calls, between which each row accepts a path.
+
+    contents has for each row a seed, the prompt's length, and whether its cache is poisoned.
+    """
     rows, num_nodes = len(contents), trees[0].num_nodes
     kernels["on"] = True
     cache = model.new_cache(max_length, num_nodes, rows)
@@ -85,8 +87,7 @@ def logits_of(kernels, model, trees, contents, max_length=LONGEST):
 
 
 def in_company(kernels, model, num_rows, num_nodes, mine):
-    """What row `mine` gets beside two kinds of neighbours; those of the second have other prompts,
-    lengths, tokens and trees, and one has no finite number in its cache."""
+    """Return what row `mine` gets with two kinds of neighbours, one of them poisoned."""
     found = []
     for company in (1, 2):
         contents = [(100 * company + row, 3 + (7 * row * company) % 80, False)
@@ -108,8 +109,7 @@ def in_company(kernels, model, num_rows, num_nodes, mine):
 def test_at_one_envelope_nothing_depends_on_what_neighbours_hold(
     shape, num_nodes, num_rows, kernels
 ):
-    """Whatever the products are made by: 16 trees of 5 nodes are more rows than they serve
-    alike below."""
+    """16 trees of 5 nodes are more rows than the products below serve alike."""
     model = tiny_model(1, torch.bfloat16, **MODELS[shape]).to(DEVICE)
     for mine in {0, num_rows - 1} if ON_GPU else {1}:
         one, other = in_company(kernels, model, num_rows, num_nodes, mine)

@@ -41,7 +41,7 @@ def setting_of(rng: random.Random) -> GenerationConfig:
 
 
 def by_hand(target, prompt: list[int], setting: GenerationConfig) -> list[int]:
-    """Greedy tokens, by whole forwards and what transformers does to their logits."""
+    """Return greedy tokens by whole forwards and transformers' own penalty."""
     tokens, penalise = list(prompt), RepetitionPenaltyLogitsProcessor(setting.repetition_penalty)
     with torch.no_grad():
         for _ in range(setting.max_new_tokens):
@@ -52,7 +52,7 @@ def by_hand(target, prompt: list[int], setting: GenerationConfig) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["model", "n-grams grafted"])
 def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
-    """In batches of all settings, as graphs; and greedy ones by hand."""
+    """Greedy answers are also those made by hand."""
     target, rng = tiny_model(1), random.Random(3)
     drafter = right_now_and_then(target)
     if kind != "model":
@@ -136,7 +136,7 @@ def test_a_row_forgets_what_the_one_before_had():
 
 
 def test_drafts_are_penalised_too():
-    """Or none would be accepted where a penalty changes every token."""
+    """Else none would be accepted where a penalty changes every token."""
     target = tiny_model(1)
     out = Decoder(target, target, TokenTree.chain(4), max_length=64).generate(
         [1, 2, 3], GenerationConfig(20, repetition_penalty=4.0)

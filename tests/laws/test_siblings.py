@@ -32,7 +32,7 @@ FORKED, LATE = TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 2))
 
 
 def tiny(vocabulary: int, seed: int = 2):
-    """A model of few tokens, which takes a millisecond."""
+    """Return a model of few tokens, which takes a millisecond."""
     return tiny_model(
         seed, vocab_size=vocabulary, num_layers=1, attn_layers=(), d_model=16, num_ssm_heads=2,
         num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2, intermediate_size=16,
@@ -63,7 +63,7 @@ CASES = [
     ),
 )
 def test_output_distribution_is_the_targets(verifier, tree, seed, grafted, siblings):
-    """All draws and coins of a step, beside a greedy row in the same batch."""
+    """All draws and coins of a step are enumerated, with a greedy row in the same batch."""
     torch.manual_seed(seed)
     target, setting = 1.5 * torch.randn(3, 3, 3, dtype=torch.float64), SETTINGS[seed % 5]
     drafter = made(siblings, 3, grafted)
@@ -74,7 +74,7 @@ def test_output_distribution_is_the_targets(verifier, tree, seed, grafted, sibli
 
 
 def improbable(siblings, tree, verifier, grafted=False, count: int = 1000) -> float:
-    """How probable answers of several steps, a seed each, are at most: χ² over the 27 answers."""
+    """Return how probable answers of several steps, a seed each, are at most."""
     torch.manual_seed(11)
     table, model = 1.5 * torch.randn(3, 3, 3, dtype=torch.float64), tiny(3)
     drafter = NGram(2, [0, 1, 2], model, siblings) if grafted else ModelDrafterSpec(model, siblings)
@@ -103,7 +103,7 @@ TREES = {
     ),
 )
 def test_answers_of_several_steps_follow_the_targets_distribution(siblings, verifier, grafted):
-    """With the noise of real drafts. The bound's false-alarm rate is one in a million."""
+    """The bound's false-alarm rate is one in a million."""
     assert improbable(siblings, TREES[verifier], verifier, grafted) > 1e-6
 
 
@@ -122,8 +122,7 @@ def test_independent_siblings_that_claim_to_be_drawn_without_replacement_are_cau
 
 
 def drafts_of_seeds(siblings: SiblingSampling, unshared: bool, batch: int = 2000):
-    """Two siblings, of rows with a seed each, of which every second one is greedy; and the logits
-    that they are of."""
+    """Return two siblings of rows with a seed each, every second one greedy, and their logits."""
     model = tiny(3)
     drafter = ModelDrafter(model, batch, 16, 3, siblings)
     rows, setting = BatchState.new(batch, 3), GenerationConfig(temperature=1.4)
@@ -138,7 +137,7 @@ def drafts_of_seeds(siblings: SiblingSampling, unshared: bool, batch: int = 2000
 
 
 def unlike_products(proposal, logits) -> float:
-    """χ² of 9 cells of the rows that sample: above 49.0 once in a million where each sibling is
+    """Return χ² of 9 cells of the rows that sample, above 49.0 once in a million if each sibling is
     drawn by itself."""
     q, pairs = (logits / 1.4).softmax(-1), proposal.tokens[::2, 1:].tolist()
     seen, statistic = Counter(map(tuple, pairs)), 0.0
@@ -151,7 +150,7 @@ def unlike_products(proposal, logits) -> float:
 @KINDS
 @pytest.mark.parametrize("unshared", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_drafts_are_what_they_are_said_to_be(siblings, unshared):
-    """Also where the first sibling's noise is the target's."""
+    """Shared noise is the target's for the first sibling."""
     proposal, logits = drafts_of_seeds(siblings, unshared)
     best = logits.topk(2).indices.tolist()
     pairs = proposal.tokens[:, 1:].tolist()
@@ -221,8 +220,7 @@ def in_8_bits(model):
 def test_graphs_give_what_eager_steps_give(
     verifier, head, penalty, siblings, captured_on_cpu, monkeypatch
 ):
-    """Rows of all temperatures and trees in a batch; what greedy rows yield is plain decoding's,
-    and with `coupled` what all do."""
+    """Greedy rows, and with `coupled` all rows, have plain decoding's tokens."""
     target = tiny_model(1)
     drafter = ModelDrafterSpec(HEADS[head](right_now_and_then(target)), siblings)
     trees = [TokenTree.chain(3), TokenTree.paper(), balanced([3, 2]), TokenTree((-1, 0, 0, 2))]
@@ -258,7 +256,7 @@ def test_graphs_give_what_eager_steps_give(
 def test_steps_of_fused_kernels_give_the_same_tokens(
     verifier, grafted, siblings, monkeypatch, captured_on_cpu
 ):
-    """A greedy row and one that samples, each of its own tree."""
+    """A greedy row and one that samples have a tree each."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
     target = tiny_model(1, torch.float32, num_layers=2)
@@ -301,7 +299,7 @@ def test_trees_grow_by_the_best_tokens(name, verifier, monkeypatch, captured_on_
 
 
 def test_a_tree_of_best_tokens_is_one_whatever_the_seed():
-    """Of a beam, whose values know no temperature, the greedy row's."""
+    """A beam, whose values know no temperature, has the greedy row's tree."""
     model, tree, grown = tiny_model(1), TokenTree.load("beam-3-3-9"), set()
     for temperature, seed in ((0.0, 0), (0.5, 1), (1.5, 2)):
         setting = GenerationConfig(temperature=temperature, seed=seed, top_p=0.5)

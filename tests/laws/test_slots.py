@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def block_distribution(
     tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiStep
 ) -> dict:
-    """Of what one step gives a row, over all draws and coins."""
+    """Return the distribution of what one step gives a row, over all draws and coins."""
     target = TableTarget(tables[0])
 
     def run(choose):
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "verifier"), CASES)
 def test_output_distribution_is_the_targets(name, verifier):
-    """Laws with ties, too: slots of one value are in the order of their depths."""
+    """Slots of one value, as ties make them, are in the order of their depths."""
     tree = TokenTree.load(name)
     target, drafter, _, other = random_case(len(name) + tree.num_nodes, [balanced([3])])
     for table, setting in ((drafter, GenerationConfig(temperature=1.0)), (drafter.round(), other)):
@@ -140,8 +140,10 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
 
 
 def by_heap(shares_of, size: int, depth: int) -> Counter:
-    """DySpec's Algorithm 1, to a depth: the paths of a tree's drafts. shares_of(path), the tokens
-    that would be drawn after it one after the other, and their probabilities."""
+    """Return the paths of a tree's drafts by DySpec's Algorithm 1, to a depth.
+
+    shares_of(path) returns the tokens that would be drawn after it, and their probabilities.
+    """
     heap, order, paths = [(-1.0, 0, (), 0)], 1, Counter()
     while len(paths) < size:
         value, _, parent, rank = heapq.heappop(heap)
@@ -159,7 +161,7 @@ def by_heap(shares_of, size: int, depth: int) -> Counter:
 
 @pytest.mark.parametrize("name", ["dyspec-4-3-5", "dyspec-5-4-6", "dyspec-6-3-7"])
 def test_the_tree_is_dyspecs(name):
-    """Of the draws that are there, wide enough that no slot is missing."""
+    """The draws are wide enough that no slot is missing."""
     tree = TokenTree.load(name)
     setting, shapes = GenerationConfig(temperature=1.2, seed=5), set()
     for seed in range(6):
@@ -195,7 +197,7 @@ def test_the_tree_is_dyspecs(name):
 
 @pytest.mark.parametrize("verifier", ["coupled", "multi_step", "traversal"])
 def test_steps_of_models_as_graphs_and_without(verifier, monkeypatch, captured_on_cpu):
-    """In a batch of several settings; with `coupled` the tokens are plain decoding's."""
+    """With `coupled` the tokens of a batch of several settings are plain decoding's."""
     target = tiny_model(1)
     drafter, tree = right_now_and_then(target), TokenTree.load("dyspec-3-3-8")
     served = [
@@ -279,7 +281,7 @@ def test_a_verifier_that_says_nothing_of_it_refuses_it():
 
 
 def test_noise_of_each_slot_has_a_position_of_its_own():
-    """Which 31 bits hold; trees that draw more are refused."""
+    """31 bits hold the positions; trees that draw more are refused."""
     with pytest.raises(UsageError, match="at most 2047 nodes"):
         TokenTree.load("dyspec-16-16-64")
     tree = TokenTree.load("dyspec-16-8-64")

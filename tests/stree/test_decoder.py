@@ -31,7 +31,7 @@ TREES = {
 
 
 class Prophet:
-    """Knows what the target will say and drafts it most of the time, at a random sibling."""
+    """Drafter that knows what the target will say, and drafts it mostly, at a random sibling."""
 
     drawn = SiblingSampling.DETERMINISTIC
     capturable = False
@@ -67,7 +67,7 @@ class Prophet:
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_greedy_is_lossless_on_many_prompts(count):
-    """64 tokens each for each of 8 trees in fp64: no mismatch, and trees do their work."""
+    """Each prompt has 64 tokens for each of 8 trees in fp64."""
     torch.set_num_threads(1)
     config = dict(num_layers=2, attn_layers=(1,), d_model=16, num_heads=2, num_kv_heads=1,
                   num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
@@ -131,8 +131,10 @@ def test_greedy_with_model_drafters(tree, drafter):
     ),
 )
 def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
-    """Each node's children come from the drafter's logits after the sequence and its path, with
-    noise of their own where they are judged by these logits."""
+    """Children come from the drafter's logits after the sequence and their path.
+
+    Their noise is their own if they are judged by these logits.
+    """
     model, tree = tiny_model(4, num_layers=2, attn_layers=attn_layers), TREES[tree]
     drafter, sequence = ModelDrafter(model, 1, 64, 32), [5, 6, 7]
     drafter.read(0, torch.tensor(sequence))
@@ -164,7 +166,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
 
 
 def counting_target(vocabulary: int = 12, eos: tuple[int, ...] = ()) -> TableTarget:
-    """Says 0, 1, 2, …: after token t comes t + 1."""
+    """Return a target that says t + 1 after token t."""
     table = torch.full((vocabulary,) * 3, -5.0, dtype=torch.float64)
     for token in range(vocabulary):
         table[:, token, (token + 1) % vocabulary] = 5.0
@@ -235,7 +237,7 @@ def test_any_whole_number_is_an_eos(eos):
 
 
 class Pieces:
-    """Tokens that are several letters long."""
+    """Tokenizer whose tokens are several letters long."""
 
     def __init__(self, *pieces):
         self.pieces = pieces
@@ -247,7 +249,7 @@ class Pieces:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("stop", ["f", "ef", "efg", "g", "-h", "b-", "cdefg", "-hab-"])
 def test_stop_strings_end_at_the_first_token_that_completes_them(stop, depth):
-    """Wherever blocks and tokens begin and end: also across blocks, and inside a token."""
+    """Stop strings may go across blocks, and end inside a token."""
     pieces = Pieces("ab-", "cd", "efg", "-h")
     target = counting_target()
     drafter = TableDrafter(target.table) if depth else None

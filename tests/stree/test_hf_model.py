@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_generate(family, seed):
 
 
 def families(*quick):
-    """All of them, but for some only in a long run."""
+    """Return a parameter for each family; only the named ones are not long."""
     return [
         pytest.param(each, marks=[] if each in quick else [pytest.mark.long]) for each in FAMILIES
     ]
@@ -129,7 +129,7 @@ def test_tensors_are_shared(family, seed):
 @pytest.mark.parametrize("family", families("granite", "zamba", "qwen3_next"))
 @torch.no_grad()
 def test_packing_for_the_fused_kernels_makes_no_second_copy(family, monkeypatch):
-    """Weights that are joined are theirs, too, which go on as before."""
+    """The joined weights are also transformers' own, which goes on as before."""
     theirs = random_reference(family, 1)
     ids, _ = prompts((7,))
     wanted = theirs(ids, use_cache=False).logits
@@ -200,7 +200,7 @@ def test_hooks_are_refused_and_those_of_transformers_are_not(granite):
 
 
 class AfterToken(StoppingCriteria):
-    """Ends a sequence after one of some tokens; asked about one sequence or a batch."""
+    """Criterion that ends a sequence, or each of a batch, after one of some tokens."""
 
     def __init__(self, tokens):
         self.tokens = torch.tensor(tokens)
@@ -299,7 +299,7 @@ def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
 
 
 def letters():
-    """A tokenizer of one letter a token."""
+    """Return a tokenizer of one letter a token."""
     vocabulary = {chr(65 + token): token for token in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.pre_tokenizer = Split("", "isolated")

@@ -68,7 +68,7 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
 
 
 def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
-    """Of one row and greedy, that is: for two, or sampled in larger buffers, it measures."""
+    """Costs of one greedy row serve neither two rows nor sampled ones."""
     timed, measure = [], BatchDecoder.measure_step_times
     monkeypatch.setattr(
         BatchDecoder, "measure_step_times", lambda self, **options: (
@@ -103,7 +103,7 @@ def test_it_says_how_many_sequences_fit(granite):
 
 
 def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
-    """Its answers would fit buffers in which three of its steps do not."""
+    """The answers alone would fit buffers in which three steps of the tree do not."""
     decoder = stree.from_transformers(
         granite, slice_drafter(shared_model(granite), [0]), "chain-80"
     )
@@ -139,7 +139,7 @@ def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
 
 
 def test_the_other_settings_of_load(granite):
-    """What `stree.load` is told of a decoder and transformers' generate is not."""
+    """Settings that neither transformers' generate nor the model has are those of `stree.load`."""
     taken = inspect.signature(stree.load).parameters.keys()
     of_the_model_or_call = {
         "target", "device", "dtype", "max_length", "temperature", "num_rows", "unknown",

@@ -17,13 +17,13 @@ from stree.common.errors import CheckpointRefused, NotFound, UsageError
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch):
-    """ "auto" is the CPU, for which these tests have profiles, wherever they run."""
+    """Let "auto" be the CPU, wherever these tests run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def drafter(workspace, tmp_path) -> Path:
-    """The target again, as a drafter that is always right."""
+    """Save the target again, as a drafter that is always right."""
     target = workspace / "target"
     save_model(load_model(target), tmp_path / "drafter", load_tokenizer(target))
     return tmp_path / "drafter"
@@ -46,7 +46,7 @@ def test_ends_of_config_and_tokenizer_are_united(workspace, tmp_path):
 
 
 def without_eos(workspace: Path, folder: Path, **changes) -> Path:
-    """The target, with a config that names no EOS and another tokenizer's EOS."""
+    """Save the target with a config that names no EOS, and `changes` to its tokenizer."""
     model, tokenizer = load_model(workspace / "target"), load_tokenizer(workspace / "target")
     model.config = model.config.replace(eos_token_ids=())
     for name, value in changes.items():

@@ -25,7 +25,7 @@ from stree.verifiers.rejection import MultiStep, Naive
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch):
-    """ "auto" is the CPU, for which these tests have profiles, wherever they run."""
+    """Let "auto" be the CPU, for which these tests have profiles, wherever they run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -35,7 +35,7 @@ DEEP = Tree(name="deep", parents=(-1, 0, 1, 2, 3, 4))
 
 @pytest.fixture
 def drafter(workspace, tmp_path) -> Path:
-    """The target again, as a drafter that is always right."""
+    """Save the target again, as a drafter that is always right."""
     target = workspace / "target"
     save_model(load_model(target), tmp_path / "drafter", load_tokenizer(target))
     return tmp_path / "drafter"
@@ -237,7 +237,7 @@ def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, nam
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Decoder]:
-    """The decoders whose steps were timed."""
+    """List the decoders whose steps were timed."""
     timed, measure = [], Decoder.measure_step_times
     monkeypatch.setattr(
         Decoder, "measure_step_times", lambda self, **options: (
@@ -338,7 +338,7 @@ def test_a_tree_that_is_named_needs_no_profile(workspace, drafter):
 
 
 def test_a_profile_may_say_that_drafts_go_over_as_text(workspace, drafter, tmp_path):
-    """So that another tokenizer is no obstacle."""
+    """Another tokenizer is then no obstacle."""
     tokenizer = load_tokenizer(workspace / "target")
     tokenizer.chat_template = "{{ messages }}"
     other = tmp_path / "other"

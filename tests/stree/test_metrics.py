@@ -52,8 +52,7 @@ def test_the_shares_of_trees_are_of_all_steps():
 
 
 def test_a_batch_s_seconds_count_once_and_its_rows_are_the_mean_over_calls():
-    """Two prompts of 4 and 2 calls side by side, 0.1 s each; behind the shorter one's end the
-    longer one is alone."""
+    """Two prompts of 4 and 2 calls share calls of 0.1 s, until the longer one is alone."""
     long = Counts(4, 4, [0] * 4, decode_s=2 * 0.05 + 2 * 0.1, call_share=2 * 0.5 + 2)
     short = Counts(2, 2, [0] * 2, decode_s=2 * 0.05, call_share=2 * 0.5)
     assert metrics.tokens_per_second([long, short]) == pytest.approx(6 / 0.4)
@@ -168,8 +167,7 @@ def test_an_interval_is_what_lies_between_the_quantiles():
 
 
 def test_intervals_weigh_prompts_by_their_calls_as_the_figures_do():
-    """20 prompts of 100 calls at τ 3 and 20 of a single call at τ 1: the pooled τ is 2.98, the mean
-    of the prompts' own 2. So for speeds (30 tokens a second, and 10) and each of their ratios."""
+    """Pooled over prompts of 100 calls at τ 3 and of one call at τ 1, τ is 2.98; the mean is 2."""
     long = Counts(300, 100, [2] * 100, decode_s=10.0)
     short = Counts(1, 1, [0], decode_s=0.1)
     plain = [Counts(300, 300, [], decode_s=30.0), Counts(1, 1, [], decode_s=0.025)]

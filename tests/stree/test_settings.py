@@ -50,7 +50,7 @@ def test_a_length_of_nothing_is_refused(max_length):
 
 
 def test_nothing_goes_beyond_the_target_s_positions():
-    """To the last one everything does; where nothing has a position there is none."""
+    """Everything works up to the last position; a model without positions has no limit."""
     target = tiny_model(1, max_position_embeddings=16)
     decoder = Decoder(target, max_length=40)
     refusal = "3 tokens and max_new_tokens = 14 need 17 positions, the target was made for 16"

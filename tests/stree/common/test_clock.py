@@ -22,7 +22,7 @@ def gpu(monkeypatch):
 
 
 def slow(gpu):
-    """A streamer that takes its time."""
+    """Return a streamer that takes its time."""
 
     def wait(value):
         gpu.now += 0.02
@@ -68,8 +68,8 @@ def test_on_the_host_prefill_and_streamer_are_no_decoding(gpu, streamed):
 
 @pytest.fixture
 def on_device(gpu, monkeypatch, captured_on_cpu):
-    """The decoder works as on a GPU, where so long a replay take: admission, the target's reading
-    of a prompt, its first token, the drafter's reading, draft and target call."""
+    """Let replays take fixed times, as on a GPU: admission, the target's reading of a prompt, its
+    first token, the drafter's reading, draft and target call."""
     capture = gpu.capture([0, PREFILL_S, 0, 0, DRAFT_S, VERIFY_S], CAPTURE_S)
     monkeypatch.setattr("stree.batching.runners.CudaGraph", capture)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)

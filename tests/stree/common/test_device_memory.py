@@ -24,7 +24,7 @@ def granted(tmp_path, membership):
 
 
 def test_version_2_and_every_group_above(tmp_path):
-    """A step within a job within a machine: any of them may be the narrowest."""
+    """A step is within a job within a machine, and any of them may be the narrowest."""
     top = tmp_path / "sys/fs/cgroup"
     write(top / "job/step", memory__max="max", memory__current=GIB)
     write(
@@ -63,7 +63,7 @@ def test_the_host_has_no_more_than_its_groups_grant(monkeypatch):
 
 
 def test_what_the_allocator_holds_without_using_it_is_free(monkeypatch):
-    """But not what it holds for graphs, nor what another GPU has."""
+    """Segments of graphs, and of another GPU, do not count."""
     segments = [
         {"device": device, "segment_pool_id": pool, "total_size": 8 * GIB, "active_size": GIB}
         for device, pool in ((0, (0, 0)), (1, (0, 0)), (1, (0, 2)))

@@ -27,7 +27,7 @@ exit_with_reason(main)
 
 
 def test_a_message_moves_no_terminal():
-    """It may quote a file."""
+    """A message may quote a file."""
     assert str(BadData("a\x1b[2Jb\r\u202ec\nd")) == "a\ufffd[2Jb\ufffd\ufffdc\nd"
     assert one_line("a\x1b[2Jb\r\u202ec\nd") == "a [2Jb c d"
     assert one_line("می\u200cخواهم 👩\u200d👧") == "می\u200cخواهم 👩\u200d👧"
@@ -69,7 +69,7 @@ def test_an_exception_that_is_no_reason_keeps_its_traceback():
 
 
 def test_a_reader_that_has_seen_enough_is_no_success():
-    """What the rest would have said is not known: with `pipefail` a gate must not pass by it."""
+    """A gate with `pipefail` must not pass by a pipe that was cut."""
     script = SCRIPT.format(ending="[print('line') for _ in range(100_000)]")
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f'{sys.executable} -c "$0" | head -n 1', script],

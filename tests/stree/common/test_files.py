@@ -97,7 +97,7 @@ def test_a_folder_that_is_a_file_cannot_be_written(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs procfs")
 def test_a_place_where_nothing_can_be_made_is_told():
-    """The system's answer there is ENOENT, which elsewhere means a file that is not there."""
+    """The system answers ENOENT there, which elsewhere means a file that is missing."""
     with pytest.raises(CannotWrite, match="cannot write /proc/x"):
         write_atomically("/proc/x/file", "data")
     with pytest.raises(CannotWrite, match="cannot write /proc/x"):
@@ -297,7 +297,7 @@ def test_hidden_files_of_others_do_not_matter(tmp_path):
 
 
 def hub_cache(tmp_path):
-    """A snapshot as huggingface_hub keeps it: links to blobs that all revisions share."""
+    """Make a snapshot as huggingface_hub keeps it, of links to blobs that all revisions share."""
     repository = tmp_path / "models--some--model"
     snapshot = repository / "snapshots" / "abc"
     (snapshot / "additional_chat_templates").mkdir(parents=True)
@@ -352,8 +352,8 @@ def test_sweep_removes_the_dead_and_spares_the_living(tmp_path):
 
 
 def test_sweep_judges_writers_of_other_containers_by_their_locks(tmp_path, monkeypatch):
-    """Their process numbers say nothing here: a minute without a lock does, and without a host in
-    common, a day."""
+    """Their process numbers say nothing here: entries go after a minute without a lock, those of
+    another host after a day."""
     origin = files._origin()
     monkeypatch.setattr(files, "_origin", lambda: (origin[0], "1"))
     pid, ago = dead_process_id(), (time.time() - 120,) * 2

@@ -116,7 +116,7 @@ print(statistics.median(each.stats.decode_s for each in outputs[1:]))
 @pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_one_busy_core_does_not_stop_decoding():
-    """With threads that spin, it took 5 to 25 times as long."""
+    """Threads that spin took 5 to 25 times as long."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
 
     def seconds() -> float:

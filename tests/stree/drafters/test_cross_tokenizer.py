@@ -27,7 +27,7 @@ PROMPT = "The json module can be used to encode Python objects. Use the"
 
 
 def of_characters(text: str) -> PreTrainedTokenizerFast:
-    """A token for each character of a text."""
+    """Return a tokenizer with a token for each character of a text."""
     vocabulary = {each: number for number, each in enumerate(sorted(set(text) | set("?")))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = Split("", "isolated")
@@ -43,7 +43,7 @@ def target():
 
 
 class Knowing:
-    """Stands in for a model: after a text's beginning it is sure of the next character."""
+    """Stand-in for a model that is sure of a text's next character."""
 
     device = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class _Read:
 
 
 def test_words_that_are_spelt_are_accepted_in_the_targets_tokens(target):
-    """A drafter of characters that knows the answer: nearly all of it in few calls."""
+    """A drafter of characters that knows the answer saves most calls."""
     ours = load_tokenizer(SHIPPED)
     prompt = ours(PROMPT).input_ids
     generation = GenerationConfig(24, ignore_eos=True)
@@ -97,7 +97,7 @@ def test_words_that_are_spelt_are_accepted_in_the_targets_tokens(target):
 
 
 def test_a_drafter_of_the_same_tokenizer_loses_little_by_the_text(target):
-    """The target drafts for itself: handed over as tokens, all drafts would be accepted."""
+    """Handed over as tokens, all drafts of the target itself would be accepted."""
     ours = load_tokenizer(SHIPPED)
     decoder = BatchDecoder(
         target, CrossTokenizerSpec(target, ours, ours), "chain-3", num_rows=2, max_length=128
@@ -119,7 +119,6 @@ def test_a_drafter_of_the_same_tokenizer_loses_little_by_the_text(target):
     quick_first([((1,), "coupled")], [((), "coupled"), ((1,), "coupled"), ((), "traversal")]),
 )
 def test_what_is_sampled_is_plain_decodings(layers, verifier, target, monkeypatch):
-    """Two rows, a tree, letters that know nothing; and among trees that are chosen."""
     ours, own = load_tokenizer(SHIPPED), of_characters(PROMPT)
     model = tiny_model(2, torch.float32, vocab_size=len(own), attn_layers=layers)
     served = [

@@ -22,7 +22,7 @@ PNG = TokenTree((-1, 0, 0, 1, 2, 3, 4), "png-3-2")  # three tokens of two drafts
 
 
 def drafted(text: list[int], tree: TokenTree, corpus=(), context: int = 3) -> list[int]:
-    """What the second of two rows drafts after a text whose last two tokens came in a block."""
+    """Return what the second of two rows drafts after a text that ends with a block of two."""
     target = tiny_model(1)
     drafter = NGram(context, corpus).for_decoder(target, 2, 64, tree.num_nodes)
     rows = BatchState.new(2, 8)
@@ -54,7 +54,7 @@ def test_continuations_with_one_beginning_share_its_node():
 
 
 def wanted_continuations(text, corpus, context, count, barred):
-    """By looking at each place of the text, one after the other; None where there are no more."""
+    """Look at each place of the text, one after the other; fill up with None."""
     slots = [*corpus, None, *text]
     best: dict[int, tuple[int, int]] = {}
     for place in range(len(slots) - 1):
@@ -94,7 +94,7 @@ def test_continuations_are_those_of_a_search_place_by_place():
 
 
 def test_of_a_long_corpus_the_first_continuation_is_that_of_a_whole_search():
-    """A step looks at few places of it, whatever its length."""
+    """A step looks at few places of a corpus, whatever its length."""
     rng = random.Random(1)
     corpus = [rng.randrange(7) for _ in range(3000)]
     lengths = set()
@@ -140,7 +140,7 @@ TREES = [PNG, TokenTree.chain(3), balanced([3, 2]), TokenTree.chain(0)]
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
 def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
-    """All trees and settings in one batch; and graphs, in which nothing may wait."""
+    """One batch has all trees and settings, eagerly and by graphs, in which nothing may wait."""
     if captured:
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1)
@@ -194,7 +194,7 @@ def test_other_verifiers_judge_them_too(grafted, verifier):
 
 
 def test_the_roots_last_child_and_what_is_below_are_n_grams():
-    """Of rows with different trees: one without a second child is the model's."""
+    """A tree whose root has one child is the model's."""
     target = tiny_model(1)
     model = right_now_and_then(target)
     trees = [TokenTree.chain(2), PNG, balanced([3, 1]), TokenTree((-1, 0, 0, 1, 1))]
@@ -224,7 +224,7 @@ def test_a_context_of_nothing_is_refused():
 
 
 class Alternating(AdaptiveTrees):
-    """Two steps with a tree, then a plain one."""
+    """Policy of two steps with a tree, then a plain one."""
 
     def choose(self, num_rows):
         self.turn = getattr(self, "turn", 0) + 1

@@ -55,7 +55,7 @@ BRANCHING = [
     "part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 20))]
 )
 def test_output_distribution_is_the_targets(part, verifier, trees, kind):
-    """Every relation of the distributions with another tree each time."""
+    """Every relation of the distributions has another tree each time."""
     for index, relation in enumerate(RELATIONS):
         seed = 7 * part + index
         target, drafter, tree, setting = related_case(seed, relation, trees)
@@ -75,8 +75,7 @@ def lengths(seed: int, trees) -> list[float]:
 
 
 def test_acceptance_length_grows_from_naive_to_traversal():
-    """Computed exactly. On a chain multi-step sampling is the token-level rule, and block
-    verification traversal."""
+    """On a chain multi-step sampling is the token-level rule, and block verification traversal."""
     longer = [0, 0]
     for seed in range(8):
         naive, multi_step, traversal = lengths(seed, [*CHAINS, *BRANCHING[:2]])
@@ -88,7 +87,7 @@ def test_acceptance_length_grows_from_naive_to_traversal():
 
 @pytest.mark.parametrize("part", lanes(1, 8))
 def test_independent_siblings_are_accepted_no_more_often(part):
-    """Than those drawn without replacement, by the same rule: two alike are one chance."""
+    """Two siblings that are alike are one chance."""
     trees, fewer = [TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 0)), balanced([2, 1])], 0
     for seed in range(5 * part, 5 * part + 5):
         target, drafter, tree, setting = random_case(seed, trees)
@@ -102,14 +101,13 @@ def test_independent_siblings_are_accepted_no_more_often(part):
 
 
 def test_naive_accepts_more_where_only_a_late_sibling_has_children():
-    """Multi-step sampling passes the first sibling too often for that: a tree to avoid."""
+    """Multi-step sampling passes the first sibling too often for such a tree."""
     naive, multi_step, traversal = lengths(5, [TokenTree((-1, 0, 0, 2))])
     assert naive > multi_step + 0.05 and traversal >= multi_step - 1e-12
 
 
 def block_verification(p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """Algorithm 2 of Sun et al. (2024) for two drafts, in its words: p, q (V, V, V) after a token
-    before and a last one."""
+    """Return the distribution of Sun et al. (2024), Algorithm 2, for two drafts; p, q (V, V, V)."""
     distribution: Counter[tuple[int, ...]] = Counter()
     first, start = CONTEXT
     for x, y in itertools.product(range(len(p)), repeat=2):
@@ -196,7 +194,7 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
 
 
 def improbable(verifier: str, tree: TokenTree, count: int = 1000) -> float:
-    """How probable answers of several steps, a seed each, are at most: χ² over the 81 answers."""
+    """Return how probable answers of several steps, a seed each, are at most."""
     torch.manual_seed(11)
     table = 1.5 * torch.randn(2, 3, 3, 3, dtype=torch.float64)
     decoder = BatchDecoder(
@@ -213,7 +211,7 @@ TREES = {"block": TokenTree.chain(3), "traversal": balanced([2, 1, 1])}
 
 @pytest.mark.parametrize("verifier", TREES)
 def test_answers_of_several_steps_follow_the_targets_distribution(verifier):
-    """With the noise of real drafts. The bound's false-alarm rate is about one in a million."""
+    """The bound's false-alarm rate is about one in a million."""
     assert improbable(verifier, TREES[verifier]) > 1e-6
 
 
