@@ -175,29 +175,19 @@ class ChatEncoder:
     def encode(self, conversations: Sequence[Sequence[Message]]) -> list[EncodedChat]:
         """Return ids and mask of each conversation; many at once are encoded in parallel. Raises
         `BadData` when the template refuses a conversation."""
-        pieces: list[Piece] = []
-        owners: list[int] = []
-        for messages in conversations:
-            found = self.pieces(messages)
-            pieces.extend(found)
-            owners.append(len(found))
-        ids = self._encode_pieces(pieces, owners)
-        chats, start = [], 0
-        for count in owners:
-            stop = start + count
-            tokens = np.concatenate([np.asarray(i, np.int32) for i in ids[start:stop]])
-            assistant = np.repeat(
-                [piece.assistant for piece in pieces[start:stop]], [len(i) for i in ids[start:stop]]
-            )
+        cut = [self.pieces(messages) for messages in conversations]
+        chats = []
+        for pieces, ids in zip(cut, self._encode_pieces(cut), strict=True):
+            tokens = np.concatenate([np.asarray(each, np.int32) for each in ids])
+            assistant = np.repeat([piece.assistant for piece in pieces], [len(i) for i in ids])
             chats.append(EncodedChat(tokens, assistant))
-            start = stop
         return chats
 
     def encode_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a prompt: those of `messages`, and of an assistant turn's opening.
         `variables` go to the template. Raises `BadData` when it refuses the messages."""
-        pieces = self.pieces(messages, prompt=True, **variables)
-        return [token for ids in self._encode_pieces(pieces, [len(pieces)]) for token in ids]
+        (ids,) = self._encode_pieces([self.pieces(messages, prompt=True, **variables)])
+        return [token for of_piece in ids for token in of_piece]
 
     def pieces(
         self, messages: Sequence[Message], prompt: bool = False, **variables: Any
@@ -355,28 +345,29 @@ class ChatEncoder:
         with refusing_panics():
             return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _encode_pieces(self, pieces: list[Piece], owners: list[int]) -> list[list[int]]:
-        firsts = set(np.cumsum([0, *owners[:-1]]).tolist()) if self._anchor else set()
-        ids: list[list[int]] = [[] for _ in pieces]
+    def _encode_pieces(self, chats: Sequence[list[Piece]]) -> list[list[list[int]]]:
+        """Return the ids of each piece of each conversation; all are encoded in parallel."""
+        ids: list[list[list[int]]] = [[[] for _ in pieces] for pieces in chats]
         for plain in (False, True):
-            chosen = [number for number, piece in enumerate(pieces) if piece.plain == plain]
+            places = [
+                (chat, number) for chat, pieces in enumerate(chats)
+                for number, piece in enumerate(pieces) if piece.plain == plain
+            ]
             anchored = [
-                bool(self._anchor)
-                and number not in firsts
-                and not self._ends_in_control(pieces[number - 1])
-                for number in chosen
+                number > 0 and not self._ends_in_control(chats[chat][number - 1])
+                for chat, number in places
             ]
             texts = [
-                (self._anchor if behind else "") + pieces[number].text
-                for number, behind in zip(chosen, anchored, strict=True)
+                (self._anchor if behind else "") + chats[chat][number].text
+                for behind, (chat, number) in zip(anchored, places, strict=True)
             ]
             found = self._ids(texts, plain) if texts else []
-            for number, behind, piece_ids in zip(chosen, anchored, found, strict=True):
-                if behind and piece_ids[: len(self._anchor_ids)] != self._anchor_ids:
-                    raise BadData(
-                        f"the tokenizer merges {pieces[number].text[:40]!r} with what stands before"
-                    )
-                ids[number] = piece_ids[len(self._anchor_ids) :] if behind else piece_ids
+            for behind, (chat, number), tokens in zip(anchored, places, found, strict=True):
+                before = self._anchor_ids if behind else []
+                if tokens[: len(before)] != before:
+                    text = chats[chat][number].text
+                    raise BadData(f"the tokenizer merges {text[:40]!r} with what stands before")
+                ids[chat][number] = tokens[len(before) :]
         return ids
 
 

@@ -110,16 +110,13 @@ def _require_tensor(ids: Any) -> None:
 
 def _drafter(given: Any, target: HybridModel) -> HybridModel | DrafterSpec | Drafter | None:
     if isinstance(given, str | os.PathLike):
-        name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
+        name = DrafterName.parse(given)
         own = None
         if name.folder is not None:
             own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
         return name.make(own, None)
-    if given is None or isinstance(given, HybridModel):
-        return given
-    if hasattr(given, "for_decoder") or hasattr(given, "draft"):
-        return given
-    return shared_model(given)
+    is_ours = isinstance(given, HybridModel) or hasattr(given, "for_decoder")
+    return given if given is None or is_ours or hasattr(given, "draft") else shared_model(given)
 
 
 class TransformersDecoder:
@@ -221,9 +218,7 @@ class TransformersDecoder:
         stops = _Stops(stopping_criteria, input_ids.shape[1])
         prompts, _ = prompts_of(input_ids, mask)
         requests: list[Request] = []
-        times = (
-            generation_config.num_return_sequences or 1
-        )  # each prompt stands one after the other
+        times = generation_config.num_return_sequences or 1  # as often a prompt comes, in a row
         for number, prompt in enumerate(prompts):
             if number % times == 0:
                 shared = SharedPrompt(times - 1)

@@ -123,7 +123,7 @@ def load(
     tokenizer = load_tokenizer(target_folder)
     drafting, remark = None, ""
     if drafter is not None:
-        name = DrafterName.parse(drafter) if isinstance(drafter, str) else DrafterName(drafter)
+        name = DrafterName.parse(drafter)
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)

@@ -49,15 +49,18 @@ class DrafterName:
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
 
     @classmethod
-    def parse(cls, name: str) -> DrafterName:
+    def parse(cls, name: str | os.PathLike[str]) -> DrafterName:
         """Parse FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…].
 
-        With a folder, independent: or top:, and float8:, may stand before it. An existing folder of
-        such a name is a FOLDER. Raises `UsageError` for a context that is no whole number of at
-        least 1, for float8: without a folder, and for independent: and top: without a folder whose
-        model draws.
+        With a folder, independent: or top:, and float8:, may stand before it. A path, and an
+        existing folder of such a name, is a FOLDER.
+
+        Raises `UsageError` for a context that is no whole number of at least 1, for float8: without
+        a folder, and for independent: and top: without a folder whose model draws.
         """
-        if name.startswith(_FLOAT8) and not os.path.isdir(name):
+        if not isinstance(name, str) or os.path.isdir(name):
+            return cls(name)
+        if name.startswith(_FLOAT8):
             of = cls.parse(name.removeprefix(_FLOAT8))
             if not of.folder or of.float8:
                 raise UsageError(
@@ -65,7 +68,7 @@ class DrafterName:
                 )
             return replace(of, float8=True)
         for prefix, siblings in _SIBLINGS.items():
-            if not name.startswith(prefix) or os.path.isdir(name):
+            if not name.startswith(prefix):
                 continue
             of = cls.parse(name.removeprefix(prefix))
             if not of.folder or of.retokenised or not of.draws_in_turn:
@@ -74,9 +77,9 @@ class DrafterName:
                     f"draw none): wanted {prefix}FOLDER, once"
                 )
             return replace(of, siblings=siblings)
-        if name.startswith(_TEXT) and not os.path.isdir(name):
+        if name.startswith(_TEXT):
             return cls(name.removeprefix(_TEXT), retokenised=True)
-        found = None if os.path.isdir(name) else _NGRAM.fullmatch(name)
+        found = _NGRAM.fullmatch(name)
         if found is None:
             return cls(name)
         context = found["context"] or str(NGram.context)

@@ -6,6 +6,10 @@ from __future__ import annotations
 import random
 import re
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import forked
@@ -18,7 +22,6 @@ from run_checks import (
     logged_steps,
     table_without_timings,
 )
-from small_disk import mounted
 from tiny_run import distill_arguments
 
 from stree.common.files import verify_manifest
@@ -31,6 +34,35 @@ FULL = (
     r"\((\d+) bytes needed, (\d+) bytes and (\d+) inodes free\): free some space or choose another"
 )
 PLENTY = "size=100m,nr_inodes=10000"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A tmpfs, which needs root."""
+
+    folder: Path
+
+    def change(self, options: str) -> None:
+        """Remount the disk while it is in use, with `size=…`, `nr_inodes=…`, `ro` or `rw`."""
+        mount(f"remount,{options}", self.folder).check_returncode()
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Disk]:
+    """Mount a disk at `folder`; the test is skipped where the user may not mount one."""
+    folder.mkdir()
+    done = mount(options, folder)
+    if done.returncode:
+        pytest.skip(f"needs root to mount a small disk: {done.stderr.strip()}")
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def mount(options: str, folder: Path) -> subprocess.CompletedProcess:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def last_line(command: forked.Command) -> str:

@@ -30,7 +30,6 @@ from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
-from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import BeamTree
@@ -280,12 +279,6 @@ def test_a_config_whose_head_cannot_be_is_refused(saved, tmp_path):
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointRefused, match="head_vocab_size is 1000000"):
         load_model(folder)
-
-
-def test_a_config_of_a_head_goes_to_disk_and_back():
-    config = tiny_config(head_vocab_size=7, head_rank=3)
-    assert HybridConfig.from_dict(vars(config)) == config
-    assert (config.head_size, tiny_config().head_size) == (7, 61)
 
 
 # In 8 bits

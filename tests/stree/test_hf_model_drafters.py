@@ -1,6 +1,5 @@
 """Draft for a model of transformers: drafters, trees, further settings, conversations."""
 
-import doctest
 import inspect
 
 import pytest
@@ -9,7 +8,6 @@ from families import VOCAB
 from hf_models import TREE, assert_same, decoder_of, prompts, reference
 
 import stree
-from stree import hf_model
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
 from stree.checkpoints.shared_weights import shared_model
@@ -198,8 +196,3 @@ def test_a_prompt_that_is_refused_leaves_no_row_taken(granite):
         with pytest.raises(UsageError, match=f"the prompt has the token {VOCAB}"):
             decoder.generate(foreign, max_new_tokens=4)
     assert_same(granite, decoder, ids, max_new_tokens=4, do_sample=False)
-
-
-def test_the_example_runs():
-    result = doctest.testmod(hf_model)
-    assert result.attempted and not result.failed
