@@ -13,8 +13,9 @@ from enumerated import (
     CONTEXT,
     SETTINGS,
     Repetitive,
+    assert_targets,
     block_distribution,
-    distance,
+    is_caught,
     plain_distribution,
     random_case,
 )
@@ -38,8 +39,7 @@ def test_output_distribution_is_the_targets(part, kind):
     for seed in range(part * 24, part * 24 + 24):
         target, drafter, tree, setting = random_case(seed)
         blocks = block_distribution(TableTarget(target), kind(drafter), tree, setting)
-        assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(blocks, target, setting, tree.max_depth + 1) <= 1e-10, (seed, tree)
+        assert_targets(blocks, target, setting, tree)
         accepted += sum(prob * (len(block) - 1) for block, prob in blocks.items())
     assert accepted > 0.3 * 24
 
@@ -125,6 +125,7 @@ def test_output_distribution_with_real_models(tree, drafter_layers, graphs, requ
         assert blocks.get(tokens, 0.0) == pytest.approx(probability, abs=1e-10)
 
 
+SEEDS = (4, 10, 16, 26, 39)
 MISTAKES = {
     "no residual": ("torch.where(rejected, left, target)", "target"),
     "residual not renormalised": ("left / total", "left"),
@@ -150,19 +151,8 @@ def plant(mistake, monkeypatch):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
     plant(mistake, monkeypatch)
-    worst = 0.0
-    for seed in (4, 10, 16, 26, 39):
-        target, drafter, tree, _ = random_case(seed)
-        tables = TableTarget(target), TableDrafter(drafter)
-        beside = tree if mistake == "the neighbour's drafts" else TokenTree.chain(2)
-        try:
-            blocks = block_distribution(*tables, tree, SETTINGS[0], beside=beside)
-        except AssertionError:  # the neighbour noticed
-            return
-        worst = max(worst, distance(blocks, target, SETTINGS[0], tree.max_depth + 1))
-        if worst > 1e-4:
-            return
-    raise AssertionError(f"at most {worst:.1e} from the target")
+    beside = None if mistake == "the neighbour's drafts" else TokenTree.chain(2)
+    assert is_caught(SEEDS, beside=beside)
 
 
 @pytest.mark.parametrize(
@@ -198,19 +188,12 @@ class ClaimingToBeIndependent(TableDrafter):
 @pytest.mark.parametrize("verifier", [MultiStep, Traversal])
 def test_siblings_that_claim_to_be_independent_are_caught(verifier):
     """The other way round two siblings that are alike have odds of 0 / 0."""
-    worst = 0.0
-    for seed in range(6):
-        target, drafter, tree, _ = random_case(seed, [TokenTree((-1, 0, 0))])
-        tables = TableTarget(target), ClaimingToBeIndependent(drafter)
-        blocks = block_distribution(*tables, tree, SETTINGS[0], verifier)
-        worst = max(worst, distance(blocks, target, SETTINGS[0], tree.max_depth + 1))
-    assert worst > 1e-4
+    trees = [TokenTree((-1, 0, 0))]
+    assert is_caught(range(6), verifier, trees, drafter_of=ClaimingToBeIndependent)
 
 
 def test_drafts_that_claim_to_be_drawn_are_caught():
-    target, drafter, tree, _ = random_case(4)
-    blocks = block_distribution(TableTarget(target), Claiming(drafter), tree, SETTINGS[0])
-    assert distance(blocks, target, SETTINGS[0], tree.max_depth + 1) > 1e-4
+    assert is_caught([4], drafter_of=Claiming)
 
 
 class Stale(TableTarget):
@@ -227,15 +210,6 @@ class Stale(TableTarget):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.01])
-def test_a_stale_state_is_caught(share):
-    worst = 0.0
-    for seed in (4, 10, 16, 26, 39):
-        target, drafter, tree, _ = random_case(seed)
-        stale = Stale(target)
-        stale.share = share
-        try:
-            blocks = block_distribution(stale, TableDrafter(drafter), tree, SETTINGS[0])
-        except AssertionError:  # the neighbour noticed
-            return
-        worst = max(worst, distance(blocks, target, SETTINGS[0], tree.max_depth + 1))
-    assert worst > 1e-4
+def test_a_stale_state_is_caught(share, monkeypatch):
+    monkeypatch.setattr(Stale, "share", share)
+    assert is_caught(SEEDS, target_of=Stale)

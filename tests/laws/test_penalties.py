@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from enumerated import block_distribution, distance, random_case
+from enumerated import assert_targets, block_distribution, distance, random_case
 from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -92,8 +92,7 @@ def test_output_distribution_is_the_targets(verifier, settings):
         target, drafter, tree, _ = random_case(seed, trees)
         tables = TableTarget(target), TableDrafter(drafter)
         blocks = block_distribution(*tables, tree, setting, verifier)
-        assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(blocks, target, setting, tree.max_depth + 1) <= 1e-10, (seed, tree)
+        assert_targets(blocks, target, setting, tree)
 
 
 @pytest.mark.parametrize("verifier", [MultiStep, Traversal])
@@ -101,8 +100,7 @@ def test_output_distribution_of_an_expansion_is_the_targets(verifier):
     target, drafter, _, _ = random_case(1, [TokenTree.chain(1)])
     tables, tree = (TableTarget(target), TableDrafter(drafter)), TokenTree.load("expand-2-1")
     blocks = block_distribution(*tables, tree, SETTINGS[0], verifier)
-    assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
-    assert distance(blocks, target, SETTINGS[0], 3) <= 1e-10
+    assert_targets(blocks, target, SETTINGS[0], tree)
 
 
 MISTAKES = {

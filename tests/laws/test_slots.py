@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from eager import without_graphs
-from enumerated import CONTEXT, RELATIONS, distance, random_case, related_case
+from enumerated import CONTEXT, RELATIONS, assert_targets, distance, random_case, related_case
 from growing import Growing, Telling
 from lanes import quick_first
 from planted import edited
@@ -72,8 +72,7 @@ def test_output_distribution_is_the_targets(name, verifier):
     target, drafter, _, other = random_case(len(name) + tree.num_nodes, [balanced([3])])
     for table, setting in ((drafter, GenerationConfig(temperature=1.0)), (drafter.round(), other)):
         distribution = block_distribution((target, table), tree, setting, verifier)
-        assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+        assert_targets(distribution, target, setting, tree)
 
 
 RELATED = [("dyspec-2-1-3", MultiStep), ("dyspec-1-2-3", Traversal)]
@@ -99,8 +98,7 @@ def test_so_it_is_of_distributions_that_are_related(name, verifier, relation, se
     tree = TokenTree.load(name)
     target, drafter, _, setting = related_case(seed, relation, [balanced([3])])
     distribution = block_distribution((target, drafter), tree, setting, verifier)
-    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
-    assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+    assert_targets(distribution, target, setting, tree)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from toys import TableDrafter, Undrawn, drawing_in_turn, exact_distribution, total_variation
+from toys import (
+    TableDrafter,
+    TableTarget,
+    Undrawn,
+    drawing_in_turn,
+    exact_distribution,
+    total_variation,
+)
 
 from stree import GenerationConfig, TokenTree
 from stree.batching.runners import new_report
@@ -185,6 +192,32 @@ def distance(blocks: dict, table, setting: GenerationConfig, length: int, start=
         return plain_distribution(table[text[-2:]], setting, text).tolist()
 
     return total_variation(blocks, after, start, len(table), length)
+
+
+def assert_targets(blocks: dict, table, setting: GenerationConfig, tree: TokenTree) -> None:
+    """Assert that the blocks of a step have the target's distribution."""
+    assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
+    assert distance(blocks, table, setting, tree.max_depth + 1) <= 1e-10, tree
+
+
+def is_caught(
+    seeds: Iterable[int], kind: Callable[..., RejectionSampling] = MultiStep, trees=TREES,
+    beside: TokenTree | None = TREES[1], target_of=TableTarget, drafter_of=TableDrafter,
+) -> bool:
+    """Return whether a case shows a mistake: another distribution, or the neighbour notices.
+
+    The neighbour's tree is `beside`, or None for the same tree.
+    """
+    for seed in seeds:
+        target, drafter, tree, _ = random_case(seed, trees)
+        tables = target_of(target), drafter_of(drafter)
+        try:
+            blocks = block_distribution(*tables, tree, SETTINGS[0], kind, beside or tree)
+        except AssertionError:
+            return True
+        if distance(blocks, target, SETTINGS[0], tree.max_depth + 1) > 1e-4:
+            return True
+    return False
 
 
 def chance_of(answers: Iterable[Sequence[int]], table, setting, start=(0, 1)) -> float:

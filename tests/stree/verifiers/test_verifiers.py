@@ -18,9 +18,10 @@ from enumerated import (
     Independent,
     Mixed,
     Repetitive,
+    assert_targets,
     block_distribution,
     chance_of,
-    distance,
+    is_caught,
     length_of,
     plain_distribution,
     random_case,
@@ -61,8 +62,7 @@ def test_output_distribution_is_the_targets(part, verifier, trees, kind):
         target, drafter, tree, setting = related_case(seed, relation, trees)
         tables = TableTarget(target), kind(drafter)
         blocks = block_distribution(*tables, tree, setting, verifier)
-        assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(blocks, target, setting, tree.max_depth + 1) <= 1e-10, (seed, tree)
+        assert_targets(blocks, target, setting, tree)
 
 
 def lengths(seed: int, trees) -> list[float]:
@@ -181,16 +181,8 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
     function = edited(*MISTAKES[mistake])
     verifier = Naive if function.__name__ == "accept_naive" else Traversal
     monkeypatch.setattr(rules, function.__name__, function)
-    worst = 0.0
-    for seed in range(20):
-        target, drafter, tree, _ = random_case(seed, BRANCHING)
-        tables = TableTarget(target), TableDrafter(drafter)
-        beside = tree if mistake == "the neighbour's drafts" else CHAINS[1]
-        blocks = block_distribution(*tables, tree, SETTINGS[0], verifier, beside)
-        worst = max(worst, distance(blocks, target, SETTINGS[0], tree.max_depth + 1))
-        if worst > 1e-4:
-            return
-    raise AssertionError(f"at most {worst:.1e} from the target")
+    beside = None if mistake == "the neighbour's drafts" else CHAINS[1]
+    assert is_caught(range(20), verifier, BRANCHING, beside)
 
 
 def improbable(verifier: str, tree: TokenTree, count: int = 1000) -> float:
