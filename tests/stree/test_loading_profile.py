@@ -87,18 +87,15 @@ def test_the_profile_decides_on_the_tree_by_temperature(workspace, drafter):
     assert out.stats.acceptance_length == 2  # one level, and the drafter is always right
 
 
+UNMEASURED = "no greedy decoding of one sequence was measured"
+
+
 @pytest.mark.parametrize(
     ("given", "warning"),
     [
-        ((), "no greedy decoding of one sequence was measured"),
-        (
-            (recommendation(WIDE, device_type="cuda"),),
-            "no greedy decoding of one sequence was measured",
-        ),
-        (
-            (recommendation(WIDE, temperature=1.0),),
-            "no greedy decoding of one sequence was measured",
-        ),
+        ((), UNMEASURED),
+        ((recommendation(WIDE, device_type="cuda"),), UNMEASURED),
+        ((recommendation(WIDE, temperature=1.0),), UNMEASURED),
         (None, r"no speculation_profile\.json"),
     ],
 )
@@ -367,11 +364,3 @@ def test_rows_get_what_the_profile_recommends(workspace, drafter):
     ]
     with pytest.raises(UsageError, match="num_rows is 0"):
         stree.load("nowhere", device="cpu", num_rows=0)
-
-
-def test_rows_decode_plainly_where_the_profile_says_so(workspace, drafter):
-    give_profile(workspace, drafter, recommendation(None))
-    with warnings.catch_warnings(action="ignore"):
-        batch = stree.load(workspace / "target", drafter, num_rows=2, device="cpu", max_length=64)
-    assert batch.drafter is None
-    assert len(batch.complete("json", max_new_tokens=5)[0].tokens) == 5

@@ -11,33 +11,6 @@ from stree.models.config import HybridConfig
 from stree.trees.token_tree import balanced
 
 
-@pytest.mark.parametrize("eos", ["3", 3.0, torch.tensor([3.0]), [5, "3"], [[5]], {5: 1}], ids=repr)
-def test_an_eos_that_is_no_whole_number_is_refused(eos):
-    with pytest.raises(UsageError, match=r"eos_token_id is .*, wanted a token's id"):
-        GenerationConfig(eos_token_id=eos)
-
-
-@pytest.mark.parametrize("strings", [[1, 2], 7, ("a", None), [b"a"]], ids=repr)
-def test_stop_strings_are_texts(strings):
-    with pytest.raises(UsageError, match=r"stop_strings is .*, wanted a text"):
-        GenerationConfig(stop_strings=strings)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(top_p=None),
-        dict(temperature="1"),
-        dict(top_k=2.5),
-        dict(max_new_tokens=None),
-        dict(max_new_tokens=True),
-    ],
-)
-def test_settings_are_numbers(wrong):
-    with pytest.raises(UsageError, match=f"{next(iter(wrong))} is .*, wanted a number"):
-        GenerationConfig(**wrong)
-
-
 def test_an_eos_that_is_no_token_is_refused():
     with pytest.raises(UsageError, match="eos_token_id is 99999, wanted 0 to"):
         Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(8, eos_token_id=99999))
@@ -97,6 +70,15 @@ def test_a_model_in_another_dtype_than_its_caches_is_refused(moved):
 @pytest.mark.parametrize(
     "values, complaint",
     [
+        *((dict(eos_token_id=eos), "eos_token_id is .*, wanted a token's id")
+          for eos in ("3", 3.0, torch.tensor([3.0]), [5, "3"], [[5]], {5: 1})),
+        *((dict(stop_strings=strings), "stop_strings is .*, wanted a text")
+          for strings in ([1, 2], 7, ("a", None), [b"a"])),
+        (dict(top_p=None), "top_p is .*, wanted a number"),
+        (dict(temperature="1"), "temperature is .*, wanted a number"),
+        (dict(top_k=2.5), "top_k is .*, wanted a number"),
+        (dict(max_new_tokens=None), "max_new_tokens is .*, wanted a number"),
+        (dict(max_new_tokens=True), "max_new_tokens is .*, wanted a number"),
         (dict(stop_strings=("a", "")), "stop string"),
         (dict(temperature=1e-320), "temperature"),
         (dict(seed=2**64), "seed"),

@@ -10,7 +10,7 @@ from captures import NothingWaits
 from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree import BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError
 from stree.drafters.ngram import NGram, Text
@@ -177,20 +177,6 @@ def test_drafts_do_not_depend_on_what_shares_the_batch(grafted, verifier):
         for count in (1, 3)
     )
     assert [out.tokens for out in together] == [out.tokens for out in alone]
-
-
-@pytest.mark.parametrize("verifier", ["naive", "multi_step", "traversal"])
-@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
-def test_other_verifiers_judge_them_too(grafted, verifier):
-    """Greedy rows are plain decoding's; `test_verifiers.py` has the distribution of mixed trees."""
-    target = tiny_model(1)
-    drafts = NGram(4, model=right_now_and_then(target) if grafted else None)
-    generation = GenerationConfig(24)
-    decoder = Decoder(target, drafts, balanced([3, 2]), max_length=64, verifier=verifier)
-    assert decoder.generate([5, 6, 5], generation).tokens == (
-        Decoder(target, max_length=64).generate([5, 6, 5], generation).tokens
-    )
-    decoder.generate([5, 6, 5], GenerationConfig(24, temperature=1.0, seed=0))
 
 
 def test_the_roots_last_child_and_what_is_below_are_n_grams():
