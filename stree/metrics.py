@@ -331,11 +331,14 @@ def confidence_intervals(
         _require_pairs(prompts, baseline)
         theirs = ratios(baseline, _RATIOS["tokens_per_second"])
         for name, names in _RATIOS_TO_SPEED.items():
-            mine = ratios(prompts, names)
-            figures[name] = lambda i_RQ, mine=mine: mine(i_RQ) / theirs(i_RQ)
+            figures[name] = _divided(ratios(prompts, names), theirs)
     return {
         name: bootstrap_interval(figure, len(prompts), seed) for name, figure in figures.items()
     }
+
+
+def _divided(figure: Figure, other: Figure) -> Figure:
+    return lambda i_RQ: figure(i_RQ) / other(i_RQ)
 
 
 @lru_cache
