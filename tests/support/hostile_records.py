@@ -193,13 +193,11 @@ case("samples that are a gzip bomb", "report", r"unpacks to over 100 times its s
                              gzip_bomb(b"\n", 1000)))
 case("metrics of 200,000 letters", "report", r"metrics\.csv is no table",
      lambda at: with_results(at, "metrics.csv", "step,loss\n1," + "9" * 200_000 + "\n"))
-case("baseline of no name", "baseline", r"no pointer to a folder",
+case("baseline of no name", "baseline", r"leads to no folder",
      lambda at: written(at, "baseline", b"runs\0elsewhere"))
-case("baseline that is long", "baseline", r"no pointer to a folder",
-     lambda at: written(at, "baseline", "x/" * 1_000_000))
 
 
-@case("baseline in a circle", "baseline", r"no pointer to a folder")
+@case("baseline in a circle", "baseline", r"leads to no folder")
 def _(folder: Path) -> Path:
     (folder / "baseline").symlink_to(folder / "other")
     (folder / "other").symlink_to(folder / "baseline")
