@@ -220,7 +220,7 @@ class Comparison(Evaluation):
         jobs = []
         for benchmark in self.benchmarks:
             for temperature in self.settings.temperatures:
-                jobs.append(self._job(self.methods[0], None, benchmark, temperature))
+                jobs.append(self._job(self.plain, None, benchmark, temperature))
                 for arm in self.arms:
                     place = arm.name, benchmark.name, float(temperature)
                     tree = tuned.get(place, arm.trees[-1])

@@ -148,12 +148,8 @@ def describe_environment(
 ) -> Environment:
     """Describe the machine and the code, to compare two rows by."""
     return Environment(
-        git_sha=_git_sha(),
-        device=device_name(device),
-        dtypes=dtypes,
-        versions=dict(_versions()),
-        command_line=typed_command(),
-        num_processes=num_processes,
+        git_sha=_git_sha(), device=device_name(device), dtypes=dtypes, versions=dict(_versions()),
+        command_line=typed_command(), num_processes=num_processes,
         num_threads=torch.get_num_threads(),
     )
 

@@ -96,6 +96,7 @@ class Evaluation:
         if len(set(names)) < len(names):
             raise UsageError(f"benchmarks {names} share a name: name each once, or rename a file")
         self.methods = [settings.method(name) for name in settings.methods]
+        self.plain = settings.method(AUTOREGRESSIVE)
         self.target_sha256 = checkpoint_sha256(settings.target)
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
@@ -220,8 +221,7 @@ class Evaluation:
         benchmark, temperature = group[0].benchmark, group[0].temperature
         baseline = next((job for job in group if job.method == AUTOREGRESSIVE), None)
         if baseline is None and AUTOREGRESSIVE in self.settings.methods:
-            plain = self.settings.method(AUTOREGRESSIVE)
-            baseline = self._job(plain, None, benchmark, temperature)
+            baseline = self._job(self.plain, None, benchmark, temperature)
         rounds = []
         for prompt in benchmark.prompts:
             missing = tuple(job for job in group if job.sample_key(prompt) not in done)
@@ -230,10 +230,7 @@ class Evaluation:
         return rounds
 
     def _job(
-        self,
-        method: Method,
-        drafter: DrafterIdentity | None,
-        benchmark: Benchmark,
+        self, method: Method, drafter: DrafterIdentity | None, benchmark: Benchmark,
         temperature: float,
     ) -> Job:
         return make_job(
@@ -375,15 +372,12 @@ class Evaluation:
         return ResultRow(
             **job.columns(self.settings),
             checkpoint=job.drafter.path if job.drafter else None,
-            target=self.settings.target,
-            target_sha256=self.target_sha256,
+            target=self.settings.target, target_sha256=self.target_sha256,
             tree=Tree(name=job.tree.name, parents=job.tree.parents) if job.tree else None,
             verifier=job.verifier if job.tree else None,
             backtracking=job.backtracking if job.tree else None,
-            prompts_hash=job.benchmark.prompts_hash,
-            num_prompts=len(samples),
-            max_new_tokens=self.settings.max_new_tokens,
-            ignore_eos=self.settings.ignore_eos,
+            prompts_hash=job.benchmark.prompts_hash, num_prompts=len(samples),
+            max_new_tokens=self.settings.max_new_tokens, ignore_eos=self.settings.ignore_eos,
             chat_template_sha256=self.chat_template_sha256,
             measuring_costs_s=None if costs is None else costs.took_s,
             costs=None if costs is None else costs.record(),
@@ -412,9 +406,7 @@ def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
         return None
     identical = sum(bool(sample.lossless) for sample in checked)
     return Lossless(
-        share=identical / len(checked),
-        num_prompts=len(checked),
-        num_identical=identical,
+        share=identical / len(checked), num_prompts=len(checked), num_identical=identical,
         divergences=tuple(s.divergence for s in checked if s.divergence is not None),
     )
 

@@ -337,14 +337,9 @@ class Round:
 
 
 def make_job(
-    settings: EvaluationSettings,
-    method: Method,
-    drafter: DrafterIdentity | None,
-    benchmark: Benchmark,
-    temperature: float,
-    target_sha256: str,
-    chat_template: str,
-    device_type: str,
+    settings: EvaluationSettings, method: Method, drafter: DrafterIdentity | None,
+    benchmark: Benchmark, temperature: float,
+    target_sha256: str, chat_template: str, device_type: str,
 ) -> Job:
     """Make a job, with a hash of everything that decides its tokens and its speed.
 
@@ -353,15 +348,10 @@ def make_job(
     """
     tree, verifier, backtracking = method.tree, method.verifier, method.backtracking
     decoding = {
-        "target": target_sha256,
-        "method": method.kind,
-        "tree": tree.parents if tree else None,
-        "temperature": float(temperature),
-        "max_new_tokens": settings.max_new_tokens,
-        "ignore_eos": settings.ignore_eos,
-        "chat_template": chat_template,
-        "dtype": settings.dtype,
-        "device": device_type,
+        "target": target_sha256, "method": method.kind, "tree": tree.parents if tree else None,
+        "temperature": float(temperature), "max_new_tokens": settings.max_new_tokens,
+        "ignore_eos": settings.ignore_eos, "chat_template": chat_template,
+        "dtype": settings.dtype, "device": device_type,
     }
     # Settings at their defaults add nothing, so that rows keep the hash that they always had
     decoding |= switched_on(settings)
@@ -379,9 +369,7 @@ def make_job(
     )
 
 
-def resolve(
-    options: Mapping[str, Any],
-) -> tuple[EvaluationSettings, list[str | None]]:
+def resolve(options: Mapping[str, Any]) -> tuple[EvaluationSettings, list[str | None]]:
     """Return settings and checkpoints from the command's options; [None] is plain decoding alone.
 
     A `run` gives its exports by step, its target and its eval folder. Raises UsageError when

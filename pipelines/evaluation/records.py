@@ -129,14 +129,10 @@ class ResultRow(Record):
 
     @property
     def key(self) -> ResultKey:
+        tree = self.tree.name if self.tree else None
         return (
-            self.checkpoint_sha256,
-            self.method,
-            self.tree.name if self.tree else None,
-            self.benchmark,
-            self.prompts_hash,
-            self.decoding_hash,
-            self.seed,
+            self.checkpoint_sha256, self.method, tree, self.benchmark, self.prompts_hash,
+            self.decoding_hash, self.seed,
         )
 
     @model_validator(mode="after")
@@ -254,13 +250,8 @@ class SampleRow(Record):
     @property
     def key(self) -> SampleKey:
         return (
-            self.checkpoint_sha256,
-            self.method,
-            self.tree,
-            self.benchmark,
-            self.prompt_id,
-            self.decoding_hash,
-            self.seed,
+            self.checkpoint_sha256, self.method, self.tree, self.benchmark, self.prompt_id,
+            self.decoding_hash, self.seed,
         )
 
 

@@ -30,13 +30,7 @@ from stree.common.errors import BadData
 from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.common.locks import take_lock
 from stree.speculation_profile import first_fault
-from stree_pipelines.evaluation.records import (
-    Reading,
-    ResultKey,
-    ResultRow,
-    SampleKey,
-    SampleRow,
-)
+from stree_pipelines.evaluation.records import Reading, ResultKey, ResultRow, SampleKey, SampleRow
 
 RESULTS_NAME = "results.jsonl"
 READINGS_NAME = "readings.jsonl"

@@ -252,7 +252,7 @@ def test_what_the_command_says_goes_before_the_file(world, tmp_path):
 
 
 def test_every_option_of_what_is_measured_may_be_typed(capsys):
-    """All of an evaluation's but those that are an arm's."""
+    """An arm's own options alone are missing."""
     with pytest.raises(SystemExit):
         compare.main(["--help"])
     told = set(re.findall(r"--(\w+)", capsys.readouterr().out))

@@ -205,7 +205,7 @@ def test_wrong_options_and_a_damaged_record_are_refused(tmp_path, capsys):
 
 
 def test_known_prompts_are_those_of_the_published_results():
-    """Of MT-Bench all 80 were measured in fp32."""
+    """All 80 prompts of MT-Bench were measured in fp32."""
     rows = read_rows(PUBLISHED / "results-fp32.jsonl", ResultRow)
     hashes = {row.prompts_hash for row in rows if row.benchmark == "mt_bench"}
     assert hashes == {SOURCES["mt_bench"].prompts_hash}

@@ -19,11 +19,7 @@ from stree_kernels import naive
 from stree_pipelines.evaluation.answering.batching import Batch
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
-from stree_pipelines.evaluation.plan import (
-    ChosenTree,
-    Job,
-    prompt_seed,
-)
+from stree_pipelines.evaluation.plan import ChosenTree, Job, prompt_seed
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
 from stree_pipelines.evaluation.sampling import sampling_of
 
@@ -165,42 +161,35 @@ class Answerer:
     def _add_turn(
         self, conversation: Conversation, num_prompt_tokens: int, output: GenerationOutput
     ) -> None:
-        turn = Turn(
-            user=conversation.prompt.turns[len(conversation.turns)],
-            num_prompt_tokens=num_prompt_tokens,
-            tokens=tuple(output.tokens),
-            text=self.decoders.tokenizer.decode(output.tokens, skip_special_tokens=True),
+        text = self.decoders.tokenizer.decode(output.tokens, skip_special_tokens=True)
+        conversation.turns.append(Turn(
+            user=conversation.prompt.turns[len(conversation.turns)], text=text,
+            num_prompt_tokens=num_prompt_tokens, tokens=tuple(output.tokens),
             finish_reason=str(output.finish_reason),
-        )
-        conversation.turns.append(turn)
+        ))
         conversation.stats.append(output.stats)
 
     def _sample(self, job: Job, conversation: Conversation) -> SampleRow:
         prompt, stats = conversation.prompt, conversation.stats
         parts = metrics.STEP_PARTS if any(s.time_ms for s in stats) else ()
         shares = conversation.call_shares
+        chosen = isinstance(job.tree, ChosenTree)
+        ends = tuple(node for s in stats for node in s.end_node_per_call)
+        depths = tuple(depth for s in stats for depth in s.depth_per_call)
         return SampleRow(
             **job.columns(self.settings),
             tree=job.tree.name if job.tree else None,
-            prompt_id=prompt.id,
-            category=prompt.category,
-            turns=tuple(conversation.turns),
+            prompt_id=prompt.id, category=prompt.category, turns=tuple(conversation.turns),
             num_new_tokens=sum(s.num_new_tokens for s in stats),
-            num_calls=sum(s.num_calls for s in stats),
-            num_nodes=sum(s.num_nodes for s in stats),
+            num_calls=sum(s.num_calls for s in stats), num_nodes=sum(s.num_nodes for s in stats),
             accepted_per_call=tuple(a for s in stats for a in s.accepted_per_call),
-            end_node_per_call=None
-            if isinstance(job.tree, ChosenTree)
-            else tuple(node for s in stats for node in s.end_node_per_call),
+            end_node_per_call=None if chosen else ends,
             tree_max_depth=job.tree.max_depth if job.tree else 0,
-            depth_per_call=tuple(depth for s in stats for depth in s.depth_per_call)
-            if isinstance(job.tree, ChosenTree)
-            else None,
+            depth_per_call=depths if chosen else None,
             calls_by_tree=sum((s.calls_by_tree for s in stats), Counter[str]()),
             call_share=sum(shares) if shares else None,
             num_reused_tokens=sum(s.num_reused_tokens for s in stats),
-            prefill_s=sum(s.prefill_s for s in stats),
-            decode_s=sum(s.decode_s for s in stats),
+            prefill_s=sum(s.prefill_s for s in stats), decode_s=sum(s.decode_s for s in stats),
             time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
         )
 
@@ -215,11 +204,8 @@ class Answerer:
             prefix = [*self.decoders.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
             tokens = _at(mine.tokens, position), _at(theirs.tokens, position)
             return Divergence(
-                prompt_id=prompt.id,
-                turn=index,
-                position=position,
-                token=tokens[0],
-                autoregressive_token=tokens[1],
+                prompt_id=prompt.id, turn=index, position=position,
+                token=tokens[0], autoregressive_token=tokens[1],
                 logit_gap=self._logit_gap(prefix, self._generation(job, prompt, index), tokens),
             )
         return None
@@ -261,11 +247,9 @@ class Answerer:
     def _generation(self, job: Job, prompt: BenchmarkPrompt, index: int) -> GenerationConfig:
         """Return the settings of a turn of a prompt."""
         return GenerationConfig(
-            max_new_tokens=self.settings.max_new_tokens,
-            temperature=job.temperature,
-            **sampling_of(self.settings),
+            max_new_tokens=self.settings.max_new_tokens, ignore_eos=self.settings.ignore_eos,
+            temperature=job.temperature, **sampling_of(self.settings),
             seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
-            ignore_eos=self.settings.ignore_eos,
         )
 
 
@@ -298,13 +282,7 @@ def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Itera
 
 def timing_of(sample: SampleRow) -> BaselineTiming:
     """Return the timing of a run, to measure speedups by."""
-    return BaselineTiming(
-        num_new_tokens=sample.num_new_tokens,
-        prefill_s=sample.prefill_s,
-        decode_s=sample.decode_s,
-        time_ms=sample.time_ms,
-        call_share=sample.call_share,
-    )
+    return BaselineTiming(**{name: getattr(sample, name) for name in BaselineTiming.model_fields})
 
 
 @contextmanager

@@ -229,10 +229,7 @@ class Decoders:
             generation = GenerationConfig(
                 # prefill gives the first
                 max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
-                temperature=job.temperature,
-                **sampling_of(self.settings),
-                seed=0,
-                ignore_eos=True,
+                temperature=job.temperature, **sampling_of(self.settings), seed=0, ignore_eos=True,
             )
             if self.settings.batch_size == 1:
                 with _batch_of(decoder).forgetting():
@@ -273,11 +270,8 @@ class Decoders:
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
                 tree=job.tree and policy_of(job.tree),
-                max_length=room,
-                tokenizer=self.tokenizer,
-                verifier=job.verifier,
-                backtracking=job.backtracking,
-                num_prefixes=self.num_prefixes,
+                max_length=room, num_prefixes=self.num_prefixes, tokenizer=self.tokenizer,
+                verifier=job.verifier, backtracking=job.backtracking,
             )
             self._decoders[key] = room, decoder
         return decoder

@@ -73,13 +73,10 @@ def read_answer(
                 log_probs, _drafter_log_probs(model, tokens, inputs, question, start), answer
             )
     return Reading(
-        **key._asdict(),
-        num_prompt_tokens=start,
-        num_tokens=len(answer),
+        **key._asdict(), num_prompt_tokens=start, num_tokens=len(answer),
         target_loss=loss_of(log_probs, answer),
         drafter_loss=None if after is None or math.isinf(after.loss) else after.loss,
-        overlap=after and after.overlap,
-        same_choice=after and after.same_choice,
+        overlap=after and after.overlap, same_choice=after and after.same_choice,
         overlap_begun_anew=begun and begun.overlap,
     )
 

@@ -1,4 +1,4 @@
-"""What the tests of evaluations share."""
+"""Fixtures of the tests of evaluations."""
 
 import pytest
 from tiny_evaluation import export, make_world, quiet, settings_for
@@ -13,7 +13,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def complete(world, tmp_path_factory):
-    """All three checkpoints at T = 0 and 1, in one process."""
+    """Evaluate all three checkpoints at T = 0 and 1, in one process."""
     out = tmp_path_factory.mktemp("complete")
     evaluation = quiet(settings_for(world, out, temperatures=(0.0, 1.0)))
     for step in (1, 10, 100):

@@ -56,7 +56,7 @@ class OneRow:
 
 
 def evaluated(world, out, batch_size, **parts) -> ResultStore:
-    """The middling drafter at T = 0 and 1."""
+    """Evaluate the middling drafter at T = 0 and 1."""
     settings = settings_for(world, out, temperatures=(0.0, 1.0), batch_size=batch_size)
     quiet(settings, **parts).evaluate(export(world, 10))
     return ResultStore(out)
@@ -64,7 +64,7 @@ def evaluated(world, out, batch_size, **parts) -> ResultStore:
 
 @pytest.fixture(scope="module")
 def alone(world, tmp_path_factory):
-    """One prompt at a time, with the batched decoder's random numbers."""
+    """Evaluate one prompt at a time, with the batched decoder's random numbers."""
     return evaluated(world, tmp_path_factory.mktemp("alone"), 1, make_decoder=OneRow)
 
 
@@ -74,7 +74,7 @@ def batched(world, tmp_path_factory):
 
 
 def test_how_many_prompts_fit_at_once_is_said_once_and_why(world, tmp_path):
-    """Of all methods' decoders together, and not where prompts are answered one at a time."""
+    """The line counts all methods' decoders together; a batch of one has none."""
     for batch_size in (3, 1):
         settings = settings_for(world, tmp_path / str(batch_size), limit=1, batch_size=batch_size)
         stream = io.StringIO()
@@ -101,7 +101,7 @@ def greedy_samples(store: ResultStore) -> list[dict]:
 
 
 def test_tokens_do_not_depend_on_the_batch(world, tmp_path, alone, batched):
-    """Sampled ones neither: they are a function of the prompt's seed."""
+    """Sampled tokens do not, either: they are a function of the prompt's seed."""
     one = evaluated(world, tmp_path / "one", 1)
     eight = evaluated(world, tmp_path / "eight", 8)
     wanted = but_for_the_batch(samples_without_timings(alone))
@@ -185,7 +185,7 @@ def test_speeds_are_of_the_whole_batch(batched):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
-    """Of answers of a few tokens trees would promise nothing, once prompts are counted."""
+    """A choice that learned from warm-ups' few tokens would take no tree."""
     settings = settings_for(
         world, tmp_path, batch_size=batch_size, methods=["stree"], tree="chain-1 or paper"
     )
@@ -208,7 +208,7 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
 def test_what_chooses_has_seen_the_first_prompts_before_an_answer_counts(
     batch_size, world, tmp_path, monkeypatch
 ):
-    """And nothing else, also when an evaluation goes on with its last prompt."""
+    """A choice has learned from nothing else, also where an evaluation goes on at its end."""
     monkeypatch.setattr("stree_pipelines.evaluation.plan.NUM_FIRST_PROMPTS", 2)
     settings = settings_for(
         world, tmp_path, batch_size=batch_size, methods=["stree"], tree="chain-1 or paper",
@@ -374,7 +374,7 @@ def test_graphs_that_do_not_fit_leave_no_row_taken(world, tmp_path):
 
 
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, batched, monkeypatch):
-    """When those that are under way are finished."""
+    """The larger decoder is made when the conversations under way are finished."""
     made = []
 
     def make(*args, **kwargs):

@@ -48,7 +48,7 @@ def test_other_prompts_are_not_called_python_docs(tmp_path):
 
 
 def test_one_ships(tmp_path, monkeypatch):
-    """So that a command without --benchmarks runs in any folder of anybody's."""
+    """A command without --benchmarks runs in any folder."""
     monkeypatch.chdir(tmp_path)
     (name,) = DEFAULT_BENCHMARKS
     benchmark = load_benchmark(name)

@@ -81,8 +81,8 @@ def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, messa
 
 
 def test_what_may_go_beyond_the_target_s_positions_is_refused_at_start(world, tmp_path):
-    """Two turns of up to 2,048 tokens each, and the questions, in 4,096 positions; without
-    attention there are none."""
+    """Two turns of 2,048 tokens and the questions exceed 4,096 positions; without attention there
+    are none."""
     settings = settings_for(world, tmp_path, max_new_tokens=2048)
     quiet(settings)
     refusal = r"talk prompt b has \d+ tokens, and answers of up to 4096: the target was made"
@@ -137,7 +137,7 @@ def test_shipped_configs_are_understood(config, tmp_path):
 
 
 def test_progress_says_the_tree_s_figures_first(world, tmp_path):
-    """The others' behind them, plain decoding's also where its row is there already."""
+    """The others' figures follow, plain decoding's also where its row exists."""
     settings = settings_for(world, tmp_path, limit=1)
     said = []
     for step in (1, 10):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_everything_is_warmed_up_before_anything_is_timed(world, tmp_path):
-    """Each tree at each temperature; with the next checkpoint its own decoders."""
+    """Each tree warms up at each temperature, and each checkpoint's own decoders do."""
     calls = []
     settings = settings_for(world, tmp_path, temperatures=(0.0, 0.5, 1.0), limit=1)
     evaluation = quiet(settings, make_decoder=heard_by(lambda *call: calls.append(call)))
@@ -121,7 +121,7 @@ class BusierAndBusier:
 
 
 def test_a_speedup_is_over_plain_decoding_right_before(world, tmp_path):
-    """Of the same prompt, beside each checkpoint, however much busier the machine has become."""
+    """Plain decoding answers the same prompt right before, however busy the machine gets."""
     prompts = [{"id": str(i), "turns": [f"What is {i}?"]} for i in range(3)]
     (tmp_path / "short.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     settings = settings_for(
@@ -147,7 +147,7 @@ def test_a_speedup_is_over_plain_decoding_right_before(world, tmp_path):
 
 @pytest.mark.parametrize("failing", ["paper", "loading"])
 def test_a_checkpoint_that_failed_leaves_no_memory_in_use(world, tmp_path, failing, monkeypatch):
-    """Though somebody keeps the error, as the command does until its last line."""
+    """Decoders are freed although the command keeps the error until its last line."""
     made = []
 
     def breaking(*args, **kwargs):

@@ -70,7 +70,7 @@ def test_killed_and_resumed_gives_the_same_rows(world, tmp_path, survived, compl
 
 
 def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
-    """Killed after the first prompt's three methods: warm-up and answer of each."""
+    """The kill comes after warm-up and answer of the first prompt's three methods."""
     settings = settings_for(world, tmp_path)
     with pytest.raises(Killed):
         quiet(settings, make_decoder=DiesAfter(6)).evaluate(export(world, 10))

@@ -182,7 +182,7 @@ def is_running(process: Path) -> bool:
 def test_an_inline_evaluation_is_on_the_gpu_that_trains(
     tmp_path, monkeypatch, trains_on, asked, evaluates_on
 ):
-    """Whatever number its process has: the first one may train on the second GPU."""
+    """The process's number does not matter: the first one may train on the second GPU."""
     config, found = tmp_path / "eval.yaml", []
     config.write_text(f"benchmarks: [x]\ndevice: {asked}\n")
     callback = EvaluateExports(mode="inline", config=str(config))

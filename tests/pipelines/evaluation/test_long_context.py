@@ -35,7 +35,7 @@ POSITIONS = 96  # that the target was made for
 
 
 def write_conversations(folder, count: int = 12) -> str:
-    """One to three exchanges each, every fourth of them long."""
+    """Write conversations of one to three exchanges, every fourth of them long."""
     rows = []
     for number in range(count):
         turns = []
@@ -141,7 +141,7 @@ def test_beyond_its_positions_a_target_decodes_only_when_asked(world, tmp_path):
 
 
 def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, monkeypatch):
-    """In pieces or not; and begun anew the drafter has read the question only, with the target's
+    """Pieces change nothing; begun anew, the drafter reads the question only, with the target's
     features of all."""
     monkeypatch.setattr(reading_module, "FEATURES_CHUNK", 16)
     evaluation = quiet(settings_of(world, tmp_path))

@@ -23,7 +23,7 @@ def corpus(world):
 
 
 def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
-    """Of one folder; plain decoding's rows serve all of them."""
+    """Plain decoding's rows serve all verifiers of a folder."""
     rows = []
     for verifier in ("coupled", "traversal"):
         chosen = settings_for(

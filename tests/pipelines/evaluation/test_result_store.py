@@ -156,7 +156,6 @@ def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(store, tmp_pat
     ],
 )
 def test_samples_of_which_a_row_was_not_made_are_refused(store, tmp_path, samples, said):
-    """As where files were exchanged, or a row was edited."""
     store.publish(result(), [sample("a")])
     assert store.samples(*store.results()) == [sample("a")]
     write_rows(tmp_path / "samples/b.jsonl", samples)

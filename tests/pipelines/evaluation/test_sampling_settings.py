@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def served(world, tmp_path_factory):
-    """All methods with all four, and what every decoder was asked for."""
+    """Evaluate all methods with all four settings, and hear what every decoder was asked for."""
     asked = []
 
     def make(*args, **kwargs):
@@ -111,7 +111,7 @@ def job_of(world, out, **changes):
 
 
 def test_what_is_off_is_the_decoding_that_rows_always_had(world, tmp_path):
-    """Those that are there are not measured again."""
+    """Existing rows are not measured again."""
     before = {
         "target": "target", "method": "autoregressive", "tree": None, "temperature": 0.0,
         "max_new_tokens": 12, "ignore_eos": True, "chat_template": "chat", "dtype": "float32",
@@ -158,7 +158,7 @@ def lie(world, out, temperature, **sampling):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_divergence_s_gap_is_of_penalised_logits(world, tmp_path, temperature):
-    """Of one below 1, which asks for tokens again: the best are of the prompt and the answer."""
+    """A penalty below 1 asks for tokens again, so the best are of the prompt and the answer."""
     divergence, text, logits = lie(world, tmp_path, temperature, repetition_penalty=0.2)
     logits = RepetitionPenaltyLogitsProcessor(0.2)(text, logits[None])[0]
     if temperature:

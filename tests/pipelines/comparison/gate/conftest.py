@@ -1,4 +1,4 @@
-"""What the gate's tests share."""
+"""Fixtures of the gate's tests."""
 
 import pytest
 

@@ -109,7 +109,7 @@ def test_a_better_checkpoint_becomes_the_baseline_only_when_told(world, tmp_path
 
 
 def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
-    """Neither it nor the baseline, though the rows of both are there; nor stays what was said."""
+    """Existing rows do not save a damaged checkpoint or baseline, and no earlier summary stays."""
     wanted = ["--fail_below", TAU]
     judge(world, "better")
     for damaged, whole in (("better", "fair"), ("fair", "better")):
@@ -171,8 +171,6 @@ def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
 
 
 def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
-    """As where it costs next to nothing."""
-
     def measured(decoder, *_):
         costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.adaptive_trees.trees}
         decoder.adaptive_trees.costs = StepTimes(costs)

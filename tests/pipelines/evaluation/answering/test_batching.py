@@ -1,4 +1,4 @@
-"""What requests that share a batch took of its time, each."""
+"""Requests that share a batch each take their share of its time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
 
 
 def test_what_is_done_between_steps_counts_too(monkeypatch):
-    """To keep a turn, for the next one; to wait for the step on its way, for those it decodes."""
+    """Keeping a turn counts for its row, waiting for a step for the rows that it decodes."""
     clock = HandMadeClock(monkeypatch)
 
     class Timed(BatchDecoder):

@@ -65,7 +65,7 @@ def test_what_is_dropped_meanwhile_is_freed():
 
 
 def test_an_evaluation_times_its_answers_so(tmp_path):
-    """Warm-ups aside."""
+    """Timed answers run with collection frozen, warm-ups do not."""
     world = make_world(tmp_path)
     frozen = []
 
