@@ -93,7 +93,7 @@ def test_the_committed_table_is_made_by_its_command(tmp_path, capsys):
         "four levels, ", "five levels, ", "the beam of 5 levels |", "chosen by cost among a chain",
     )
     given = {
-        name: re.findall(r"([0-9.]+)×", line)
+        name: re.findall(r"\| ([0-9]\.[0-9]+)(?= \|)", line)
         for name in names for line in page.splitlines() if line.startswith(f"| {name}")
     }
     assert len(given) == len(names)
