@@ -1,8 +1,8 @@
 """Write a run's report, or that of several runs together; print its tables.
 
-python pipelines/report.py runs/quickstart python pipelines/report.py runs/quickstart --records
---out docs/results/cpu-quickstart python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0
---names KL LK --out runs/losses
+    python pipelines/report.py runs/quickstart
+    python pipelines/report.py runs/quickstart --records --out docs/results/cpu-quickstart
+    python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0 --names KL LK --out runs/losses
 
 Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; for
 several runs speed_vs_step (.svg, .pdf) in place of lossless.md. Runs whose configs differ by the
@@ -179,19 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandParser("report.py", description=__doc__)
     add = parser.add_argument
     add("run", type=str, nargs="+", help="run folders, or evaluations' folders")
-    add(
-        "--out",
-        type=str | None,
-        help="where to write (default: the run folder; of several, `compared` beside the first)",
-    )
+    add("--out", type=str | None, help="where to write (default: the run folder; of several, "
+        "`compared` beside the first)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
-    add(
-        "--names",
-        type=str,
-        nargs="+",
-        default=[],
-        help="what the columns of several runs are called (default: as their folders)",
-    )
+    add("--names", type=str, nargs="+", default=[],
+        help="what the columns of several runs are called (default: as their folders)")
     add("--records", action="store_true",
         help="into --out also the rows shown, their samples and the run's settings: all that it "
         "takes to compute every figure again; of several runs, in a folder each")
@@ -207,12 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths, told = write_report(data, out)
     else:
         runs = load_runs(options.run, options.show, options.names)
-        every = [run for column in runs.columns for run in column.runs]
         out = Path(options.run[0]).resolve().parent / "compared" if out is None else Path(out)
-        if out.resolve() in {run.folder.resolve() for run in every}:
+        if out.resolve() in {run.folder.resolve() for run in runs.every}:
             raise UsageError(f"{out} is one of the runs: give another --out")
         if options.records:
-            for number, run in enumerate(every, start=1):
+            for number, run in enumerate(runs.every, start=1):
                 records += write_records(run, out / f"run-{number}")
         paths, told = write_runs_report(runs, out)
     print(told)
@@ -221,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"and {len(records)} files of records in {out}")
     if len(options.run) == 1 and (sentence := lossless_sentence(data.folder)):
         print(f"\n{sentence}")
-    print(f"\nOpen {next(path for path in paths if path.name == 'report.html')} in a browser.")
+    print(f"\nOpen {paths[-1]} in a browser.")
 
 
 if __name__ == "__main__":

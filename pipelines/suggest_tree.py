@@ -1,12 +1,11 @@
 """Suggest the static tree with the longest expected acceptance, or the fastest one.
 
-python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml python
-pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml python pipelines/eval_spec.py
---run runs/quickstart … --tree tree.yaml   # measures it
+    python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml
+    python pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml
+    python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # measures it
 
 Acceptance rates and step times come from the run's rows. With --fastest the fastest tree of each
-number of levels is printed, too; --out_levels writes them into a folder, to choose among them step
-by step: --tree "FOLDER/2-levels.yaml or …".
+number of levels is printed, too.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ def rows_of_step(
     if not found:
         there = ", ".join(map(str, steps)) or "none"
         raise UsageError(f"{store.directory} has no rows of step {wanted}, only of: {there}")
-    require_one(found, store.directory)
+    require_one({str(store.directory): found})
     return found
 
 
-def to_yaml(suggestion: SuggestedTree, name: str | None = None) -> str:
-    """Format a tree file for `--tree`; name: the tree's, by default its own."""
+def to_yaml(suggestion: SuggestedTree) -> str:
+    """Format a tree file for `--tree`."""
     tree, interval = suggestion.tree, suggestion.predicted_acceptance_length_interval
     bracket = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     content = {
-        "name": name or tree.name,
+        "name": tree.name,
         "description": f"predicted acceptance length {suggestion.predicted_acceptance_length:.3f}"
         f"{bracket} at T = {suggestion.temperature:g}, by rates over {suggestion.num_calls} calls",
         "parents": list(tree.parents),
@@ -65,37 +64,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("suggest_tree.py", description=__doc__)
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's folder")
-    add(
-        "--nodes",
-        type=int | None,
-        help="root included (default: as many as were measured, at most 256)",
-    )
+    add("--nodes", type=int | None,
+        help="root included (default: as many as were measured, at most 256)")
     add("--depth", type=int | None, help="at most, as each is a call of the drafter (default: any)")
     add("--temperature", type=float, default=0.0, help="whose rows count")
     add("--fastest", action="store_true",
         help="the tree with the most predicted tokens a second, by what steps of the rows took; "
         "--nodes and --depth are the most then")
-    add("--out_levels", type=str | None,
-        help="with --fastest: folder to write the fastest tree of each number of levels to"
-    )
     add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
     options = parser.parse_args(arguments)
     store = open_results(Path(options.run))
     rows = rows_of_step(store, options.step, options.show)
-    nodes, depth = options.nodes, options.depth
+    nodes, depth, by_levels = options.nodes, options.depth, []
     if options.fastest:
         by_levels = fastest(rows, options.temperature, nodes, depth)
         best = max(by_levels, key=lambda each: each.tokens_per_second)
         nodes, depth = best.tree.num_nodes, best.tree.max_depth
-    elif options.out_levels is not None:
-        raise UsageError("--out_levels is for the trees of --fastest: give that, too")
-
-    def suggested(nodes: int | None, depth: int | None) -> SuggestedTree:
-        return suggest(rows, options.temperature, nodes, store.samples, depth)
-
-    suggestion = suggested(nodes, depth)
+    suggestion = suggest(rows, options.temperature, nodes, store.samples, depth)
     print(to_yaml(suggestion), end="")
     for check in suggestion.checks:
         print(
@@ -106,19 +93,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"# {suggestion.num_extrapolated} nodes lie deeper than any that was measured")
     if options.out is not None:
         write_atomically(options.out, to_yaml(suggestion))
-    if options.fastest:
+    if by_levels:
         print(f"# {'levels':>8}{'nodes':>8}{'predicted τ':>14}{'ms a step':>12}{'tokens/s':>10}")
-        for each in by_levels:
-            print(
-                f"# {each.tree.max_depth:>8}{each.tree.num_nodes:>8}{each.acceptance_length:>14.3f}"
-                f"{each.step_ms:>12.3f}{each.tokens_per_second:>10.0f}"
-            )
-            if options.out_levels is not None:
-                levels, nodes = each.tree.max_depth, each.tree.num_nodes
-                path = Path(options.out_levels) / f"{levels}-levels.yaml"
-                write_atomically(
-                    path, to_yaml(suggested(nodes, levels), f"levels-{levels}-{nodes}")
-                )
+    for each in by_levels:
+        print(
+            f"# {each.tree.max_depth:>8}{each.tree.num_nodes:>8}{each.acceptance_length:>14.3f}"
+            f"{each.step_ms:>12.3f}{each.tokens_per_second:>10.0f}"
+        )
 
 
 if __name__ == "__main__":

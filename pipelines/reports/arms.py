@@ -18,6 +18,7 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, Tree
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import plots
+from stree_pipelines.reports.page import environment
 from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
 from stree_pipelines.reports.tables.tables import Table, below, figure, speed_ratio
 
@@ -165,25 +166,14 @@ def markdown(places: Sequence[Place]) -> str:
 
 def page(places: Sequence[Place], name: str) -> dict[str, Any]:
     """Return the values of the HTML page's template."""
-    environment = next(iter(places[0].rows.values())).environment
-    parts = []
-    for place in places:
-        title = f"Speed-up, {place.title}"
-        parts.append({
-            "title": place.title, "table": table(place), "verdict": verdict(place),
-            "remarks": place.remarks,
-            "svg": plots.to_svg(speedups(place), title, inline=True),
-        })
-    trees = {row.tree for place in places for row in place.rows.values() if row.tree}
-    facts = {
-        "Target": next(iter(places[0].rows.values())).target,
-        "Device": f"{environment.num_processes} × {environment.device}",
-        "Number formats": ", ".join(f"{k} {v}" for k, v in environment.dtypes.items()),
-        "Trees": "\n".join(sorted(str(tree.to_token_tree()) for tree in trees)),
-        "Commit": environment.git_sha or "not in a clone",
-        "Command": environment.command_line,
-    }
-    return {"name": name, "intro": INTRO, "places": parts, "facts": facts}
+    parts = [
+        {"place": place, "table": table(place), "verdict": verdict(place), "svg": plots.to_svg(
+            speedups(place), f"Speed-up, {place.title}", inline=True
+        )}
+        for place in places
+    ]
+    rows = [row for place in places for row in place.rows.values()]
+    return {"name": name, "intro": INTRO, "parts": parts, "facts": environment(rows, [])}
 
 
 def speedups(place: Place) -> Figure:

@@ -52,18 +52,18 @@ def page_context(data: RunData, findings: Findings, figures: Drawn) -> dict[str,
 def runs_context(runs: Runs, findings: Findings, figures: Drawn) -> dict[str, Any]:
     """Return the template's values for the page of several runs."""
     name = " · ".join(column.title for column in runs.columns)
-    every = [(column.name, run) for column in runs.columns for run in column.runs]
     return {
         "title": f"{name}: runs compared",
         "heading": name,
         "intro": runs_tables.intro(runs),
-        "more": "By step and benchmark",
+        "more": "By benchmark",
         "runs": [
-            (name, run.folder, run.command.get("seed", ""),
+            (column.name, run.folder, run.command.get("seed", ""),
              str(run.command.get("git_sha") or "")[:12])
-            for name, run in every
+            for column in runs.columns
+            for run in column.runs
         ],
-        "environment": environment(runs.rows, [run.command for _, run in every]),
+        "environment": environment(runs.rows, [run.command for run in runs.every]),
         "notes": runs.notes,
         **_common(findings, figures),
     }

@@ -18,14 +18,19 @@ TEMPLATES = Path(__file__).parent / "templates"
 def render_page(template: str, context: dict[str, Any]) -> str:
     """Render a self-contained page; text that is not our SVG is escaped, control characters
     replaced."""
+    return shown(render_text(template, context, autoescape=True))
+
+
+def render_text(template: str, context: dict[str, Any], **options: Any) -> str:
+    """Render a template as it is; options are those of `jinja2.Environment`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        **options,
     )
-    return shown(environment.get_template(template).render(context))
+    return environment.get_template(template).render(context)
 
 
 def markdown_page(text: str) -> str:

@@ -264,7 +264,7 @@ def arrange(
 
     Raises UsageError when the rows have several decoding settings.
     """
-    settings.require_one(data.rows, store.directory, arms=True)
+    settings.require_one({str(store.directory): data.rows}, arms=True)
     kept = without_replaced(data.rows)
     if len(kept) < len(data.rows):
         data.notes.append(

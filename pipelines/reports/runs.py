@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,8 +71,12 @@ class Runs:
     notes: list[str]
 
     @property
+    def every(self) -> list[RunData]:
+        return [run for column in self.columns for run in column.runs]
+
+    @property
     def rows(self) -> list[ResultRow]:
-        return [row for column in self.columns for row in column.data.rows]
+        return [row for run in self.every for row in run.rows]
 
     @property
     def scopes(self) -> list[str]:
@@ -86,7 +91,7 @@ class Runs:
 def load_runs(
     folders: Sequence[str | Path], shown: Sequence[str] = (), titles: Sequence[str] = ()
 ) -> Runs:
-    """Read runs as `load_run` does.
+    """Read runs as `load_run` does; those of one recipe, with a seed each, are one column.
 
     Args:
         shown: NAME=VALUE pairs that choose among several decoding settings.
@@ -95,15 +100,13 @@ def load_runs(
     Raises UsageError when a run is given twice, has no results, or was decoded with other settings
     than the others, and when they have no benchmark or temperature in common.
     """
-    paths = [Path(folder) for folder in folders]
-    labels = dict(zip(paths, _labels(paths), strict=True))
+    labels = _labels([Path(folder) for folder in folders])
     rows = {}
-    for path, label in labels.items():
+    for label, path in labels.items():
         store = open_results(path)
         chosen = settings.chosen(store.results(), shown, store.directory)
-        settings.require_one(chosen, store.directory)
         rows[label] = without_replaced(chosen)
-    settings.require_same(rows)
+    settings.require_one(rows)
     notes: list[str] = []
     benchmarks = _shared("benchmark", rows, notes)
     temperatures = _shared("temperature", rows, notes)
@@ -112,60 +115,57 @@ def load_runs(
         return row.benchmark in benchmarks and row.temperature in temperatures
 
     names = method_names([row for each in rows.values() for row in each if is_shared(row)])
-    runs = {label: load_run(path, shown, is_shared, names) for path, label in labels.items()}
-    every_row = [row for run in runs.values() for row in run.rows]
-    notes += settings.remarks(every_row)
-    notes += [f"{label}: {note}" for label, run in runs.items() for note in run.notes
-              if note not in settings.remarks(run.rows)]
-    columns = _columns(runs, notes)
-    if titles and len(titles) != len(columns):
-        there = ", ".join(column.title for column in columns)
-        raise UsageError(f"--names are {len(titles)}, wanted one for each of {there}")
+    runs = {label: load_run(path, shown, is_shared, names) for label, path in labels.items()}
+    groups = _groups(labels, notes)
+    if titles and len(titles) != len(groups):
+        raise UsageError(f"--names are {len(titles)}, wanted one for each of {', '.join(groups)}")
     if len(set(titles)) < len(titles):
         raise UsageError(f"--names {' '.join(titles)}: two columns would have one name")
-    named = [Column(title, column.runs) for title, column in zip(titles, columns, strict=False)]
-    return Runs(tuple(named or columns), speculative_methods(names), notes)
+    named = zip(titles or groups, groups.values(), strict=True)
+    columns = tuple(Column(name, tuple(runs[each] for each in group)) for name, group in named)
+    notes += settings.remarks([row for run in runs.values() for row in run.rows])
+    notes += [f"{label}: {note}" for label, run in runs.items() for note in run.notes
+              if note not in settings.remarks(run.rows)]
+    return Runs(columns, speculative_methods(names), notes)
 
 
-def _shared(what: str, rows: dict[str, list[ResultRow]], notes: list[str]) -> list:
-    """Return the benchmarks or temperatures that all runs have; others are noted."""
-    found = [dict.fromkeys(getattr(row, what) for row in of_run) for of_run in rows.values()]
-    kept = [value for value in found[0] if all(value in each for each in found)]
-    if not kept:
-        told = "; ".join(
-            f"{run} has {', '.join(map(str, values))}"
-            for run, values in zip(rows, found, strict=True)
-        )
-        raise UsageError(f"these runs share no {what}: {told}. Evaluate them on the same")
-    left = [str(value) for each in found for value in each if value not in kept]
-    if left:
-        notes.append(f"Not every run has {what} {', '.join(dict.fromkeys(left))}: left out.")
-    return kept
+def _labels(paths: Sequence[Path]) -> dict[str, Path]:
+    """Name each run by its path below the folder that holds them all.
+
+    Raises UsageError for a run given twice.
+    """
+    whole = [path.resolve() for path in paths]
+    for path in paths:
+        if whole.count(path.resolve()) > 1:
+            raise UsageError(f"{path} is given twice")
+    holder = os.path.commonpath([path.parent for path in whole])
+    return {str(path.relative_to(holder)): given for path, given in zip(whole, paths, strict=True)}
 
 
-def _columns(runs: dict[str, RunData], notes: list[str]) -> list[Column]:
-    """Group the runs of one recipe into a column, in the order of the runs."""
-    recipes = {label: recipe_of(run.folder) for label, run in runs.items()}
-    groups: dict[str, list[str]] = {}
+def _groups(labels: Mapping[str, Path], notes: list[str]) -> dict[str, list[str]]:
+    """Return the columns: runs of one recipe with a seed each together, under a name of their own.
+
+    Runs that were trained alike with one seed stand apart.
+    """
+    recipes = {label: recipe_of(path) for label, path in labels.items()}
+    alike: dict[str, list[str]] = {}
     for label, recipe in recipes.items():
-        groups.setdefault(label if recipe is None else recipe.content, []).append(label)
-    columns: list[Column] = []
-    for members in groups.values():
+        alike.setdefault(label if recipe is None else recipe.content, []).append(label)
+    groups: dict[str, list[str]] = {}
+    for members in alike.values():
         seeds = {recipe.seed for label in members if (recipe := recipes[label])}
         if len(members) > 1 and len(seeds) < len(members):
             notes.append(
                 f"{', '.join(members)} were trained alike, several of them with the same seed, so "
                 "each has a column of its own."
             )
-            columns += [Column(label, (runs[label],)) for label in members]
+            groups |= {label: [label] for label in members}
             continue
-        commits = [str(runs[label].command.get("git_sha"))[:12] for label in members]
-        if len(set(commits)) > 1:
-            told = ", ".join(dict.fromkeys(commits))
-            notes.append(f"{', '.join(members)} are taken together, trained by commits {told}.")
-        columns.append(Column(_name(members, groups), tuple(runs[label] for label in members)))
-    order = list(runs.values())
-    return sorted(columns, key=lambda column: order.index(column.runs[0]))
+        common = {_SEED_IN_NAME.sub("", label) for label in members}
+        name = common.pop() if len(members) > 1 and len(common) == 1 else ""
+        groups[members[0] if name in ("", *groups) else name] = members
+    order = list(labels)
+    return dict(sorted(groups.items(), key=lambda group: order.index(group[1][0])))
 
 
 def recipe_of(folder: Path) -> Recipe | None:
@@ -190,32 +190,17 @@ def recipe_of(folder: Path) -> Recipe | None:
     return Recipe(json.dumps(content, sort_keys=True), str(seeds))
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest end of each path that identifies it and is more than a seed.
-
-    Raises UsageError for a run given twice.
-    """
-    whole = [path.resolve().parts for path in paths]
-    for path, parts in zip(paths, whole, strict=True):
-        if whole.count(parts) > 1:
-            raise UsageError(f"{path} is given twice")
-    return [_label(parts, [other for other in whole if other is not parts]) for parts in whole]
-
-
-def _label(parts: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
-    for length in range(1, len(parts)):
-        tail = parts[-length:]
-        label = "/".join(tail)
-        if _SEED_IN_NAME.sub("", label) and tail not in (each[-length:] for each in others):
-            return label
-    return "/".join(parts)
-
-
-def _name(members: Sequence[str], groups: dict[str, list[str]]) -> str:
-    """Return the label of runs of one recipe without its seed, or the first one's label."""
-    common = {_SEED_IN_NAME.sub("", label) for label in members}
-    others = {_SEED_IN_NAME.sub("", label) for of in groups.values() if of is not members
-              for label in of}
-    if len(members) == 1 or len(common) > 1 or "" in common or common & others:
-        return members[0]
-    return common.pop()
+def _shared(what: str, rows: Mapping[str, list[ResultRow]], notes: list[str]) -> list:
+    """Return the benchmarks or temperatures that all runs have; others are noted."""
+    found = [dict.fromkeys(getattr(row, what) for row in of_run) for of_run in rows.values()]
+    kept = [value for value in found[0] if all(value in each for each in found)]
+    if not kept:
+        told = "; ".join(
+            f"{run} has {', '.join(map(str, values))}"
+            for run, values in zip(rows, found, strict=True)
+        )
+        raise UsageError(f"these runs share no {what}: {told}. Evaluate them on the same")
+    left = dict.fromkeys(str(value) for each in found for value in each if value not in kept)
+    if left:
+        notes.append(f"Not every run has {what} {', '.join(left)}: left out.")
+    return kept

@@ -15,7 +15,7 @@ from stree_pipelines.comparison.answers import HOW
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports.run_data import Cell, checkpoint_title, method_label
 from stree_pipelines.reports.runs import Runs
-from stree_pipelines.reports.settings import common_setting, sampling_note
+from stree_pipelines.reports.settings import common_setting
 from stree_pipelines.reports.tables.findings import Findings
 from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, gains_of
 from stree_pipelines.reports.tables.table_rows import figures_of as cell_figures
@@ -29,7 +29,6 @@ from stree_pipelines.reports.tables.tables import (
     figures_of,
     plain_speed,
     speed_ratio,
-    tau_of,
 )
 
 INTERVALS = {
@@ -63,8 +62,8 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
     cells = {m: [c.last(m, benchmark, temperature) for c in columns] for m in runs.methods}
     at = [checkpoint_title(column.data, column.data.last) for column in columns]
     lines = [("", *(column.title for column in columns)), ("Checkpoint", *at)]
-    of_columns = [*zip(*cells.values(), strict=True)]
-    lines.append((f"Speed ({method_label(AUTOREGRESSIVE)})", *map(plain_speed, of_columns)))
+    plain = map(plain_speed, zip(*cells.values(), strict=True))
+    lines.append((f"Speed ({method_label(AUTOREGRESSIVE)})", *plain))
     for method, mine in cells.items():
         label = method_label(method)
         lines += figures_of(method, mine)
@@ -75,10 +74,9 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
             gains = (figure(*acceptance_gain(each, mine[0]), "+.2f") for each in mine[1:])
             lines.append((f"Speed-up over {first}'s ({label})", "", *speeds))
             lines.append((f"τ over {first}'s ({label})", "", *gains))
-    checked = [*map(_identical, of_columns)]
-    if any(text != MISSING for text in checked):
-        lines.append(("Answers as plain decoding's", *checked))
-    title = f"{_title(runs, benchmark, temperature)}: last checkpoints"
+    counts = sorted({cell.num_prompts for each in cells.values() for cell in each if cell})
+    prompts = f" ({'/'.join(map(str, counts))} prompts)" if counts else ""
+    title = f"{benchmark}, T = {temperature:g}{prompts}: last checkpoints"
     samples = {
         f"{column.title}, {method_label(method)}": cell.samples if cell else ()
         for number, column in enumerate(columns)
@@ -88,42 +86,10 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
     return Table(title, tuple(lines), note=below(samples, runs.rows))
 
 
-def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
-    """Make the table of every checkpoint's τ over all benchmarks, and of gains over the first
-    column.
-
-    Returns None when no run has several checkpoints.
-    """
-    first, *others = runs.columns
-    labels = ((c.data.steps[label], label) for c in runs.columns for label in c.data.checkpoints)
-    known = sorted({(step, label) for step, label in labels if step is not None})
-    if len(known) < 2:
-        return None
-    heads = [column.title for column in runs.columns]
-    heads += [f"{column.name} − {first.name}" for column in others]
-    lines: list[tuple[str, ...]] = [("Step", *heads)]
-    for step, label in known:
-        cells = [c.data.cell(label, method, runs.scopes[0], temperature) for c in runs.columns]
-        gains = (figure(*acceptance_gain(each, cells[0]), "+.2f") for each in cells[1:])
-        lines.append((str(step), *map(tau_of, cells), *gains))
-    where = _title(runs, runs.scopes[0], temperature)
-    title = f"{where}: τ ({method_label(method)}) against distillation step"
-    return Table(title, tuple(lines), note=sampling_note(runs.rows))
-
-
-def tables(runs: Runs) -> list[Table]:
-    """Make all tables, those over all benchmarks first."""
-    places = [(scope, t) for scope in runs.scopes for t in runs.temperatures]
-    steps = [step_table(runs, m, t) for t in runs.temperatures for m in runs.methods]
-    main = [last_table(runs, *place) for place in places]
-    count = len(runs.temperatures)
-    return [*main[:count], *(table for table in steps if table), *main[count:]]
-
-
 def findings(runs: Runs) -> Findings:
-    """Work out a report's findings: tables of the last checkpoints first, and a verdict each."""
-    verdicts = {temperature: verdict(runs, temperature) for temperature in runs.temperatures}
-    return Findings(tables(runs), verdicts)
+    """Work out a report's findings: tables of the last checkpoints, and verdicts."""
+    tables = [last_table(runs, scope, t) for scope in runs.scopes for t in runs.temperatures]
+    return Findings(tables, {t: verdict(runs, t) for t in runs.temperatures})
 
 
 def markdown(runs: Runs, found: Findings) -> str:
@@ -197,22 +163,6 @@ def table_rows(runs: Runs) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _title(runs: Runs, benchmark: str, temperature: float) -> str:
-    cells = (c.last(m, benchmark, temperature) for c in runs.columns for m in runs.methods)
-    counts = sorted({cell.num_prompts for cell in cells if cell})
-    prompts = f" ({'/'.join(map(str, counts))} prompts)" if counts else ""
-    return f"{benchmark}, T = {temperature:g}{prompts}"
-
-
 def _of_seeds(cell: Cell | None) -> str:
     taus = [metrics.acceptance_length(samples) or 0.0 for samples in cell.seeds] if cell else []
     return " ".join(f"{tau:.2f}" for tau in sorted(taus)) or MISSING
-
-
-def _identical(cells: Iterable[Cell | None]) -> str:
-    """Count the answers of all methods that equal plain decoding's token for token, of those
-    checked."""
-    checks = [cell.lossless for cell in cells if cell and cell.lossless]
-    if not checks:
-        return MISSING
-    return f"{sum(c.num_identical for c in checks)} of {sum(c.num_prompts for c in checks)}"

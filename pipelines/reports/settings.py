@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stree.common.errors import UsageError
 from stree.common.words import counted
@@ -102,30 +102,42 @@ def chosen(rows: Sequence[ResultRow], wanted: Sequence[str], where: object) -> l
     return kept
 
 
-def require_one(rows: Sequence[ResultRow], where: object, arms: bool = False) -> None:
-    """Raise UsageError, naming the settings found, when rows have more than one.
+def require_one(runs: Mapping[str, Sequence[ResultRow]], arms: bool = False) -> None:
+    """Raise UsageError, naming the settings found, when these runs' rows have several.
 
     arms: the arms of a comparison may differ in the options that each sets itself.
     """
+    rows = [row for each in runs.values() for row in each]
     mixed = differing(rows)
     if arms and not any(row.method in (CHAIN, TREE) for row in rows):
         mixed = {name: values for name, values in mixed.items() if name not in OF_ARMS}
+
+    def where(name: str, value: str) -> str:
+        if len(runs) == 1:
+            return f"{mixed[name][value]} rows"
+        having = {run: sum(setting_of(row).get(name) == value for row in runs[run]) for run in runs}
+        return ", ".join(f"{count} rows in {run}" for run, count in having.items() if count)
+
     if mixed:
         found = "; ".join(
             f"{name} is "
-            + " or ".join(f"{value} ({count} rows)" for value, count in values.most_common())
+            + " or ".join(f"{value} ({where(name, value)})" for value, _ in values.most_common())
             for name, values in mixed.items()
         )
         raise UsageError(
-            f"{where} holds rows of several decoding settings, which no table can join: {found}. "
-            f"Say which to take, such as --show {shlex.join(_largest(rows))}"
+            f"{', '.join(map(str, runs))}: rows of several decoding settings, which no table can "
+            f"join: {found}. Evaluate them alike, or say which to take, such as --show "
+            f"{shlex.join(_largest(rows))}"
         )
-    for method, temperature in _hashed_apart(rows):
-        raise UsageError(
-            f"{where} holds rows of {method} at T = {temperature:g} that were decoded "
-            "differently in what older rows do not say, such as the chat template: move its "
-            "results.jsonl away and evaluate again"
-        )
+    hashes: dict[tuple[object, ...], str] = {}
+    for row in rows:
+        place = row.method, row.tree, row.benchmark, row.temperature
+        if hashes.setdefault(place, row.decoding_hash) != row.decoding_hash:
+            raise UsageError(
+                f"{', '.join(map(str, runs))} holds rows of {row.method} at T = "
+                f"{row.temperature:g} that were decoded differently in what older rows do not say, "
+                "such as the chat template: move the older results.jsonl away and evaluate again"
+            )
 
 
 def require_one_ending(rows: Sequence[ResultRow], where: object) -> None:
@@ -136,42 +148,6 @@ def require_one_ending(rows: Sequence[ResultRow], where: object) -> None:
             f"{where} would join {counted(count, 'row')} with ignore_eos and {len(rows) - count} "
             "without, wanted rows of one kind: evaluate them alike, or take those of one kind"
         )
-
-
-def require_same(runs: Mapping[str, Sequence[ResultRow]]) -> None:
-    """Raise UsageError, naming the differences, when runs have several settings.
-
-    Each run has one by itself.
-    """
-    found: dict[str, dict[str, list[str]]] = {}
-    for run, rows in runs.items():
-        for name, value in common_setting(rows).items():
-            found.setdefault(name, {}).setdefault(value, []).append(run)
-    mixed = {name: values for name, values in found.items() if len(values) > 1}
-    if mixed:
-        told = "; ".join(
-            f"{name} is "
-            + " but ".join(f"{value} in {' and '.join(of)}" for value, of in values.items())
-            for name, values in mixed.items()
-        )
-        raise UsageError(
-            f"these runs were decoded with different settings, which no table can join: {told}. "
-            "Evaluate them alike, or take rows that they share with --show NAME=VALUE"
-        )
-    for method, temperature in _hashed_apart([row for rows in runs.values() for row in rows]):
-        raise UsageError(
-            f"these runs' rows of {method} at T = {temperature:g} were decoded differently in what "
-            "older rows do not say, such as the chat template: evaluate the older run again"
-        )
-
-
-def _hashed_apart(rows: Sequence[ResultRow]) -> Iterator[tuple[str, float]]:
-    """Yield (method, temperature) of rows that should have one decoding and have several."""
-    hashes: dict[tuple[object, ...], str] = {}
-    for row in rows:
-        place = row.method, row.tree, row.benchmark, row.temperature
-        if hashes.setdefault(place, row.decoding_hash) != row.decoding_hash:
-            yield row.method, row.temperature
 
 
 def remarks(rows: Sequence[ResultRow]) -> list[str]:

@@ -29,7 +29,7 @@ class Checkpoint:
     acceptance: float
     num_drafts: int
     measured: float
-    interval: Interval | None = None
+    interval: Interval
 
     @property
     def promised(self) -> float:
@@ -37,36 +37,31 @@ class Checkpoint:
         return expected_acceptance_length(self.acceptance, self.num_drafts)
 
 
-@dataclass(frozen=True)
-class Parting:
-    """Divergence of simulated acceptance and τ, from `since` on.
+def find_parting(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the checkpoint from which on the two diverge; None when they agree at the last one.
 
-    `last` is worse than an earlier checkpoint though its simulated acceptance is higher, or keeps
-    less than `LEAST_KEPT` of the promised drafts.
+    A checkpoint is apart when it is worse than an earlier one though its simulated acceptance is
+    higher, or keeps less than `LEAST_KEPT` of the promised drafts.
     """
-
-    since: Checkpoint
-    last: Checkpoint
-    best: Checkpoint
-
-
-def find_parting(checkpoints: Sequence[Checkpoint]) -> Parting | None:
-    """Find where the two diverge up to the last checkpoint; None when they agree at the end."""
     ordered = sorted(checkpoints, key=lambda each: each.step)
-    apart = [_is_apart(each, ordered[:index]) for index, each in enumerate(ordered)]
-    if not ordered or not apart[-1]:
-        return None
-    together = [index for index, is_apart in enumerate(apart) if not is_apart]
-    since = ordered[together[-1] + 1 if together else 0]
-    return Parting(since, ordered[-1], max(ordered, key=lambda each: each.measured))
+    since = None
+    for index, each in enumerate(ordered):
+        since = (since or each) if _is_apart(each, ordered[:index]) else None
+    return since
 
 
-def explain(parting: Parting) -> str:
-    """Explain a divergence, its cause and its remedy in one paragraph."""
-    last, best = parting.last, parting.best
+def parting_sentence(data: RunData) -> str:
+    """Explain a run's divergence, its cause and its remedy; "" without one, or when the two cannot
+    be compared."""
+    checkpoints = compared(data)
+    since = find_parting(checkpoints)
+    if since is None:
+        return ""
+    last = max(checkpoints, key=lambda each: each.step)
+    best = max(checkpoints, key=lambda each: each.measured)
     fell = f", down from {best.measured:.2f} at step {best.step}" if best.step != last.step else ""
     return (
-        f"Simulated acceptance and τ part ways from step {parting.since.step} on: at step "
+        f"Simulated acceptance and τ part ways from step {since.step} on: at step "
         f"{last.step} training simulates an acceptance of {last.acceptance:.2f}, which promises "
         f"{last.num_drafts} drafts in a row τ {last.promised:.2f}; measured is "
         f"{last.measured:.2f}{fell}. The simulated one is of the training data's own text, the "
@@ -74,12 +69,6 @@ def explain(parting: Parting) -> str:
         "drafter learns text that decoding never meets. Go by τ; distil on answers that the target "
         "itself wrote, and with its own chat template."
     )
-
-
-def parting_sentence(data: RunData) -> str:
-    """Explain a run's divergence; "" without one, or when the two cannot be compared."""
-    parting = find_parting(compared(data))
-    return explain(parting) if parting else ""
 
 
 def simulated_curve(data: RunData) -> list[tuple[float, float]]:
@@ -104,14 +93,14 @@ def compared(data: RunData) -> list[Checkpoint]:
     if method is None or not curve:
         return []
     temperature = min(data.temperatures, key=lambda each: abs(each - 1))
-    found = []
+    found, num_drafts = [], num_drafts_of(data)
     for label in data.checkpoints:
         step, cell = data.steps[label], data.cell(label, method, data.scopes[0], temperature)
         logged = [acceptance for at, acceptance in curve if step is not None and at <= step]
         if step is None or not logged or cell is None or cell["acceptance_length"] is None:
             continue
-        tau, interval = cell["acceptance_length"], cell.interval("acceptance_length")
-        found.append(Checkpoint(step, logged[-1], num_drafts_of(data), tau, interval))
+        tau, interval = cell.gain("acceptance_length")
+        found.append(Checkpoint(step, logged[-1], num_drafts, tau, interval or (tau, tau)))
     return found
 
 
@@ -124,14 +113,6 @@ def _is_apart(checkpoint: Checkpoint, earlier: Sequence[Checkpoint]) -> bool:
     if checkpoint.measured - 1 < LEAST_KEPT * (checkpoint.promised - 1):
         return True
     return any(
-        checkpoint.acceptance > before.acceptance and _upper(checkpoint) < _lower(before)
+        checkpoint.acceptance > before.acceptance and checkpoint.interval[1] < before.interval[0]
         for before in earlier
     )
-
-
-def _lower(checkpoint: Checkpoint) -> float:
-    return checkpoint.interval[0] if checkpoint.interval else checkpoint.measured
-
-
-def _upper(checkpoint: Checkpoint) -> float:
-    return checkpoint.interval[1] if checkpoint.interval else checkpoint.measured

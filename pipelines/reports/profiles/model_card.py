@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from stree.checkpoints.load_save import load_config
 from stree.common.errors import BadData
 from stree.common.plain_data import parse_yaml, read_text
@@ -15,12 +13,11 @@ from stree.common.words import counted
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.sampling import told_sampling
-from stree_pipelines.reports.rendering import markdown_page
+from stree_pipelines.reports.rendering import markdown_page, render_text
 from stree_pipelines.reports.run_data import RunData, in_batches, method_label
-from stree_pipelines.reports.tables.tables import MISSING, Table, figure
+from stree_pipelines.reports.tables.tables import MISSING, Column, Table, figure
 
 CARD_NAME = "README.md"
-TEMPLATES = Path(__file__).parents[1] / "templates"
 # Cards without it are someone's own writing.
 MARKER = "<!-- Written by profile_drafter.py; without this line it leaves the card alone. -->"
 
@@ -41,27 +38,19 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
     Raises CheckpointRefused or BadData when the drafter's config, its provenance or the run's
     config cannot be read.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     origin = _read(drafter / "provenance.json")
-    card = environment.get_template("model_card.md.j2").render(
-        marker=MARKER,
-        step=profile.step,
-        target=profile.target,
-        target_name=Path(profile.target).name,
-        facts=list(_facts(profile, origin, drafter)),
-        recommendations=profile.recommendations,
-        places=list(_places(profile.measurements)),
-        curve=curve,
-        suggestions=profile.suggested_trees,
-        provenance=list(_provenance(origin, profile.step, data)),
-        target_licence=_licence(Path(profile.target)),
-    )
+    card = render_text("model_card.md.j2", {
+        "marker": MARKER,
+        "step": profile.step,
+        "target": profile.target,
+        "target_name": Path(profile.target).name,
+        "facts": list(_facts(profile, origin, drafter)),
+        "recommendations": profile.recommendations,
+        "places": list(_places(profile.measurements)),
+        "curve": curve,
+        "suggestions": profile.suggested_trees,
+        "provenance": list(_provenance(origin, profile.step, data)),
+    }, keep_trailing_newline=True)
     return markdown_page(card).replace(markdown_page(MARKER), MARKER)
 
 
@@ -81,30 +70,33 @@ def _provenance(
     origin: dict[str, Any], step: int | None, data: RunData
 ) -> Iterator[tuple[str, str]]:
     """Yield facts about the drafter's origin, as far as the export and its run have them."""
-    for name, label in (("step", "distillation steps"), ("tokens_seen", "tokens")):
-        if isinstance(origin.get(name), int):
-            yield label, f"{origin[name]:,}"
     training = _read(data.folder / "config.yaml").get("data")
-    for name, label in (("train", "data"), ("valid", "validation data")):
-        if isinstance(training, dict) and training.get(name):
-            yield label, f"`{training[name]}`"
-    if isinstance(origin.get("loss"), float):
-        yield "distillation loss", f"{origin['loss']:.4f} on the step's batch"
-    for name, label in (
-        ("val_loss", "validation loss"),
-        ("val_simulated_acceptance", "simulated acceptance (validation)"),
-    ):
-        seen = [point for point in data.curves.get(name, []) if point[0] <= (step or 0)]
-        if seen:
-            yield label, f"{seen[-1][1]:.4f} at step {seen[-1][0]:.0f}"
-    if "command_line" in data.command:
-        yield "command", f"`{data.command['command_line']}`"
-    if "config_hash" in origin:
-        yield "config hash", str(origin["config_hash"])
-    if "git_sha" in origin:
-        yield "commit", str(origin["git_sha"])
-    if isinstance(origin.get("versions"), dict):
-        yield "versions", ", ".join(f"{k} {v}" for k, v in origin["versions"].items())
+    training = training if isinstance(training, dict) else {}
+    versions = origin.get("versions")
+    facts = [  # name, what is known, its type, its format
+        ("distillation steps", origin.get("step"), int, "{:,}"),
+        ("tokens", origin.get("tokens_seen"), int, "{:,}"),
+        ("data", training.get("train") or None, object, "`{}`"),
+        ("validation data", training.get("valid") or None, object, "`{}`"),
+        ("distillation loss", origin.get("loss"), float, "{:.4f} on the step's batch"),
+        ("validation loss", _at(data, "val_loss", step), str, "{}"),
+        ("simulated acceptance (validation)", _at(data, "val_simulated_acceptance", step), str,
+         "{}"),
+        ("command", data.command.get("command_line"), object, "`{}`"),
+        ("config hash", origin.get("config_hash"), object, "{}"),
+        ("commit", origin.get("git_sha"), object, "{}"),
+        ("versions", isinstance(versions, dict) and ", ".join(
+            f"{name} {version}" for name, version in versions.items()), str, "{}"),
+    ]
+    for name, known, kind, form in facts:
+        if known is not None and isinstance(known, kind):
+            yield name, form.format(known)
+
+
+def _at(data: RunData, curve: str, step: int | None) -> str | None:
+    """Return a curve's last value up to a step."""
+    seen = [point for point in data.curves.get(curve, []) if point[0] <= (step or 0)]
+    return f"{seen[-1][1]:.4f} at step {seen[-1][0]:.0f}" if seen else None
 
 
 def _places(measurements: tuple[Measurement, ...]) -> Iterator[dict[str, str]]:
@@ -115,26 +107,25 @@ def _places(measurements: tuple[Measurement, ...]) -> Iterator[dict[str, str]]:
     for (device, dtype, batch_size), here in places.items():
         place = f"{dtype} on {device}{in_batches(batch_size, ', ')}"
         yield {
-            "measured": _measured(here, f"Speed and acceptance length, {place}"),
+            "measured": Table.of_rows(
+                f"Speed and acceptance length, {place}", here, MEASURED, num_left=2
+            ).to_markdown(),
             "conditions": _conditions(here),
             "by_depth": _by_depth(here, f"Acceptance by depth, {place}"),
         }
 
 
-def _measured(measurements: Sequence[Measurement], title: str) -> str:
-    head = ("", "method", "τ", "tokens/s", "speed-up", "a call's time")
-    rows = [
-        (
-            f"{each.benchmark}, T = {each.temperature:g}",
-            _method(each),
-            figure(each.acceptance_length, each.acceptance_length_interval),
-            figure(each.tokens_per_second),
-            figure(each.speedup, each.speedup_interval, unit="×"),
-            _times(each),
-        )
-        for each in measurements
-    ]
-    return Table(title, (head, *rows), num_left=2).to_markdown()
+WHERE: list[Column[Measurement]] = [
+    ("", lambda each: f"{each.benchmark}, T = {each.temperature:g}"),
+    ("method", lambda each: _method(each)),
+]
+MEASURED: list[Column[Measurement]] = [
+    *WHERE,
+    ("τ", lambda each: figure(each.acceptance_length, each.acceptance_length_interval)),
+    ("tokens/s", lambda each: figure(each.tokens_per_second)),
+    ("speed-up", lambda each: figure(each.speedup, each.speedup_interval, unit="×")),
+    ("a call's time", lambda each: _times(each)),
+]
 
 
 def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
@@ -142,16 +133,11 @@ def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
     depths = sorted({depth for each in drafting for depth in each.depth_accept_rates})
     if not depths:
         return ""
-    head = ("", "method", *(f"depth {depth}" for depth in depths))
-    rows = [
-        (
-            f"{each.benchmark}, T = {each.temperature:g}",
-            _method(each),
-            *(figure(each.depth_accept_rates.get(depth)) for depth in depths),
-        )
-        for each in drafting
+    columns = [
+        (f"depth {depth}", lambda each, depth=depth: figure(each.depth_accept_rates.get(depth)))
+        for depth in depths
     ]
-    return Table(title, (head, *rows), num_left=2).to_markdown()
+    return Table.of_rows(title, drafting, [*WHERE, *columns], num_left=2).to_markdown()
 
 
 def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
@@ -208,22 +194,6 @@ def _times(measurement: Measurement) -> str:
     parts = sorted(measurement.time_ms.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {100 * ms / total:.0f} %" for name, ms in parts[:2])
     return f"{total:.2f} ms: {shares}"
-
-
-def _licence(target: Path) -> str | None:
-    """Return the licence in the front matter of the target's own card."""
-    card = target / CARD_NAME
-    if not card.is_file():
-        return None
-    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
-    if parts[0] or len(parts) < 3:
-        return None
-    try:
-        front = parse_yaml(parts[1])
-    except ValueError:
-        return None
-    licence = front.get("license") if isinstance(front, dict) else None
-    return licence if isinstance(licence, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -93,6 +93,15 @@ def best_tree(
     None is deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError for a
     size that no tree has.
     """
+    return _grown(_shares(rates, num_nodes, max_depth), num_nodes - 1, name)
+
+
+def _shares(
+    rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None
+) -> NDArray[np.int64]:
+    """Return the best trees of all sizes, as [d, r, n]: with n nodes for the child of rank r and
+    its later siblings, this many go to the child and the nodes below it, and 0 ends the siblings.
+    """
     if not 2 <= num_nodes <= MAX_NODES:
         raise UsageError(f"a tree of {num_nodes} nodes was asked for, wanted 2 to {MAX_NODES}")
     num_drafts = num_nodes - 1
@@ -100,15 +109,12 @@ def best_tree(
     if num_levels < 1:
         raise UsageError(f"a tree of depth {max_depth} was asked for, wanted at least 1")
     rates_DR = rates.rates(num_levels)
-    widest = rates_DR.shape[1]
     # below[n]: the most expected drafts below an accepted node of the depth, with n nodes in all.
-    # share[d, r, n]: how many of n nodes go to the child of rank r and the nodes below it; the rest
-    # goes to its later siblings, and 0 ends the siblings.
     below = np.zeros(num_drafts + 1)
-    share = np.zeros((num_levels, widest, num_drafts + 1), dtype=np.int64)
+    share = np.zeros((*rates_DR.shape, num_drafts + 1), dtype=np.int64)
     for depth in reversed(range(num_levels)):
         later = np.zeros(num_drafts + 1)
-        for rank in reversed(range(widest)):
+        for rank in reversed(range(rates_DR.shape[1])):
             best = np.zeros(num_drafts + 1)
             for nodes in range(1, num_drafts + 1):
                 values = rates_DR[depth, rank] * (1 + below[:nodes]) + later[:nodes][::-1]
@@ -116,6 +122,12 @@ def best_tree(
                 best[nodes] = values.max()
             later = best
         below = later
+    return share
+
+
+def _grown(share: NDArray[np.int64], num_drafts: int, name: str | None = None) -> TokenTree:
+    """Return the tree of a number of drafts among `_shares`."""
+    num_levels, widest, _ = share.shape
     parents, queue = [-1], [(0, 0, num_drafts)]
     for node, depth, nodes in queue:
         for rank in range(widest):
@@ -219,25 +231,17 @@ def fastest(
             f"trees of {most} nodes were asked for, and calls of at most {times.max_nodes} were "
             "measured: lower --nodes, or evaluate a larger tree first"
         )
-    best_tree(model.rates, most, max_depth)  # raises for sizes that no tree has
+    _shares(model.rates, most, max_depth)  # raises for sizes that no tree has
     found: dict[int, Fastest] = {}
     for levels in range(1, (model.rates.max_depth if max_depth is None else max_depth) + 1):
-        for size in _sizes(levels + 1, most):
-            tree = best_tree(model.rates, size, levels)
+        share = _shares(model.rates, most, levels)
+        for size in range(levels + 1, most + 1):
+            tree = _grown(share, size - 1)
             one = Fastest(tree, model.length(tree), times.step_ms(tree))
             best = found.get(tree.max_depth)
             if best is None or one.tokens_per_second > best.tokens_per_second:
                 found[tree.max_depth] = one
     return [found[levels] for levels in sorted(found)]
-
-
-def _sizes(least: int, most: int) -> list[int]:
-    """List the sizes to try: all small ones, and few large ones, whose times are nearly alike."""
-    steps = ((1, 16), (4, 64), (16, MAX_NODES))
-    return [
-        size for size in range(least, most + 1)
-        if size == most or size % next(step for step, end in steps if size <= end) == 0
-    ]
 
 
 def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:

@@ -96,35 +96,33 @@ def acceptance(
     data: RunData, rungs: Sequence[Rung], method: str, temperature: float
 ) -> list[Change | None]:
     """Return τ at each length."""
+    name = "acceptance_length"
     cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-    taus = [None if cell is None else cell["acceptance_length"] for cell in cells]
-    changes: list[Change | None] = []
-    for cell, tau in zip(cells, taus, strict=True):
-        if cell is None or cells[0] is None or tau is None or taus[0] is None:
+    first, changes = cells[0], []
+    for cell in cells:
+        if cell is None or first is None or cell[name] is None or first[name] is None:
             changes.append(None)
             continue
-        interval = None
-        if cell.samples and cells[0].samples:
-            sides = [Answers.of([each.samples], key=_question) for each in (cell, cells[0])]
-            interval = sides[0].over(sides[1], acceptance_length, np.subtract).interval
-        changes.append(Change(tau, tau - taus[0], interval))
+        mine, shortest = (Answers.of(each.seeds, key=_question) for each in (cell, first))
+        interval = mine.over(shortest, acceptance_length, np.subtract).interval
+        changes.append(Change(cell[name], cell[name] - first[name], interval))
     return changes
 
 
 def read(rungs: Sequence[Rung], name: str) -> list[Change | None]:
-    """Return the mean over an answer's tokens of the readings' field `name`."""
-    read = [_sums(rung, name) for rung in rungs]
-    return [_change(each, read[0]) for each in read]
+    """Return the mean over an answer's tokens of the readings' field `name`; None without it."""
+    first = _sums(rungs[0], name)
+    return [_change(_sums(rung, name), first) for rung in rungs]
+
+
+def begun_anew(rung: Rung) -> Change | None:
+    """Return the overlap that a drafter gains by having read the question only."""
+    return _change(_sums(rung, "overlap_begun_anew"), _sums(rung, "overlap"))
 
 
 def _sums(rung: Rung, name: str) -> Answers:
     counted = {"sums": attrgetter(name), "tokens": attrgetter("num_tokens")}
     return Answers.of([rung.readings], counted, _question)
-
-
-def _question(row: Any) -> tuple[str]:
-    """Return the key that pairs rows of several lengths, whose benchmarks differ."""
-    return (row.prompt_id,)
 
 
 def _change(mine: Answers, first: Answers) -> Change | None:
@@ -134,6 +132,11 @@ def _change(mine: Answers, first: Answers) -> Change | None:
     if value is None or gain.value is None:
         return None
     return Change(value, gain.value, gain.interval)
+
+
+def _question(row: Any) -> tuple[str]:
+    """Return the key that pairs rows of several lengths, whose benchmarks differ."""
+    return (row.prompt_id,)
 
 
 def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
@@ -155,10 +158,3 @@ def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
         count += len(runs) - len(set(runs))
         total += len(turn.tokens)
     return count / total if total else None
-
-
-def begun_anew(rung: Rung) -> Change:
-    """Return the overlap that a drafter gains by having read the question only."""
-    change = _change(_sums(rung, "overlap_begun_anew"), _sums(rung, "overlap"))
-    assert change is not None
-    return change

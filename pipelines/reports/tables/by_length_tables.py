@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports import plots
-from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
+from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title, method_label
 from stree_pipelines.reports.tables.by_length import (
     Change,
     Rung,
@@ -67,35 +68,34 @@ def introduction(data: RunData) -> str:
 
 
 def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
-    heads = ["tokens", "repeated", "tokens/s (Autoregressive)"]
-    columns: list[list[str]] = []
-    for method in data.methods:
-        label = method_label(method)
-        heads += [f"τ ({label})", "difference", f"tokens/s ({label})"]
-        taus = acceptance(data, rungs, method, temperature)
-        cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-        columns.append([tau_of(cell) for cell in cells])
-        columns.append([MISSING, *map(_difference, taus[1:])])
-        columns.append([speed_of(cell) for cell in cells])
-    lines = [
-        (
-            rung.length,
-            figure(repeated(data, rung.benchmark, temperature), form=".2f"),
-            plain_speed(data.cell(data.last, m, rung.benchmark, temperature) for m in data.methods),
-            *(column[at] for column in columns),
-        )
-        for at, rung in enumerate(rungs)
+    def cells_of(method: str) -> list[Cell | None]:
+        checkpoint = "" if method == AUTOREGRESSIVE else data.last
+        return [data.cell(checkpoint, method, rung.benchmark, temperature) for rung in rungs]
+
+    cells = {method: cells_of(method) for method in data.methods}
+    repeats = (repeated(data, rung.benchmark, temperature) for rung in rungs)
+    plain = [plain_speed(each[at] for each in cells.values()) for at in range(len(rungs))]
+    columns = [
+        ("tokens", [rung.length for rung in rungs]),
+        ("repeated", [*map(figure, repeats)]),
+        ("tokens/s (Autoregressive)", plain),
     ]
-    count = _num_questions(data, rungs)
-    title = f"By prompt length, T = {temperature:g} ({count} questions)"
+    for method, mine in cells.items():
+        label, changes = method_label(method), acceptance(data, rungs, method, temperature)
+        columns += [
+            (f"τ ({label})", [*map(tau_of, mine)]),
+            ("difference", [MISSING, *map(_difference, changes[1:])]),
+            (f"tokens/s ({label})", [*map(speed_of, mine)]),
+        ]
     samples = {
         f"{method_label(method)}, {rung.length} tokens": cell.samples
-        for rung in rungs
+        for at, rung in enumerate(rungs)
         for method in (AUTOREGRESSIVE, *data.methods)
-        for checkpoint in ("" if method == AUTOREGRESSIVE else data.last,)
-        if (cell := data.cell(checkpoint, method, rung.benchmark, temperature))
+        if (cell := cells_of(method)[at])
     }
-    return Table(title, (tuple(heads), *lines), note=below(samples, data.rows))
+    here = (cell for key, cell in data.cells.items() if key[2] == rungs[0].benchmark)
+    title = f"By prompt length, T = {temperature:g} ({next(here).num_prompts} questions)"
+    return Table.of_columns(title, columns, below(samples, data.rows))
 
 
 def reading_table(rungs: Sequence[Rung]) -> Table | None:
@@ -103,23 +103,21 @@ def reading_table(rungs: Sequence[Rung]) -> Table | None:
     target, drafter = read(rungs, "target_loss"), read(rungs, "drafter_loss")
     if not any(target):
         return None
-    overlap, anew = read(rungs, "overlap"), read(rungs, "overlap_begun_anew")
-    same = read(rungs, "same_choice")
-    heads = (
-        "tokens", "perplexity, target", "times the shortest's", "perplexity, drafter",
-        "times the shortest's", "overlap", "difference", "overlap, begun anew", "same choice",
-    )
-    lines = [
-        (
-            rung.length, *_perplexity(target[at]), *_perplexity(drafter[at]),
-            _value(overlap[at]), _difference(overlap[at], ".3f") if at else MISSING,
-            _value(anew[at]), _value(same[at]),
-        )
-        for at, rung in enumerate(rungs)
+    overlap = read(rungs, "overlap")
+    columns = [
+        ("tokens", [rung.length for rung in rungs]),
+        ("perplexity, target", [*map(_perplexity, target)]),
+        ("times the shortest's", [*map(_times, target)]),
+        ("perplexity, drafter", [*map(_perplexity, drafter)]),
+        ("times the shortest's", [*map(_times, drafter)]),
+        ("overlap", [*map(_value, overlap)]),
+        ("difference", [MISSING, *(_difference(each, "+.3f") for each in overlap[1:])]),
+        ("overlap, begun anew", [*map(_value, read(rungs, "overlap_begun_anew"))]),
+        ("same choice", [*map(_value, read(rungs, "same_choice"))]),
     ]
     tokens = sum(each.num_tokens for each in rungs[0].readings)
     title = f"The data's own answers after the same prompts ({tokens:,} tokens)"
-    return Table(title, (heads, *lines))
+    return Table.of_columns(title, columns)
 
 
 def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
@@ -129,26 +127,24 @@ def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
 
 
 def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
-    """Return a sentence per method and temperature, and one on the reason that the readings
+    """Return a sentence per temperature and method, and one on the reason that the readings
     show."""
-    lines = []
-    falls = False
-    for temperature in data.temperatures:
-        for method in data.methods:
-            changes = acceptance(data, rungs, method, temperature)
-            change = changes[-1]
-            if change is None:
-                continue
-            falls |= change.is_less
-            what = "rises" if change.is_more else "does not change beyond noise"
-            if change.is_less:
-                what = f"falls, {_from(rungs, changes, 'is_less')}"
-            if change.interval is None:
-                what = "is of too few questions to say"
-            lines.append(
-                f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
-                f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
-            )
+    lines, falls = [], False
+    for temperature, method in itertools.product(data.temperatures, data.methods):
+        changes = acceptance(data, rungs, method, temperature)
+        change = changes[-1]
+        if change is None:
+            continue
+        falls |= change.is_less
+        what = "rises" if change.is_more else "does not change beyond noise"
+        if change.is_less:
+            what = f"falls, {_from(rungs, changes, 'is_less')}"
+        if change.interval is None:
+            what = "is of too few questions to say"
+        lines.append(
+            f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
+            f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
+        )
     if rungs[0].readings and rungs[-1].readings:
         lines.append(_reason(rungs, falls))
     return lines
@@ -165,30 +161,24 @@ def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) ->
 def _reason(rungs: Sequence[Rung], falls: bool) -> str:
     """Say which model reads worse at the longest prompts; falls: True when some τ falls."""
     losses, overlaps = read(rungs, "target_loss"), read(rungs, "overlap")
-    target, overlap = losses[-1], overlaps[-1]
-    assert target is not None
-    perplexity, times = _perplexity(target)
+    target, overlap, gain = losses[-1], overlaps[-1], begun_anew(rungs[-1])
     said = (
-        f"The target reads the data's answers with a perplexity of {perplexity} there, {times} "
-        f"times that after {rungs[0].length} tokens"
+        f"The target reads the data's answers with a perplexity of {_perplexity(target)} there, "
+        f"{_times(target)} times that after {rungs[0].length} tokens"
     )
     if overlap is not None:
         said += (
             f"; the drafter's overlap with it is {overlap.value:.3f}, "
-            f"{_difference(overlap, '.3f')} against there"
+            f"{_difference(overlap, '+.3f')} against there"
         )
-    if target.is_more:
-        return (
-            f"{said}. The target fails, {_from(rungs, losses, 'is_more')}: what is accepted of its "
-            "text there says little of the drafter."
-        )
+    if target is not None and target.is_more:
+        why = f"The target fails, {_from(rungs, losses, 'is_more')}: what is accepted of its text "
+        return f"{said}. {why}there says little of the drafter."
     if overlap is None or not overlap.is_less:
-        if falls:
-            return f"{said}. Neither reads worse: the target writes text that is harder to draft."
-        return f"{said}. Neither reads worse there."
-    gain = begun_anew(rungs[-1])
-    said += f"; begun anew at the question it gains {_difference(gain, '.3f')}"
-    if gain.is_more:
+        why = ": the target writes text that is harder to draft." if falls else " there."
+        return f"{said}. Neither reads worse{why}"
+    said += f"; begun anew at the question it gains {_difference(gain, '+.3f')}"
+    if gain is not None and gain.is_more:
         return f"{said}. The drafter fails, {_from(rungs, overlaps, 'is_less')}: by its own state."
     return f"{said}. The drafter follows the target less, but not by what its state has read."
 
@@ -226,25 +216,21 @@ def markdown(data: RunData, found: Sequence[LadderFindings]) -> str:
     return "\n".join(["# Acceptance length by prompt length\n", f"{introduction(data)}\n", *parts])
 
 
-def _num_questions(data: RunData, rungs: Sequence[Rung]) -> int:
-    return next(
-        cell.num_prompts for key, cell in data.cells.items() if key[2] == rungs[0].benchmark
-    )
-
-
 def _value(change: Change | None) -> str:
     return MISSING if change is None else figure(change.value, form=".3f")
 
 
-def _difference(change: Change | None, form: str = ".2f") -> str:
-    if change is None:
-        return MISSING
-    return figure(change.change, change.interval, f"+{form}")
+def _difference(change: Change | None, form: str = "+.2f") -> str:
+    return MISSING if change is None else figure(change.change, change.interval, form)
 
 
-def _perplexity(loss: Change | None) -> tuple[str, str]:
-    """Return a perplexity, and its ratio to the shortest prompts', given a loss."""
+def _perplexity(loss: Change | None) -> str:
+    return MISSING if loss is None else figure(math.exp(loss.value), form=".3g")
+
+
+def _times(loss: Change | None) -> str:
+    """Return a perplexity's ratio to the shortest prompts', given losses."""
     if loss is None:
-        return MISSING, MISSING
+        return MISSING
     interval = loss.interval and (math.exp(loss.interval[0]), math.exp(loss.interval[1]))
-    return figure(math.exp(loss.value), form=".3g"), figure(math.exp(loss.change), interval)
+    return figure(math.exp(loss.change), interval)

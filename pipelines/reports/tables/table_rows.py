@@ -5,6 +5,7 @@ JSON has everything that is known, CSV a column per figure.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -75,33 +76,22 @@ def table_rows(data: RunData) -> Iterator[dict[str, Any]]:
 
     The pool of all benchmarks is included.
     """
-    for benchmark in data.scopes:
-        for temperature in data.temperatures:
-            for checkpoint in ("", *data.checkpoints):
-                for method in (AUTOREGRESSIVE, *data.methods):
-                    yield from _row(data, benchmark, temperature, checkpoint, method)
-
-
-def _row(
-    data: RunData, benchmark: str, temperature: float, checkpoint: str, method: str
-) -> Iterator[dict[str, Any]]:
-    cell = data.cell(checkpoint, method, benchmark, temperature)
-    if cell is None:
-        return
-    row = {
-        "benchmark": benchmark,
-        "temperature": temperature,
-        "checkpoint": checkpoint or None,
-        "step": data.steps.get(checkpoint),
-        "method": method,
-        **figures_of(cell),
-        "samples": cell.files,
-    }
-    chain = chain_of_run(data, method)
-    other = chain and data.cell(checkpoint, chain, benchmark, temperature)
-    if other:
-        row["over_chain"] = {**gains_of(cell, other), "samples": other.files}
-    yield row
+    for benchmark, temperature, checkpoint, method in itertools.product(
+        data.scopes, data.temperatures, ("", *data.checkpoints), (AUTOREGRESSIVE, *data.methods)
+    ):
+        cell = data.cell(checkpoint, method, benchmark, temperature)
+        if cell is None:
+            continue
+        row = {
+            "benchmark": benchmark, "temperature": temperature, "checkpoint": checkpoint or None,
+            "step": data.steps.get(checkpoint), "method": method, **figures_of(cell),
+            "samples": cell.files,
+        }
+        chain = chain_of_run(data, method)
+        other = chain and data.cell(checkpoint, chain, benchmark, temperature)
+        if other:
+            row["over_chain"] = {**gains_of(cell, other), "samples": other.files}
+        yield row
 
 
 def figures_of(cell: Cell) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from stree_pipelines.reports.tables.answer_notes import Samples, notes, without_
 MISSING = "–"
 MINUS = "−"
 TERMINAL_WIDTH = 100  # characters
+Row = TypeVar("Row")
+Column = tuple[str, Callable[[Row], str]]  # a head, and the text of a row
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,28 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     num_left: int = 1
     note: str = ""
+
+    @classmethod
+    def of_columns(
+        cls, title: str, columns: Iterable[tuple[str, Sequence[str]]], note: str = ""
+    ) -> Table:
+        """Make a table of columns, each a head and its cells."""
+        heads, cells = zip(*columns, strict=True)
+        return cls(title, (heads, *zip(*cells, strict=True)), note=note)
+
+    @classmethod
+    def of_rows(
+        cls,
+        title: str,
+        rows: Iterable[Row],
+        columns: Iterable[Column[Row]],
+        num_left: int = 1,
+        note: str = "",
+    ) -> Table:
+        """Make a table with a line for each row."""
+        heads, texts = zip(*columns, strict=True)
+        lines = (tuple(text(row) for text in texts) for row in rows)
+        return cls(title, (heads, *lines), num_left, note)
 
     def to_markdown(self) -> str:
         """Format a Markdown table whose columns also line up as plain text."""
@@ -263,55 +287,47 @@ class Advice(NamedTuple):
 
 def advise(data: RunData, temperature: float) -> Advice:
     """Advise on the method at this temperature, by the last checkpoint over all benchmarks."""
-    scope = data.scopes[0]
+    scope, batches = data.scopes[0], in_batches(data.batch_size)
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}
     if not timed:
         why = "no autoregressive baseline was measured, or samples are missing"
         return Advice("", f"Speeds of {scope} can't be compared: {why}.")
-    best = max(timed, key=lambda method: timed[method]["speedup"])
-    cell = timed[best]
-    gain, interval, times = cell["speedup"], cell.interval("speedup"), _times(cell)
-    batches = in_batches(data.batch_size)
+    best, *rivals = sorted(timed, key=lambda method: -timed[method]["speedup"])
+    cell, interval = timed[best], timed[best].interval("speedup")
+    told = f"{method_label(best)} is {_times(cell)}"
     plain = f"Use plain decoding{batches}"
-    if gain <= 1:
-        reason = f"The fastest speculation, {method_label(best)}, is {times}."
+    if cell["speedup"] <= 1:
+        reason = f"The fastest speculation, {method_label(best)}, is {_times(cell)}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     if interval and interval[0] <= 1:
-        reason = f"{method_label(best)} is {times}: the interval includes 1, so it may be none. "
-        reason += "More prompts would tell; until then plain decoding needs no drafter."
-        return Advice(plain, reason, AUTOREGRESSIVE, best)
-    rivals = [method for method in timed if method != best]
-    comparison, tie = "", ""
+        reason = f"{told}: the interval includes 1, so it may be none. More prompts would tell; "
+        return Advice(
+            plain, f"{reason}until then plain decoding needs no drafter.", AUTOREGRESSIVE, best
+        )
+    between = None
     if rivals:
-        rival = max(rivals, key=lambda method: timed[method]["speedup"])
-        ratio, between = speed_ratio(cell, timed[rival])
-        if between and between[0] <= 1 <= between[1]:
-            tie = rival
-        comparison = f" and {figure(ratio, between, unit='× ' + method_label(rival))}"
-    if tie:
-        simpler = next((m for m in (best, tie) if m.startswith(CHAIN)), best)
-        if simpler == best:
-            reason = f"{method_label(best)} is {times}{comparison}: they can't be told apart"
-        else:
-            reason = f"{method_label(simpler)} is {_times(timed[simpler])}. {method_label(best)} "
-            reason += f"is {times}{comparison}: they can't be told apart"
-        reason += ", and a chain verifies fewer tokens." if simpler.startswith(CHAIN) else "."
-        return Advice(f"Use the {_noun(simpler)}{batches}", reason, simpler, best)
-    reason = f"{method_label(best)} is {times}{comparison}."
-    return Advice(f"Use the {_noun(best)}{batches}", reason, best, best)
+        ratio, between = speed_ratio(cell, timed[rivals[0]])
+        told += f" and {figure(ratio, between, unit='× ' + method_label(rivals[0]))}"
+    if between is None or not between[0] <= 1 <= between[1]:
+        return Advice(f"Use the {_noun(best)}{batches}", f"{told}.", best, best)
+    simpler = next((m for m in (best, rivals[0]) if m.startswith(CHAIN)), best)
+    if simpler != best:
+        told = f"{method_label(simpler)} is {_times(timed[simpler])}. {told}"
+    end = ", and a chain verifies fewer tokens." if simpler.startswith(CHAIN) else "."
+    reason = f"{told}: they can't be told apart{end}"
+    return Advice(f"Use the {_noun(simpler)}{batches}", reason, simpler, best)
 
 
 def _times(cell: Cell) -> str:
     """Format a speed-up, such as "1.46× plain decoding [1.29, 1.77], τ 2.44"."""
-    times = figure(cell["speedup"], cell.interval("speedup"), unit="× plain decoding")
+    times = figure(*cell.gain("speedup"), unit="× plain decoding")
     return f"{times}, τ {cell['acceptance_length']:.2f}"
 
 
 def _what_to_expect(cell: Cell) -> str:
     """Explain what would change a win of plain decoding."""
-    cost = cell["acceptance_length"] / cell["speedup"]
-    parts = cell["time_ms"]
+    cost, parts = cell["acceptance_length"] / cell["speedup"], cell["time_ms"]
     costliest = ""
     if parts:
         part = max(parts, key=lambda name: parts[name])
@@ -328,9 +344,7 @@ def _noun(method: str) -> str:
     name, _, tree = method.partition(":")
     if name not in METHOD_LABELS:
         return f"arm {method}"
-    if name == CHAIN:
-        return "chain"
-    return f"tree {tree}" if tree else "tree"
+    return "chain" if name == CHAIN else f"tree {tree}".rstrip()
 
 
 def chain_of_run(data: RunData, method: str) -> str | None:
@@ -370,6 +384,4 @@ def median_of(cell: Cell | None) -> str:
 
 
 def tau_of(cell: Cell | None) -> str:
-    if cell is None:
-        return MISSING
-    return figure(cell["acceptance_length"], cell.interval("acceptance_length"))
+    return MISSING if cell is None else figure(*cell.gain("acceptance_length"))

@@ -36,8 +36,8 @@ def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
     assert len(keys[0] & keys[1]) == 2  # plain decoding at both temperatures
     assert "verifier" in settings.differing(rows[0] + rows[1])
     with pytest.raises(UsageError, match="verifier is"):
-        settings.require_one(rows[0] + rows[1], tmp_path)
-    settings.require_one(settings.chosen(rows[1], ["verifier=traversal"], tmp_path), tmp_path)
+        settings.require_one({"run": rows[0] + rows[1]})
+    settings.require_one({"run": settings.chosen(rows[1], ["verifier=traversal"], tmp_path)})
 
 
 def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
@@ -53,7 +53,7 @@ def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
     assert [row.backtracking for row in rows] == ["replay", "joint"]
     assert answers[0] == answers[1] and rows[0].acceptance_length == rows[1].acceptance_length
     with pytest.raises(UsageError, match="backtracking is"):
-        settings.require_one(rows, tmp_path)
+        settings.require_one({"run": rows})
     with pytest.raises(UsageError, match="wanted one of replay, joint"):
         settings_for(world, tmp_path, backtracking="copies")
 

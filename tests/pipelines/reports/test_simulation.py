@@ -46,7 +46,7 @@ def checkpoints(*points, width=0.1):
 )
 def test_they_part_where_tau_falls_or_stays_behind_while_the_simulation_rises(points, since):
     parting = find_parting(checkpoints(*points))
-    assert (parting and parting.since.step) == since
+    assert (parting and parting.step) == since
 
 
 def run_of_foreign_chats(folder, monkeypatch):

@@ -429,21 +429,6 @@ def test_odd_provenance_leaves_out_what_it_does_not_say(run):
     assert "| commit | a\\|b |" in card and "plenty" not in card and "versions" not in card
 
 
-def test_the_targets_licence_is_passed_on(run, monkeypatch):
-    monkeypatch.chdir(run)  # the rows call their target "target"
-    (run / "target").mkdir()
-    for card, licence in {
-        "---\nlicense: mit\n---\n# T": "(its card says: mit)",
-        "# no front matter\n---\nlicense: mit\n---\n": None,
-        "---\n[: no yaml\n---\n": None,
-    }.items():
-        (run / "target/README.md").write_text(card)
-        main([str(run)])
-        text = (run / "drafter/step-00010000/README.md").read_text()
-        assert "distilled from the target" in text
-        assert licence in text if licence else "its card says" not in text
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
