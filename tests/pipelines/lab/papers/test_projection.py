@@ -105,7 +105,8 @@ def test_the_committed_table_is_made_by_its_command(tmp_path, capsys):
 def test_a_folder_without_a_comparison_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no rows of a comparison"):
         read_places(tmp_path)
-    (tmp_path / "times.jsonl").write_text(json.dumps({"environment": {"git_sha": "a"}, "what": ""}))
+    row = {"environment": {"git_sha": "a"}, "what": "step"}
+    (tmp_path / "times.jsonl").write_text(json.dumps(row))
     with pytest.raises(UsageError, match="no rows of a comparison"):
         main([str(tmp_path), "--times", str(tmp_path / "times.jsonl")])
 
