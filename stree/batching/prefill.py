@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.batching.prefillers import LONGEST_CHUNK, ChunkedPrefill, chunk_sizes
-from stree.batching.prefix_cache import PrefixCache
+from stree.batching.prefix_cache import PrefixCache, SavedRow
 from stree.batching.runners import EagerRunner, GraphRunner
 from stree.batching.sequences import RunningSequence, SharedPrompt
 from stree.batching.state import NUM_SETTINGS, Asked, BatchState, asked_by, bits_of
@@ -24,24 +23,6 @@ from stree_kernels import ops
 
 PREFILL_CHUNK = LONGEST_CHUNK  # prompt tokens that a row reads between two steps of others
 FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
-
-
-@dataclass(frozen=True)
-class ReadPrompt:
-    """Copies of a row's logits and caches, made right after its prompt is read.
-
-    Attributes:
-        logits: (1, V) after the prompt's last token.
-        target: The row's part of the target's cache.
-        drafter: The row's part of the drafter's cache; None unless the drafter is a model that
-            has read the prompt.
-        following: Input that the drafter adds to its next token; None for a drafter without any.
-    """
-
-    logits: Tensor
-    target: SavedPrefix
-    drafter: SavedPrefix | None
-    following: Tensor | None
 
 
 class Prefill:
@@ -114,37 +95,35 @@ class Prefill:
             shared.read = self._hold(row, sequence, logits)
         return logits
 
-    def _hold(self, row: int, sequence: RunningSequence, logits: Tensor) -> ReadPrompt:
+    def _hold(
+        self, row: int, sequence: RunningSequence, logits: Tensor
+    ) -> tuple[Tensor, SavedRow]:
         """Copy logits and caches of a row that has just read its prompt."""
         length, drafter, drafted, following = len(sequence.prompt), self._along, None, None
         if drafter is not None and sequence.num_drafted_from == length:
             drafted = SavedPrefix(length, drafter.cache.copies(row, length))
             following = None if drafter.inputs is None else drafter.inputs[row, 0].clone()
         target = SavedPrefix(length, self.step.cache.copies(row, length))
-        return ReadPrompt(logits.clone(), target, drafted, following)
+        return logits.clone(), SavedRow(target, drafted, following)
 
     def _take_over(self, row: int, sequence: RunningSequence, shared: SharedPrompt) -> Tensor:
         """Copy a prompt that another row has read into a row; return the logits (1, V) after it.
 
         Drafters that keep more than a model's cache read the prompt again.
         """
-        held: ReadPrompt = shared.read
+        logits, held = shared.read
         shared.left -= 1
         if not shared.left:
             shared.read = None
-        drafter: Any = self.step.drafter
-        self.step.cache.load(held.target, row)
+        drafter = None if sequence.behind else self.step.drafter
+        held.load(row, self.step.cache, drafter)
         sequence.num_read = sequence.stats.num_reused_tokens = len(sequence.prompt)
-        if drafter is not None and not sequence.behind:
-            if held.drafter is not None:
-                drafter.cache.load(held.drafter, row)
-                if held.following is not None:
-                    drafter.inputs[row, 0] = held.following
-            else:
+        if drafter is not None:
+            if held.drafter is None:
                 with self._timed(sequence):
                     self.let_drafter_read(row, self._on_device(sequence.prompt), None, 0)
             sequence.num_drafted_from = len(sequence.prompt)
-        return held.logits
+        return logits
 
     def prepare(self, row: int, sequence: RunningSequence) -> None:
         """Capture the graphs that the prefill of the row's prompt needs."""

@@ -31,10 +31,27 @@ class _Copies:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class SavedRow:
+    """Copies of a row's caches.
+
+    Attributes:
+        target: The row's part of the target's cache.
+        drafter: The row's part of the drafter's cache; None unless the drafter is a model that has
+            read the tokens.
+        following: Input that the drafter adds to its next token; None if unknown, or without any.
+    """
+
     target: SavedPrefix
     drafter: SavedPrefix | None
-    following: Tensor | None = None  # input that the drafter adds to its next token, if known
+    following: Tensor | None
+
+    def load(self, row: int, cache: HybridCache, drafter: Any) -> None:
+        """Copy these copies into an empty row, those of the drafter unless it is None."""
+        cache.load(self.target, row)
+        if drafter is not None and self.drafter is not None:
+            drafter.cache.load(self.drafter, row)
+            if self.following is not None:
+                drafter.inputs[row, 0] = self.following
 
 
 class PrefixCache:
@@ -55,7 +72,7 @@ class PrefixCache:
         hand_over: Callable[[Tensor], HostCopy],
     ) -> None:
         self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
-        self._kept: LRUCache[tuple[int, ...], _Kept] = LRUCache(most)
+        self._kept: LRUCache[tuple[int, ...], SavedRow] = LRUCache(most)
         self._copied: deque[_Copies] = deque()  # their lengths may still be on the device
 
     def __len__(self) -> int:
@@ -109,8 +126,8 @@ class PrefixCache:
             # The features are those of the last call's accepted path, pending or not
             if theirs == length + bool(pending):
                 following = each.following
-        kept = _Kept(SavedPrefix(length, each.target), drafter, following)
-        self._kept[each.tokens[:longest]] = kept
+        target = SavedPrefix(length, each.target)
+        self._kept[each.tokens[:longest]] = SavedRow(target, drafter, following)
 
     def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
         """Return the longest kept prefix that is shorter than `prompt`; () for none.
@@ -124,28 +141,14 @@ class PrefixCache:
 
     def lengths(self, prompt: list[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt the target and the drafter need not read again."""
-        return _lengths(self._longest_kept(prompt))
-
-    def _longest_kept(self, prompt: list[int]) -> _Kept | None:
         prefix = self.longest_of(prompt)
-        return self._kept[prefix] if prefix else None
+        if not prefix:
+            return 0, 0
+        kept = self._kept[prefix]
+        return kept.target.length, 0 if kept.drafter is None else kept.drafter.length
 
     def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
-        """Load `longest_of` a prompt into an empty row.
-
-        Returns how many tokens of it the target has read then, and the drafter.
-        """
-        kept = self._longest_kept(prompt)
-        if kept is not None:
-            self.cache.load(kept.target, row)
-            if kept.drafter is not None:
-                self.drafter.cache.load(kept.drafter, row)
-                if kept.following is not None:
-                    self.drafter.inputs[row, 0] = kept.following
-        return _lengths(kept)
-
-
-def _lengths(kept: _Kept | None) -> tuple[int, int]:
-    if kept is None:
-        return 0, 0
-    return kept.target.length, 0 if kept.drafter is None else kept.drafter.length
+        """Load `longest_of` a prompt into an empty row; return `lengths`."""
+        if prefix := self.longest_of(prompt):
+            self._kept[prefix].load(row, self.cache, self.drafter)
+        return self.lengths(prompt)

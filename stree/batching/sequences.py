@@ -48,7 +48,7 @@ class SharedPrompt:
 
     left: int  # rows that are still to begin with it
     read_by: RunningSequence | None = None
-    # `stree.batching.prefill.ReadPrompt`, as soon as the prompt is read, until no row is left
+    # Logits (1, V) and `SavedRow` as soon as the prompt is read, until no row is left
     read: Any = None
 
 

@@ -6,8 +6,8 @@ one row per sequence, so that one step serves any mixture of settings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from stree_kernels.contracts import Sampling
 from stree_kernels.index_plan import columns_of
 
 NUM_SETTINGS = 6  # of a row
+NUM_TENSORS = 10  # first fields of a state, with a row per sequence
 Asked = tuple[bool, bool, bool, bool]
 
 
@@ -82,10 +83,7 @@ class BatchState:
         )
 
     def set(
-        self,
-        row: int,
-        generation: GenerationConfig,
-        prompt: Sequence[int] = (),
+        self, row: int, generation: GenerationConfig, prompt: Sequence[int] = (),
         vocabulary: int | None = None,
     ) -> None:
         """Give a row to a request; the row is idle until its prompt has been read.
@@ -105,11 +103,7 @@ class BatchState:
         self.settings[:, row] = bits if isinstance(row, int) else bits[:, None]
 
     def see(
-        self,
-        row: int,
-        generation: GenerationConfig,
-        prompt: Sequence[int],
-        vocabulary: int | None,
+        self, row: int, generation: GenerationConfig, prompt: Sequence[int], vocabulary: int | None
     ) -> None:
         """Note the tokens of a row's prompt if its repetition penalty needs them."""
         if generation.repetition_penalty == 1:
@@ -152,31 +146,24 @@ class BatchState:
 
         generations are the settings of the active rows among them.
         """
-        sampled, filtered, ranked, penalised = asked_by(generations)
 
         def view(tensor: Tensor) -> Tensor:
             return tensor if len(tensor) == count else tensor.narrow(0, first, count)
 
-        return BatchState(
-            view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
-            view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
-            view(self.root), view(self.block), sampled, filtered, ranked, penalised,
-            None if self.seen is None else view(self.seen),
-            None if self.settings is None else self.settings.narrow(1, first, count),
-        )
+        settings = None if self.settings is None else self.settings.narrow(1, first, count)
+        return self._each(view, asked_by(generations), settings)
 
     def at(self, row: Tensor, asked: Asked) -> BatchState:
         """Return a copy of one row, given as a tensor (1,) int64 on the device."""
+        return self._each(lambda tensor: tensor.index_select(0, row), asked)
 
-        def copy(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, row)
-
-        return BatchState(
-            copy(self.active), copy(self.temperature), copy(self.top_k), copy(self.top_p),
-            copy(self.min_p), copy(self.repetition_penalty), copy(self.seed), copy(self.position),
-            copy(self.root), copy(self.block), *asked,
-            seen=None if self.seen is None else copy(self.seen),
-        )
+    def _each(
+        self, part: Callable[[Tensor], Tensor], asked: Asked, settings: Tensor | None = None
+    ) -> BatchState:
+        """Return the state with a part of each tensor."""
+        tensors = (part(getattr(self, each.name)) for each in fields(self)[:NUM_TENSORS])
+        seen = None if self.seen is None else part(self.seen)
+        return BatchState(*tensors, *asked, seen, settings)
 
     @property
     def sampling(self) -> Sampling | None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
@@ -331,12 +331,6 @@ def several_chains(num_drafts: int, count: int) -> TokenTree:
     """Return `count` chains of num_drafts drafts below one root: PNG(n, d) (Snakes and Ladders)."""
     parents = [-1, *[0] * count, *range(1, (num_drafts - 1) * count + 1)]
     return TokenTree(tuple(parents[: 1 + num_drafts * count]), f"png-{num_drafts}-{count}")
-
-
-@cache
-def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return indices as a tensor on a device, cached so that a decoding step copies nothing."""
-    return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def as_tree(tree: TokenTree | str | Path) -> TokenTree:

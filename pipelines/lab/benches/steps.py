@@ -6,6 +6,7 @@ path of the tree, so that each step accepts a given number of drafts; all the wo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import TokenTree, index_tensor
+from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import fits, named
 from stree.verifiers.coupled import Coupled
@@ -34,6 +35,12 @@ from stree_pipelines.lab.benches.timing import Row, elapsed_us, interleave, spre
 
 TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper()}
 PERIOD = 20  # steps after which the numbers of accepted drafts repeat
+
+
+@functools.cache
+def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return indices as a tensor on a device, cached so that a decoding step copies nothing."""
+    return torch.tensor(values, dtype=torch.long, device=device)
 
 
 class GivenAcceptance(Coupled):
