@@ -98,18 +98,10 @@ class BatchDecoder(RequestServer, Renamed):
     }
 
     def __init__(
-        self,
-        target: Any,
-        drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | TreePolicy | str | None = None,
-        *,
-        num_rows: int = 8,
-        max_length: int = 2048,
-        max_nodes: int = 1,
-        tokenizer: Any = None,
-        verifier: str | Verifier = "coupled",
-        num_prefixes: int = 0,
-        backtracking: str = "replay",
+        self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,
+        tree: TokenTree | TreePolicy | str | None = None, *, num_rows: int = 8,
+        max_length: int = 2048, max_nodes: int = 1, tokenizer: Any = None,
+        verifier: str | Verifier = "coupled", num_prefixes: int = 0, backtracking: str = "replay",
         prompt_tokens_per_step: int | None = None,
     ) -> None:
         require_target(target)
@@ -373,10 +365,7 @@ class BatchDecoder(RequestServer, Renamed):
 
     @one_at_a_time
     def measure_step_times(
-        self,
-        context: int | None = None,
-        num_steps: int = 8,
-        counts: Sequence[int] | None = None,
+        self, context: int | None = None, num_steps: int = 8, counts: Sequence[int] | None = None,
         generation: GenerationConfig = GenerationConfig(),
     ) -> StepTimes:
         """Time steps with each tree of the policy; its choice rests on these times from now on.

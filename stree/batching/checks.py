@@ -103,10 +103,7 @@ def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree
 
 
 def require_room(
-    prompt: Sequence[int],
-    generation: GenerationConfig,
-    tree: TokenTree,
-    target: HybridConfig,
+    prompt: Sequence[int], generation: GenerationConfig, tree: TokenTree, target: HybridConfig,
     max_length: int,
 ) -> None:
     """Raise `UsageError` when a request does not fit a decoder for max_length tokens.

@@ -54,10 +54,8 @@ class MemoryReport:
             free_bytes = free_memory_bytes(device.type == "cuda")
         return cls(
             num_rows=min(each.num_rows for each in decoders),
-            max_length=max(each.max_length for each in decoders),
-            num_decoders=len(decoders),
-            parts=dict(parts),
-            free_bytes=free_bytes,
+            max_length=max(each.max_length for each in decoders), num_decoders=len(decoders),
+            parts=dict(parts), free_bytes=free_bytes,
         )
 
     @property

@@ -36,14 +36,8 @@ class EagerPrefill:
     """Read prompts by operations over whole sequences (CPU, where starting one costs little)."""
 
     def read_row(
-        self,
-        model: HybridModel,
-        cache: HybridCache,
-        row: int,
-        tokens: Tensor,
-        features: HiddenStateTap | None = None,
-        inputs: Tensor | None = None,
-        *,
+        self, model: HybridModel, cache: HybridCache, row: int, tokens: Tensor,
+        features: HiddenStateTap | None = None, inputs: Tensor | None = None, *,
         start: int | None = None,
     ) -> Tensor:
         """Read tokens as `stree.models.model.read_row` does."""
@@ -75,14 +69,8 @@ class ChunkedPrefill:
         self.graphs: LRUCache[Any, PrefillGraph] = LRUCache(MAX_KEPT)
 
     def read_row(
-        self,
-        model: HybridModel,
-        cache: HybridCache,
-        row: int,
-        tokens: Tensor,
-        features: HiddenStateTap | None = None,
-        inputs: Tensor | None = None,
-        *,
+        self, model: HybridModel, cache: HybridCache, row: int, tokens: Tensor,
+        features: HiddenStateTap | None = None, inputs: Tensor | None = None, *,
         start: int | None = None,
     ) -> Tensor:
         """Read tokens as `stree.models.model.read_row` does.
@@ -139,14 +127,8 @@ class ChunkedPrefill:
         return logits
 
     def prepare(
-        self,
-        model: HybridModel,
-        cache: HybridCache,
-        row: int,
-        start: int,
-        count: int,
-        layers: tuple[int, ...] = (),
-        reads_inputs: bool = False,
+        self, model: HybridModel, cache: HybridCache, row: int, start: int, count: int,
+        layers: tuple[int, ...] = (), reads_inputs: bool = False,
         drafter: ModelDrafter | None = None,
     ) -> list[PrefillGraph]:
         """Return the graphs of the chunks of `count` tokens after `start`.

@@ -65,11 +65,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        most: int,
-        cache: HybridCache,
-        drafter: Any,
-        hand_over: Callable[[Tensor], HostCopy],
+        self, most: int, cache: HybridCache, drafter: Any, hand_over: Callable[[Tensor], HostCopy]
     ) -> None:
         self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
         self._kept: LRUCache[tuple[int, ...], SavedRow] = LRUCache(most)

@@ -75,10 +75,7 @@ def samples_of(request: Request) -> list[Request]:
 
 
 def requests_of(
-    given: Any,
-    generation_config: Any,
-    attention_mask: Any,
-    options: Mapping[str, Any],
+    given: Any, generation_config: Any, attention_mask: Any, options: Mapping[str, Any],
     tokenizer: Any,
 ) -> list[Request]:
     """Return one request for each answer.

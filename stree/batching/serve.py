@@ -59,8 +59,7 @@ class Served:
 
 
 def serve(
-    decoder: BatchDecoderLike,
-    requests: Iterable[Request | None],
+    decoder: BatchDecoderLike, requests: Iterable[Request | None],
     on_admitted: Callable[[int], object] = lambda row: None,
 ) -> Generator[Served, None, None]:
     """Serve requests, as many at once as there are rows, and yield each one after each report.
@@ -143,11 +142,7 @@ class RequestServer(BatchDecoderLike):
 
     @one_at_a_time
     def generate(
-        self,
-        requests: Any = None,
-        generation_config: Any = None,
-        *,
-        attention_mask: Any = None,
+        self, requests: Any = None, generation_config: Any = None, *, attention_mask: Any = None,
         **options: Any,
     ) -> list[GenerationOutput]:
         """Serve requests, as many at once as there are rows; return their outputs in order.
@@ -188,14 +183,9 @@ class RequestServer(BatchDecoderLike):
         return self._generate_of(text_ids, text, several, generation_config, options)
 
     def chat(
-        self,
-        messages: str | Sequence[Any],
-        generation_config: Any = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: str | Sequence[Any], generation_config: Any = None, *,
+        tools: Sequence[Any] | None = None, documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[GenerationOutput]:
         """Answer a conversation, or each of several at once, as `Decoder.chat` does.
@@ -218,12 +208,8 @@ class RequestServer(BatchDecoderLike):
         return self._generate_of(encode, messages, several, generation_config, options)
 
     def _generate_of(
-        self,
-        encode: Callable[[Any, Any], list[int]],
-        given: Any,
-        several: bool,
-        generation_config: Any,
-        options: Mapping[str, Any],
+        self, encode: Callable[[Any, Any], list[int]], given: Any, several: bool,
+        generation_config: Any, options: Mapping[str, Any],
     ) -> list[GenerationOutput]:
         asked, _ = asked_of_texts(
             encode, given, several, generation_config, options, self.tokenizer
@@ -251,8 +237,7 @@ class RequestServer(BatchDecoderLike):
                         self.release(row)
 
     def serve(
-        self,
-        requests: Iterable[Request | None],
+        self, requests: Iterable[Request | None],
         on_admitted: Callable[[int], object] = lambda row: None,
     ) -> Generator[Served, None, None]:
         """Serve requests and yield each one after each of its reports (`batching.serve`).

@@ -55,16 +55,8 @@ class Step:
 
     @classmethod
     def new(
-        cls,
-        target: Any,
-        drafter: Any,
-        verifier: Verifier,
-        trees: Sequence[TokenTree],
-        *,
-        num_rows: int,
-        max_length: int,
-        max_nodes: int,
-        backtracking: str,
+        cls, target: Any, drafter: Any, verifier: Verifier, trees: Sequence[TokenTree], *,
+        num_rows: int, max_length: int, max_nodes: int, backtracking: str,
     ) -> Step:
         """Return the step of a new batch, with caches for its rows.
 
@@ -142,13 +134,8 @@ class Step:
 
     @torch.no_grad()
     def verify(
-        self,
-        rows: BatchState,
-        tree_batch: TreeBatch,
-        proposal: Proposal,
-        bound: int,
-        report: Tensor,
-        mark: Callable[[str], None] = lambda phase: None,
+        self, rows: BatchState, tree_batch: TreeBatch, proposal: Proposal, bound: int,
+        report: Tensor, mark: Callable[[str], None] = lambda phase: None,
         longest: int | None = None,
     ) -> None:
         """Verify the drafts with one call of the target, and commit the accepted ones.

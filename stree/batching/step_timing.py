@@ -76,12 +76,8 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def measure_step_times(
-    decoder: Timed,
-    trees: Sequence[TokenTree],
-    context: int | None,
-    num_steps: int,
-    counts: Sequence[int] | None,
-    generation: GenerationConfig,
+    decoder: Timed, trees: Sequence[TokenTree], context: int | None, num_steps: int,
+    counts: Sequence[int] | None, generation: GenerationConfig,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows.
 
@@ -153,11 +149,7 @@ def _run_steps(
 
 
 def _begin_after(
-    decoder: Timed,
-    count: int,
-    prefix: SavedPrefix,
-    tokens: Tensor,
-    generation: GenerationConfig,
+    decoder: Timed, count: int, prefix: SavedPrefix, tokens: Tensor, generation: GenerationConfig
 ) -> float:
     """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
     seconds, vocab_size = 0.0, decoder.target.config.vocab_size

@@ -60,9 +60,7 @@ class BanditTrees(TreePolicy):
     state: Rounds
 
     def __init__(
-        self,
-        trees: Sequence[TokenTree | str],
-        costs: StepTimes | None = None,
+        self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None,
         exploration: float = EXPLORATION,
     ) -> None:
         super().__init__(trees, costs)

@@ -215,13 +215,8 @@ class FixedTreeBatch(TreeBatch):
     """
 
     def __init__(
-        self,
-        trees: tuple[TokenTree, ...],
-        parents: Tensor,
-        depths: Tensor,
-        children: Tensor,
-        drawn_by: Tensor,
-        levels: tuple[Level, ...],
+        self, trees: tuple[TokenTree, ...], parents: Tensor, depths: Tensor, children: Tensor,
+        drawn_by: Tensor, levels: tuple[Level, ...],
     ) -> None:
         self._trees, self._children, self.device = trees, children, parents.device
         self.parents, self.depths, self.drawn_by, self.levels = parents, depths, drawn_by, levels

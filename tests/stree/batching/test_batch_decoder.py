@@ -33,12 +33,9 @@ def random_requests(count: int, seed: int, sampled: bool) -> list[Request]:
     for _ in range(count):
         temperature = rng.choice([0.3, 0.7, 1.0, 1.5]) if sampled and rng.random() < 0.7 else 0.0
         generation = GenerationConfig(
-            max_new_tokens=rng.randint(1, 24),
-            temperature=temperature,
-            top_k=rng.choice([0, 0, 5, 20]),
-            top_p=rng.choice([1.0, 1.0, 0.8]),
-            seed=rng.randrange(2**40),
-            stop_strings=rng.choice([(), (), ("ab", "q")]),
+            max_new_tokens=rng.randint(1, 24), temperature=temperature,
+            top_k=rng.choice([0, 0, 5, 20]), top_p=rng.choice([1.0, 1.0, 0.8]),
+            seed=rng.randrange(2**40), stop_strings=rng.choice([(), (), ("ab", "q")]),
         )
         prompt = [rng.randrange(61) for _ in range(rng.randint(1, 30))]
         requests.append(Request(prompt, generation, rng.choice(TREES)))

@@ -30,8 +30,7 @@ def turns(decoder, count: int, generation: GenerationConfig, keep: bool):
 
 @pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
 @pytest.mark.parametrize(
-    ("temperature", "graphs"),
-    quick_first([(0.0, False), (1.0, True)], [(0.0, True), (1.0, False)]),
+    ("temperature", "graphs"), quick_first([(0.0, False), (1.0, True)], [(0.0, True), (1.0, False)])
 )
 def test_a_conversation_reads_each_turn_once(
     temperature, graphs, attn_layers, request, monkeypatch

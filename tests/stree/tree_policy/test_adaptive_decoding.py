@@ -119,10 +119,7 @@ def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
     plain = Decoder(target).generate(asked.prompt_ids, sampled)
     for measured, is_so in ((sampled, True), (generation, False)):
         decoder = BatchDecoder(
-            target,
-            right_now_and_then(target),
-            AdaptiveTrees([CHAIN, WIDE]),
-            num_rows=1,
+            target, right_now_and_then(target), AdaptiveTrees([CHAIN, WIDE]), num_rows=1,
             max_length=96,
         )
         decoder.measure_step_times(num_steps=1, generation=measured)

@@ -41,12 +41,8 @@ def apportioning() -> AdaptiveTrees:
 
 
 def served(
-    adaptive_trees: AdaptiveTrees | None,
-    table: StepTimes,
-    rows: int,
-    length: int,
-    reading_s: float,
-    steps: int,
+    adaptive_trees: AdaptiveTrees | None, table: StepTimes, rows: int, length: int,
+    reading_s: float, steps: int,
 ):
     """Tokens a second of rows that get another request as soon as one has its `length` tokens; a
     drafter takes `reading_s` for a request when it first drafts for it. Without modes: plain."""
