@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from stree.batching.runners import EagerRunner
@@ -15,3 +15,11 @@ def without_graphs(monkeypatch: Any, run: Callable[[], T]) -> T:
     with monkeypatch.context() as patch:
         patch.setattr("stree.batching.batch_decoder.runner_of", EagerRunner)
         return run()
+
+
+def assert_same(got: Iterable[Any], wanted: Iterable[Any]) -> None:
+    """Compare outputs one by one: tokens, ends, and the drafts that each call accepted."""
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert (mine.tokens, mine.finish_reason) == (theirs.tokens, theirs.finish_reason)
+        assert mine.stats.accepted_per_call == theirs.stats.accepted_per_call
+        assert mine.stats.end_node_per_call == theirs.stats.end_node_per_call

@@ -2,7 +2,9 @@
 
 import random
 
-from stree import TokenTree
+from toys import right_now_and_then, tiny_model
+
+from stree import BatchDecoder, TokenTree
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import balanced
@@ -11,12 +13,12 @@ CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])
 
 
 def simulated(
-    adaptive_trees: AdaptiveTrees, num_rows: int, steps: int, rates: list[float], seed: int = 0
+    policy: AdaptiveTrees, num_rows: int, steps: int, rates: list[float], seed: int = 0
 ):
     """Steps whose children of rank r are accepted with rates[r]; what each was, and all tokens."""
     rng, used, tokens = random.Random(seed), [], 0
     for _ in range(steps):
-        tree = adaptive_trees.choose(num_rows)
+        tree = policy.choose(num_rows)
         used.append(tree)
         for _ in range(num_rows):
             node, wanted = 0, None
@@ -31,9 +33,15 @@ def simulated(
                 if wanted is None:
                     break
                 node = wanted
-            adaptive_trees.learn_path(tree, tree.path_to(node))
+            policy.learn_path(tree, tree.path_to(node))
             tokens += tree.depths[node] + 1
     return used, tokens
+
+
+def decoder_of(policy: AdaptiveTrees, num_rows: int = 1, seed: int = 1, **options) -> BatchDecoder:
+    """Decoder of a tiny target, and of a drafter that is right now and then."""
+    target, options = tiny_model(seed), {"max_length": 64, **options}
+    return BatchDecoder(target, right_now_and_then(target), policy, num_rows=num_rows, **options)
 
 
 def costs(plain: float, chain: float, wide: float, rows: int = 1) -> StepTimes:

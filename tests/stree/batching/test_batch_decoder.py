@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from eager import assert_same
 from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
@@ -57,24 +58,6 @@ def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
     return [outputs[index] for index in range(len(requests))]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str
-)
-def test_greedy_rows_equal_plain_decoding(dtype):
-    target = tiny_model(1, dtype)
-    requests = random_requests(24, 0, sampled=False)
-    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=7, max_length=128,
-                           tokenizer=Letters())
-    plain = Decoder(target, max_length=128, tokenizer=Letters())
-    outputs = serve(decoder, requests, seed=1)
-    lengths = [length for each in outputs for length in each.stats.accepted_per_call]
-    assert sum(lengths) > 20  # else this shows little
-    for request, output in zip(requests, outputs, strict=True):
-        wanted = plain.generate(request.prompt_ids, request.generation)
-        assert output.tokens == wanted.tokens
-        assert output.finish_reason == wanted.finish_reason
-
-
 def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
     target = tiny_model(1)
     requests = random_requests(24, 2, sampled=True)
@@ -85,11 +68,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
 
     alone = make(1).generate(requests)
     for num_rows, order in ((3, 5), (9, 6)):
-        together = serve(make(num_rows), requests, seed=order)
-        for mine, wanted in zip(together, alone, strict=True):
-            assert mine.tokens == wanted.tokens
-            assert mine.finish_reason == wanted.finish_reason
-            assert mine.stats.accepted_per_call == wanted.stats.accepted_per_call
+        assert_same(serve(make(num_rows), requests, seed=order), alone)
 
 
 class AnyTree(AdaptiveTrees):

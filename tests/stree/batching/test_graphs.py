@@ -3,10 +3,11 @@
 import gc
 import itertools
 import weakref
+from functools import partial
 
 import pytest
 import torch
-from eager import without_graphs
+from eager import assert_same, without_graphs
 from toys import recurrent, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -25,6 +26,20 @@ def models():
     return target, right_now_and_then(target)
 
 
+def same_as_eager(make, monkeypatch, *calls):
+    """Return outputs of calls of `generate`, which are those of a decoder without graphs."""
+    decoder, plain = make(), without_graphs(monkeypatch, make)
+    assert isinstance(decoder.batch.runner, GraphRunner)
+    got, wanted = ([each.generate(*call) for call in calls] for each in (decoder, plain))
+    assert_same(got, wanted)
+    assert_same([decoder.generate(*call) for call in calls], got)
+    return got
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [(7 * i + seed) % 61 for i in range(length)]
+
+
 @pytest.mark.parametrize("verifier", ["coupled", "naive", "multi_step", "traversal"])
 @pytest.mark.parametrize("kernels", ["fused", "naive"])
 @pytest.mark.parametrize("tree", TREES[1:], ids=str)
@@ -35,19 +50,11 @@ def test_graphs_give_what_eager_steps_give(
     if kernels == "naive":
         monkeypatch.setattr(ops, "fused", lambda *_: False)
 
-    def make():
-        return Decoder(*models, tree, max_length=700, verifier=verifier)
-
-    decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.runner, GraphRunner)
-    for seed, length in ((1, 5), (2, 250), (3, 300)):
-        prompt = [(7 * i + seed) % 61 for i in range(length)]
-        generation = GenerationConfig(60, temperature=temperature, seed=seed)
-        got = decoder.generate(prompt, generation)
-        assert got.tokens == decoder.generate(prompt, generation).tokens
-        wanted = plain.generate(prompt, generation)
-        assert got.tokens == wanted.tokens
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+    same_as_eager(
+        lambda: Decoder(*models, tree, max_length=700, verifier=verifier), monkeypatch,
+        *((prompt_of(length, seed), GenerationConfig(60, temperature=temperature, seed=seed))
+          for seed, length in ((1, 5), (2, 250), (3, 300))),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -75,19 +82,12 @@ def test_prompts_read_by_graphs_are_as_read_in_fp64(models, dtype):
 def test_graphs_of_a_transformer_that_drafts_for_itself(tree, monkeypatch):
     """Greedy chains are always right, but where the answer ends."""
     model = tiny_model(1, torch.float32, num_layers=2, attn_layers=(0, 1)).cuda()
-
-    def make():
-        return Decoder(model, model, tree, max_length=400)
-
-    decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.runner, GraphRunner)
-    for length in (5, 300):
-        prompt = [7 * i % 61 for i in range(length)]
-        got, wanted = (each.generate(prompt, GenerationConfig(60)) for each in (decoder, plain))
-        assert got.tokens == wanted.tokens
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
-        if tree == "chain-4":
-            assert set(got.stats.accepted_per_call[:-1]) == {4}
+    outputs = same_as_eager(
+        lambda: Decoder(model, model, tree, max_length=400), monkeypatch,
+        *((prompt_of(length), GenerationConfig(60)) for length in (5, 300)),
+    )
+    if tree == "chain-4":
+        assert all(set(each.stats.accepted_per_call[:-1]) == {4} for each in outputs)
 
 
 @pytest.mark.parametrize("backtracking", BACKTRACKING)
@@ -95,19 +95,13 @@ def test_graphs_of_a_transformer_that_drafts_for_itself(tree, monkeypatch):
 @pytest.mark.parametrize("tree", [TREES[2], "beam-3-4-9"], ids=str)
 def test_graphs_hand_features_over_as_eager_steps_do(tree, own, backtracking, monkeypatch):
     target, drafter = (model.float().cuda() for model in recurrent(own))
-
-    def make():
-        return Decoder(target, drafter, tree, max_length=400, backtracking=backtracking)
-
-    decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.runner, GraphRunner)
-    for seed, length in ((1, 5), (2, 250)):
-        prompt = [(7 * i + seed) % 61 for i in range(length)]
-        generation = GenerationConfig(60, temperature=float(seed - 1), seed=seed)
-        got, wanted = decoder.generate(prompt, generation), plain.generate(prompt, generation)
-        assert got.tokens == wanted.tokens
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
-        assert got.stats.acceptance_length > 1.1
+    outputs = same_as_eager(
+        lambda: Decoder(target, drafter, tree, max_length=400, backtracking=backtracking),
+        monkeypatch,
+        *((prompt_of(length, seed), GenerationConfig(60, temperature=float(seed - 1), seed=seed))
+          for seed, length in ((1, 5), (2, 250))),
+    )
+    assert all(each.stats.acceptance_length > 1.1 for each in outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -131,22 +125,12 @@ def test_graphs_of_a_small_head_give_what_eager_steps_give(
 ):
     target, whole = models
     drafter = with_head(whole, ids=torch.arange(1, 61, 3, device="cuda"), rank=24)
-    trees = (
-        [TokenTree.paper()] if verifier != "coupled" else [TREES[2], TokenTree.load("beam-3-4-13")]
-    )
-    for tree in trees:
-
-        def make(tree=tree):
-            return Decoder(target, drafter, tree, max_length=700, verifier=verifier)
-
-        decoder, plain = make(), without_graphs(monkeypatch, make)
-        generation = GenerationConfig(60, temperature=temperature, seed=3)
-        got, wanted = (each.generate([4, 5, 6], generation) for each in (decoder, plain))
-        assert got.tokens == wanted.tokens
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+    asked = [4, 5, 6], GenerationConfig(60, temperature=temperature, seed=3)
+    for tree in ["paper", "beam-3-4-13"] if verifier == "coupled" else ["paper"]:
+        make = partial(Decoder, target, drafter, tree, max_length=700, verifier=verifier)
+        (got,) = same_as_eager(make, monkeypatch, asked)
         if verifier == "coupled":
-            alone = Decoder(target, max_length=700).generate([4, 5, 6], generation)
-            assert got.tokens == alone.tokens
+            assert got.tokens == Decoder(target, max_length=700).generate(*asked).tokens
 
 
 def test_rows_get_what_they_get_alone(models):

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from captures import Event, NothingWaits, living_captures
-from eager import without_graphs
+from eager import assert_same, without_graphs
 from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
@@ -49,10 +49,7 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
         ).generate(served)
 
     by_graphs, one_by_one = serve(), without_graphs(monkeypatch, serve)
-    for got, wanted in zip(by_graphs, one_by_one, strict=True):
-        assert got.tokens == wanted.tokens and got.finish_reason == wanted.finish_reason
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
-        assert got.stats.end_node_per_call == wanted.stats.end_node_per_call
+    assert_same(by_graphs, one_by_one)
     assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
 
 
@@ -77,9 +74,7 @@ def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu
             return read(self, row, sequence, whole)
 
     monkeypatch.setattr(Prefill, "read", read_without_waiting)
-    for got, wanted in zip(batch.generate(served), alone, strict=True):
-        assert (got.tokens, got.finish_reason) == (wanted.tokens, wanted.finish_reason)
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+    assert_same(batch.generate(served), alone)
     assert sorted(waited) == [False] * 6 + [True] * 3
 
 
@@ -103,11 +98,13 @@ def test_a_prompt_after_which_logits_are_bad_ends_with_its_error(captured_on_cpu
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("temperature", "verifier"),
-    [(0.0, "coupled"), *((1.0, each) for each in ("coupled", "naive", "multi_step", "traversal"))],
+    ("tree", "temperature", "verifier"),
+    [(None, 0.0, "coupled"),
+     *((None, 1.0, each) for each in ("coupled", "naive", "multi_step", "traversal")),
+     *(("beam-3-3-9", temperature, "coupled") for temperature in (0.0, 1.0))],
 )
 def test_steps_of_fused_kernels_give_the_same_tokens(
-    temperature, verifier, monkeypatch, captured_on_cpu
+    tree, temperature, verifier, monkeypatch, captured_on_cpu
 ):
     """Two rows of their own trees, the whole step in Triton's interpreter."""
     if torch.cuda.is_available():
@@ -115,13 +112,13 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
     target = tiny_model(1, torch.float32, num_layers=2)
     drafter = right_now_and_then(target)
     served = [
-        Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3), TREES[3]),
-        Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4), TREES[1]),
+        Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3), tree or TREES[3]),
+        Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4), tree or TREES[1]),
     ]
 
     def serve():
         decoder = BatchDecoder(
-            target, drafter, num_rows=2, max_length=32, max_nodes=10, verifier=verifier
+            target, drafter, tree, num_rows=2, max_length=32, max_nodes=10, verifier=verifier
         )
         return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
 

@@ -19,7 +19,7 @@ from stree.trees.token_tree import BeamTree, as_tree, balanced
 
 
 def test_expected_tokens_of_known_rates():
-    """Exactly Σ over nodes of the product of the rates above, once the rates are known."""
+    """The expectation is Σ over nodes of the product of the rates above."""
     rates, rng = AcceptanceRates(), random.Random(1)
     for _ in range(4000):
         first = rng.random()
@@ -36,7 +36,7 @@ def test_expected_tokens_of_known_rates():
 
 
 def test_what_was_seen_long_ago_gives_way_to_what_is_seen_above():
-    """Of a depth that the trees of late do not reach; without end, and counts stay finite."""
+    """The rate of a depth that no recent tree reaches follows that above; counts stay finite."""
     rates = AcceptanceRates()
     for _ in range(100):
         rates.learn(TokenTree.chain(3), 1)  # nothing but the first draft
@@ -65,8 +65,8 @@ def test_the_best_is_found_and_kept(table, rates, best):
 
 def test_plain_decoding_is_probed_for_a_hundredth_of_its_time():
     table = costs(1.0, 1.6, 2.5)
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE], table)
-    used, tokens = simulated(adaptive_trees, 1, 20_000, [0.05, 0.0, 0.0])
+    policy = AdaptiveTrees([CHAIN, WIDE], table)
+    used, tokens = simulated(policy, 1, 20_000, [0.05, 0.0, 0.0])
     late = used[2000:]
     probing = sum(table.seconds[1, tree] for tree in late if tree != PLAIN)
     assert 0 < probing < 1.2 * PROBE_SHARE * len(late)
@@ -76,67 +76,62 @@ def test_plain_decoding_is_probed_for_a_hundredth_of_its_time():
 
 @pytest.mark.parametrize("make", [AdaptiveTrees, BanditTrees])
 def test_what_a_warm_up_shows_is_forgotten(make):
-    """However little of it was accepted, and however short its answers were."""
+    """A policy chooses after `forgetting` as one that had no such block."""
     table = costs(1.0, 1.1, 1.2)
-    adaptive_trees, other = make([CHAIN, WIDE], table), make([CHAIN, WIDE], table)
-    for each in (adaptive_trees, other):
+    policy, other = make([CHAIN, WIDE], table), make([CHAIN, WIDE], table)
+    for each in (policy, other):
         simulated(each, 1, 20, [0.6, 0.2, 0.1])
         each.learn_tokens(90)
         each.learn_answer(0.1)
-    with adaptive_trees.forgetting():
-        simulated(adaptive_trees, 1, 100, [0.0, 0.0, 0.0], seed=1)
-        adaptive_trees.learn_tokens(1)
-        adaptive_trees.learn_answer(50.0)
+    with policy.forgetting():
+        simulated(policy, 1, 100, [0.0, 0.0, 0.0], seed=1)
+        policy.learn_tokens(1)
+        policy.learn_answer(50.0)
         if make is AdaptiveTrees:
-            assert adaptive_trees.state.acceptance.revise()[WIDE] < 1.5
-    assert adaptive_trees.costs is table
+            assert policy.state.acceptance.revise()[WIDE] < 1.5
+    assert policy.costs is table
     rates = [0.4, 0.2, 0.1]
-    assert simulated(adaptive_trees, 1, 200, rates, 2) == simulated(other, 1, 200, rates, 2)
-    with adaptive_trees.forgetting():
-        adaptive_trees.costs = costs(1.0, 2.0, 9.0)
-    assert adaptive_trees.costs.of(1, CHAIN) == 2.0
-    adaptive_trees.forget()
-    new = make([CHAIN, WIDE], adaptive_trees.costs)
-    assert simulated(adaptive_trees, 1, 200, rates, 2) == simulated(new, 1, 200, rates, 2)
+    assert simulated(policy, 1, 200, rates, 2) == simulated(other, 1, 200, rates, 2)
+    with policy.forgetting():
+        policy.costs = costs(1.0, 2.0, 9.0)
+    assert policy.costs.of(1, CHAIN) == 2.0
+    policy.forget()
+    new = make([CHAIN, WIDE], policy.costs)
+    assert simulated(policy, 1, 200, rates, 2) == simulated(new, 1, 200, rates, 2)
 
 
-def test_drafts_that_become_better_are_found():
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.5, 2.5))
-    simulated(adaptive_trees, 1, 2000, [0.05, 0.0, 0.0])
-    assert adaptive_trees.state.current == PLAIN
-    used, _ = simulated(adaptive_trees, 1, 3000, [0.9, 0.05, 0.0], seed=1)
-    assert used[-1] == CHAIN
-
-
+@pytest.mark.parametrize(
+    ("step_times", "before", "after", "found"),
+    [((1.0, 1.5, 2.5), [0.05, 0.0, 0.0], [0.9, 0.05, 0.0], CHAIN),
+     # A chain does not show what a wide tree's later children are worth: 2.4 tokens, its own 1.4
+     ((1.0, 1.6, 1.7), [0.0, 0.0, 0.0], [0.3, 0.3, 0.3], WIDE)],
+)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_tree_that_looked_worst_is_found_when_it_becomes_better(seed):
-    """A chain does not show what a wide tree's later children are worth, however often it is tried
-    while plain decoding is best."""
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.6, 1.7))
-    simulated(adaptive_trees, 1, 2000, [0.0, 0.0, 0.0], seed)
-    assert adaptive_trees.state.current == PLAIN
-    used, _ = simulated(adaptive_trees, 1, 5000, [0.3, 0.3, 0.3], seed=seed + 9)
-    assert used[-1] == WIDE  # it promises 2.4 tokens a step, the chain 1.4
+def test_a_tree_that_becomes_better_is_found(step_times, before, after, found, seed):
+    policy = AdaptiveTrees([CHAIN, WIDE], costs(*step_times))
+    simulated(policy, 1, 2000, before, seed)
+    assert policy.state.current == PLAIN
+    used, _ = simulated(policy, 1, 5000, after, seed=seed + 9)
+    assert used[-1] == found
 
 
 def test_reading_a_prompt_and_catching_up_are_told_apart():
-    """What is missed takes long to read: that is given before drafting begins again, and counts
-    for no tree while prompts are read beside the target."""
-    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
+    """Time to catch up delays drafting once; time to read prompts counts against every tree."""
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
     for _ in range(50):
-        adaptive_trees.learn_tokens(10)
-        adaptive_trees.learn_answer(prefill_s=0.1, catch_up_s=9.0)
-    used, _ = simulated(adaptive_trees, 1, 200, [0.7])
+        policy.learn_tokens(10)
+        policy.learn_answer(prefill_s=0.1, catch_up_s=9.0)
+    used, _ = simulated(policy, 1, 200, [0.7])
     assert used[100:].count(CHAIN) > 90
     for _ in range(50):
-        adaptive_trees.learn_tokens(10)
-        adaptive_trees.learn_answer(prefill_s=9.0)
-    used, _ = simulated(adaptive_trees, 1, 200, [0.7], seed=1)
+        policy.learn_tokens(10)
+        policy.learn_answer(prefill_s=9.0)
+    used, _ = simulated(policy, 1, 200, [0.7], seed=1)
     assert used[100:].count(PLAIN) > 90
 
 
 def test_old_steps_of_trees_that_grow_fade_for_any_number_of_steps():
-    """Weights grow from one observation to the next, and are brought back before they overflow."""
+    """Weights grow with each observation, and are brought back before they overflow."""
     rates, small, tree = DynamicAcceptanceRates(2, 8), BeamTree.of(4, 2, 3), BeamTree.of(4, 2, 8)
     for _ in range(23_000):  # 0.99⁻²³⁰⁰⁰ is beyond 1e100
         rates.learn(tree, [0, 1, 3])
@@ -150,11 +145,11 @@ def test_old_steps_of_trees_that_grow_fade_for_any_number_of_steps():
 
 
 def test_costs_that_are_measured_again_count_at_once():
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.1, 5.0))
-    simulated(adaptive_trees, 1, 40, [0.6, 0.2, 0.1])
-    assert adaptive_trees.choose(1) == CHAIN
-    adaptive_trees.costs = costs(1.0, 5.0, 1.1)
-    assert adaptive_trees.choose(1) == WIDE
+    policy = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.1, 5.0))
+    simulated(policy, 1, 40, [0.6, 0.2, 0.1])
+    assert policy.choose(1) == CHAIN
+    policy.costs = costs(1.0, 5.0, 1.1)
+    assert policy.choose(1) == WIDE
 
 
 @pytest.mark.parametrize("trees", [[], ["chain-0"], ["chain-0", "chain-0"], "chain-2"])
@@ -182,28 +177,29 @@ def test_which_trees_show_what_no_other_does(trees, told_by):
 DEPTHS = [BeamTree.of(4, depth, 21) for depth in (2, 3, 4, 5)]
 
 
-def deep_steps(adaptive_trees, goes_on: float, num_steps: int, seed: int = 0):
-    """Steps whose path goes on from each depth to the next with one probability, whatever the tree;
-    what each was, all tokens and seconds."""
+def deep_steps(policy, goes_on: float, num_steps: int, seed: int = 0):
+    """Simulate steps whose path goes on from each depth with one probability.
+
+    Returns the tree of each, all tokens and seconds.
+    """
     rng, used, tokens, seconds = random.Random(seed), [], 0, 0.0
     for _ in range(num_steps):
-        tree = adaptive_trees.choose(1)
+        tree = policy.choose(1)
         path = [0]
         while len(path) <= tree.max_depth and rng.random() < goes_on:
             path.append(path[-1] + 1)
-        adaptive_trees.learn_path(tree, path)
+        policy.learn_path(tree, path)
         used.append(tree)
-        tokens, seconds = tokens + len(path), seconds + adaptive_trees.costs.of(1, tree)
+        tokens, seconds = tokens + len(path), seconds + policy.costs.of(1, tree)
     return used, tokens, seconds
 
 
 @pytest.mark.parametrize("goes_on", [0.35, 0.6, 0.8, 0.95])
 def test_trees_that_grow_are_as_deep_as_pays(goes_on):
-    """Levels that cost a quarter of a plain step, as on a small target: nearly as fast as the best
-    depth, what choosing costs included."""
+    """Choosing is nearly as fast as the best depth where a level costs a quarter of a step."""
     table = {(1, tree): 1.0 + 0.25 * tree.max_depth for tree in (PLAIN, *DEPTHS)}
-    adaptive_trees = AdaptiveTrees(DEPTHS, StepTimes(table))
-    used, tokens, seconds = deep_steps(adaptive_trees, goes_on, 1500)
+    policy = AdaptiveTrees(DEPTHS, StepTimes(table))
+    used, tokens, seconds = deep_steps(policy, goes_on, 1500)
     speeds = {
         tree: sum(goes_on**depth for depth in range(tree.max_depth + 1)) / table[1, tree]
         for tree in (PLAIN, *DEPTHS)
@@ -215,31 +211,31 @@ def test_trees_that_grow_are_as_deep_as_pays(goes_on):
 
 
 def test_each_kind_of_tree_is_tried_before_any_is_judged():
-    """A fixed tree beside one that grows: nothing shows of one what the other accepts."""
+    """A fixed tree shows nothing of what a dynamic one accepts."""
     paper, beam = TokenTree.paper(), BeamTree.of(4, 5, 32)
-    adaptive_trees = AdaptiveTrees(
+    policy = AdaptiveTrees(
         [paper, beam], StepTimes({(1, PLAIN): 1.0, (1, paper): 1.5, (1, beam): 1.5})
     )
     rng, used = random.Random(0), []
     for _ in range(600):
-        tree = adaptive_trees.choose(1)
+        tree = policy.choose(1)
         used.append(tree)
         depth = 0
         while depth < tree.max_depth and rng.random() < (0.8 if tree == paper else 0.5):
             depth += 1
-        adaptive_trees.learn_path(tree, tree.path_to(tree.levels[depth][0]))
+        policy.learn_path(tree, tree.path_to(tree.levels[depth][0]))
     assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) >= 8
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_nothing_that_was_chosen_before_is_left_once_it_is_forgotten(warm_up):
     target = tiny_model(2)
-    adaptive_trees = AdaptiveTrees([CHAIN], StepTimes({(1, PLAIN): 1.0, (1, CHAIN): 1.1}))
-    decoder = BatchDecoder(target, tiny_model(3), adaptive_trees, num_rows=1, max_length=128)
+    policy = AdaptiveTrees([CHAIN], StepTimes({(1, PLAIN): 1.0, (1, CHAIN): 1.1}))
+    decoder = BatchDecoder(target, tiny_model(3), policy, num_rows=1, max_length=128)
     request = Request([1, 2, 3], GenerationConfig(60, ignore_eos=True))
     with decoder.forgetting() if warm_up else nullcontext():
         decoder.generate([request])
-        assert adaptive_trees.state.current == PLAIN  # another model's drafts are hardly ever right
+        assert policy.state.current == PLAIN  # another model's drafts are hardly ever right
     if not warm_up:
         decoder.forget()
     row = decoder.admit(request)
@@ -249,30 +245,29 @@ def test_nothing_that_was_chosen_before_is_left_once_it_is_forgotten(warm_up):
 
 
 def test_what_is_expected_is_worked_out_every_eighth_step(monkeypatch):
-    adaptive_trees = AdaptiveTrees(DEPTHS, StepTimes({(1, tree): 1.0 for tree in (PLAIN, *DEPTHS)}))
+    policy = AdaptiveTrees(DEPTHS, StepTimes({(1, tree): 1.0 for tree in (PLAIN, *DEPTHS)}))
     revised = []
-    revise = adaptive_trees.state.acceptance.revise
+    revise = policy.state.acceptance.revise
     monkeypatch.setattr(
-        adaptive_trees.state.acceptance, "revise", lambda: revised.append(1) or revise()
+        policy.state.acceptance, "revise", lambda: revised.append(1) or revise()
     )
     for steps in range(1, 65):
-        tree = adaptive_trees.choose(1)
+        tree = policy.choose(1)
         assert len(revised) == (steps - 1) // 8
-        adaptive_trees.learn_path(tree, [0, 1])
+        policy.learn_path(tree, [0, 1])
 
 
 def test_a_tree_is_seen_the_more_often_the_less_it_loses():
-    """Beside the best, one that seems to cost 6 % more and one that costs four times as much; all
-    tries together lose as much as they may."""
+    """A tree that costs 6 % more is tried more often than one that costs four times as much."""
     best, near, far = balanced([3, 2]), BeamTree.of(2, 2, 6), BeamTree.of(3, 2, 6)
     seconds = {PLAIN: 1.0, best: 1.0, near: 1.06, far: 4.0}
-    adaptive_trees = AdaptiveTrees(
+    policy = AdaptiveTrees(
         [best, near, far], StepTimes({(1, tree): each for tree, each in seconds.items()})
     )
     used = []
     for _ in range(8000):
-        used.append(adaptive_trees.choose(1))
-        adaptive_trees.learn_path(used[-1], [0, 1][: 1 + used[-1].max_depth])
+        used.append(policy.choose(1))
+        policy.learn_path(used[-1], [0, 1][: 1 + used[-1].max_depth])
     late = used[500:]
     assert late.count(near) > 4 * late.count(far) > 0
     lost = sum(seconds[tree] - 1.0 for tree in late)
@@ -280,7 +275,7 @@ def test_a_tree_is_seen_the_more_often_the_less_it_loses():
 
 
 def test_what_cannot_pay_is_not_tried_first():
-    """A chain of two that takes as long as three plain steps, were all of it accepted."""
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE], costs(plain=1.0, chain=3.0, wide=3.1))
-    used, _ = simulated(adaptive_trees, 1, 40, rates=[0.9])
+    """A chain of two that takes as long as three plain steps is never tried."""
+    policy = AdaptiveTrees([CHAIN, WIDE], costs(plain=1.0, chain=3.0, wide=3.1))
+    used, _ = simulated(policy, 1, 40, rates=[0.9])
     assert set(used) == {PLAIN}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lanes import quick_first
-from simulated_trees import CHAIN, WIDE, costs
+from simulated_trees import CHAIN, WIDE, costs, decoder_of
 from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -18,29 +18,33 @@ from stree.trees.token_tree import BeamTree
 
 
 class Counting(AdaptiveTrees):
-    """Keeps how many tokens counted for each answer."""
+    """Keeps how many tokens counted for each answer, and what it is told of requests."""
 
     def forget(self) -> None:
         super().forget()
         self.counted: list[int] = []
+        self.told: list[str] = []
+
+    def learn_tokens(self, num_tokens: int) -> None:
+        self.told.append("tokens")
+        super().learn_tokens(num_tokens)
 
     def learn_answer(self, *read_s: float | None) -> None:
+        self.told.append("answer")
         self.counted.append(self.state.speeds.num_tokens)
         super().learn_answer(*read_s)
 
 
 def test_answers_that_have_not_ended_count():
-    """Of some that begin together the first that end are the short ones."""
+    """Of answers that begin together, the first that end are the short ones."""
     model = tiny_model(seed=1)
-    adaptive_trees = Counting([CHAIN], StepTimes({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
-    decoder = BatchDecoder(model, model, adaptive_trees, num_rows=4, max_length=128)
+    policy = Counting([CHAIN], StepTimes({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
+    decoder = BatchDecoder(model, model, policy, num_rows=4, max_length=128)
     lengths = [12, 40, 40, 41]
     asked = [GenerationConfig(each, ignore_eos=True) for each in lengths]
     decoder.generate([Request([3, 5, 7], each) for each in asked])
-    assert sum(adaptive_trees.counted) == sum(lengths)
-    assert (
-        adaptive_trees.counted[0] > 2 * 12
-    )  # when the first ends the others have got about as many
+    assert sum(policy.counted) == sum(lengths)
+    assert policy.counted[0] > 2 * 12  # when the first ends the others have got about as many
 
 
 class Alternating(AdaptiveTrees):
@@ -57,8 +61,7 @@ class Alternating(AdaptiveTrees):
     quick_first([(False, 1.0), (True, 1.7)], [(False, 1.0), (True, 1.0), (True, 1.7)]),
 )
 def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
-    """Nor of the drafts: after plain steps the drafter catches up. A penalty knows of the tokens
-    of all steps, whatever tree they had."""
+    """After plain steps the drafter catches up; a penalty knows the tokens of all steps."""
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1)
@@ -69,8 +72,8 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
         ))
         for i in range(9)
     ]
-    adaptive_trees = Alternating([CHAIN, WIDE, TokenTree.paper()])
-    decoder = BatchDecoder(target, drafter, adaptive_trees, num_rows=3, max_length=96)
+    policy = Alternating([CHAIN, WIDE, TokenTree.paper()])
+    decoder = BatchDecoder(target, drafter, policy, num_rows=3, max_length=96)
     plain = Decoder(target, max_length=96)
     accepted = []
     for each, out in zip(served, decoder.generate(served), strict=True):
@@ -85,11 +88,10 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
     ids=["the largest is the deepest", "the largest is not"],
 )
 def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, monkeypatch):
-    """In any order of choices: two step graphs a tree, made before the first step, and the inputs
-    of a tree's steps."""
+    """Each tree has two step graphs and its steps' inputs before the first step."""
     target = tiny_model(1)
-    adaptive_trees = Alternating(trees)
-    decoder = Decoder(target, right_now_and_then(target), adaptive_trees, max_length=96)
+    policy = Alternating(trees)
+    decoder = Decoder(target, right_now_and_then(target), policy, max_length=96)
     step_graphs = decoder.batch.runner.step_graphs
     made, tree_batches = [], []
     prepare = decoder.batch.prepare
@@ -105,23 +107,20 @@ def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, 
     decoder.batch.prepare = prepared
     monkeypatch.setattr(step, "StepInputs", prepared_step)
     out = decoder.generate([1, 2, 3], GenerationConfig(60))
-    assert len(step_graphs) == 2 * len(adaptive_trees.trees) - 1
-    assert len(tree_batches) == len(adaptive_trees.trees)
+    assert len(step_graphs) == 2 * len(policy.trees) - 1
+    assert len(tree_batches) == len(policy.trees)
     assert made == [(set(step_graphs), len(tree_batches))]
-    assert out.stats.num_calls > 3 * len(adaptive_trees.trees)
+    assert out.stats.num_calls > 3 * len(policy.trees)
 
 
 def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
-    """Sampling and what goes with it takes time for each node, so that a large tree loses by it."""
-    target, generation = tiny_model(1), GenerationConfig(20)
+    """Sampling takes time for each node, so that a large tree loses by it."""
+    generation = GenerationConfig(20)
     sampled = replace(generation, temperature=1.0, seed=0, top_p=0.9, repetition_penalty=1.3)
     asked = Request([1, 2, 3], sampled)
-    plain = Decoder(target).generate(asked.prompt_ids, sampled)
+    plain = Decoder(tiny_model(1)).generate(asked.prompt_ids, sampled)
     for measured, is_so in ((sampled, True), (generation, False)):
-        decoder = BatchDecoder(
-            target, right_now_and_then(target), AdaptiveTrees([CHAIN, WIDE]), num_rows=1,
-            max_length=96,
-        )
+        decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), max_length=96)
         decoder.measure_step_times(num_steps=1, generation=measured)
         # sampled, leaving tokens out, putting them in order, penalised
         assert {key[3:7] for key in decoder.runner.step_graphs} == {(is_so,) * 4}
@@ -129,11 +128,7 @@ def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
 
 
 def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):
-    target = tiny_model(1)
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE])
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, max_length=128, num_rows=1
-    )
+    decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), max_length=128)
     clock = {"now": 0.0, "asked": 0}
 
     def now(device):
@@ -151,8 +146,8 @@ def test_the_drafter_reads_each_token_once():
     torch.manual_seed(0)
     target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
     drafter = TableDrafter(target.table)
-    adaptive_trees = Alternating([CHAIN])
-    decoder = BatchDecoder(target, drafter, adaptive_trees, num_rows=1, max_length=64)
+    policy = Alternating([CHAIN])
+    decoder = BatchDecoder(target, drafter, policy, num_rows=1, max_length=64)
     row = decoder.admit(Request([1, 2, 3], GenerationConfig(30)))
     wanted = Decoder(target, max_length=64).generate([1, 2, 3], GenerationConfig(30)).tokens
     while not any(report.finish_reason for report in decoder.step()):
@@ -163,7 +158,7 @@ def test_the_drafter_reads_each_token_once():
 
 
 def test_drafters_read_no_prompts_while_plain_decoding_is_best():
-    """And they do for requests with a tree of their own."""
+    """They read the prompts of requests with trees of their own."""
     torch.manual_seed(0)
     target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
     drafter, tree = TableDrafter(target.table), TokenTree.chain(2)
@@ -181,8 +176,7 @@ def test_drafters_read_no_prompts_while_plain_decoding_is_best():
 
 @pytest.mark.parametrize("own", [None, TokenTree.chain(4)], ids=str)
 def test_the_drafter_misses_nothing_of_a_row_that_others_draft_beside(own):
-    """A perfect drafter's greedy drafts are all accepted, though plain steps left it behind before
-    and another row has a tree of its own."""
+    """A perfect drafter's greedy drafts are all accepted after plain steps left it behind."""
     target, tree = tiny_model(1), TokenTree.chain(4)
     costs = StepTimes({(2, PLAIN): 1.0, (2, tree): 9.0, (1, PLAIN): 1.0, (1, tree): 9.0})
     decoder = BatchDecoder(target, target, AdaptiveTrees([tree], costs), num_rows=2, max_length=120)
@@ -203,10 +197,10 @@ def test_the_drafter_misses_nothing_of_a_row_that_others_draft_beside(own):
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cpu):
-    """Of reading that, made ready with those of steps, or when costs are measured."""
+    """Graphs for catching up are captured with a step's, or when step times are measured."""
     target = tiny_model(0)
-    adaptive_trees = Alternating([CHAIN], StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 1.0}))
-    decoder = BatchDecoder(target, reading(target), adaptive_trees, num_rows=2, max_length=150)
+    policy = Alternating([CHAIN], StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 1.0}))
+    decoder = BatchDecoder(target, reading(target), policy, num_rows=2, max_length=150)
     requests = [Request([5] * n, GenerationConfig(9, ignore_eos=True)) for n in (20, 30)]
     if measured:
         decoder.measure_step_times(num_steps=1)
@@ -217,7 +211,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     ready = set(decoder.runner.prefiller.graphs)
     sizes = {size for model, _, size, *_ in ready if model != id(target)}
     assert sizes >= {2, 4, 8, 16, 32, 64, 128, 256}
-    adaptive_trees.state.current = PLAIN
+    policy.state.current = PLAIN
     outputs = decoder.generate(requests)
     for request, out in zip(requests, outputs, strict=True):
         plain = Decoder(target, max_length=64).generate(request.prompt_ids, request.generation)
@@ -226,7 +220,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
 
 
 def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
-    """Of prompts and in steps, while plain decoding is best."""
+    """No step or prompt keeps features while plain decoding is best."""
     target = tiny_model(1)
     drafter = reading(target)
     costs = StepTimes({(1, PLAIN): 1.0, (1, CHAIN): 9.0})
@@ -247,11 +241,7 @@ def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
 
 
 def test_costs_are_measured_while_no_row_is_taken():
-    target = tiny_model(1)
-    adaptive_trees = AdaptiveTrees([CHAIN, WIDE])
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, num_rows=3, max_length=128
-    )
+    decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), 3, max_length=128)
     with pytest.raises(UsageError, match="call measure_step_times first"):
         decoder.generate([Request([1], GenerationConfig(4))])
     costs = decoder.measure_step_times(num_steps=3)
@@ -260,7 +250,7 @@ def test_costs_are_measured_while_no_row_is_taken():
     assert all(seconds > 0 for seconds in costs.seconds.values()) and costs.catch_up > 0
     request = Request([1, 2], GenerationConfig(20))
     out = decoder.generate([request])[0]
-    assert out.tokens == Decoder(target).generate([1, 2], GenerationConfig(20)).tokens
+    assert out.tokens == Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(20)).tokens
     decoder.admit(request)
     with pytest.raises(UsageError, match="while no row is taken"):
         decoder.measure_step_times()
@@ -281,7 +271,7 @@ class NowAndThen(AdaptiveTrees):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_each_choice_is_a_step(rows, captured_on_cpu):
-    """Also where the drafter has to catch up first, for which the step on its way is waited for."""
+    """It is one also where the drafter must catch up first, and waits for the step in flight."""
     target = tiny_model(2)
     decoder = BatchDecoder(target, target, NowAndThen([CHAIN]), num_rows=rows, max_length=256)
     request = Request([1, 2, 3], GenerationConfig(100, ignore_eos=True))
@@ -297,8 +287,8 @@ def test_each_choice_is_a_step(rows, captured_on_cpu):
 
 def test_released_and_forgotten_rows_leave_no_tokens():
     target = tiny_model(2)
-    adaptive_trees = Counting([CHAIN], StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 1.1}))
-    decoder = BatchDecoder(target, target, adaptive_trees, num_rows=2, max_length=128)
+    policy = Counting([CHAIN], StepTimes({(2, PLAIN): 1.0, (2, CHAIN): 1.1}))
+    decoder = BatchDecoder(target, target, policy, num_rows=2, max_length=128)
     asked = [Request([1, 2, 3], GenerationConfig(most, ignore_eos=True)) for most in (60, 9)]
 
     def some_steps():
@@ -315,23 +305,7 @@ def test_released_and_forgotten_rows_leave_no_tokens():
         raise KeyError
     decoder.release(0)
     decoder.generate([asked[1]])
-    assert adaptive_trees.counted[-1] == 9
-
-
-class Told(AdaptiveTrees):
-    """Keeps what it is told of requests."""
-
-    def forget(self) -> None:
-        super().forget()
-        self.told: list[str] = []
-
-    def learn_tokens(self, num_tokens: int) -> None:
-        self.told.append("tokens")
-        super().learn_tokens(num_tokens)
-
-    def learn_answer(self, *read_s: float | None) -> None:
-        self.told.append("answer")
-        super().learn_answer(*read_s)
+    assert policy.counted[-1] == 9
 
 
 @pytest.mark.parametrize(
@@ -340,13 +314,10 @@ class Told(AdaptiveTrees):
     ids=["unread", "cut-short", "own-tree-cut-short", "own-tree"],
 )
 def test_which_requests_teach_how_long_answers_are(tree, num_steps, told):
-    target = tiny_model(1)
-    adaptive_trees = Told([CHAIN], costs(1.0, 1.1, 9.0))
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, num_rows=1, max_length=64
-    )
+    policy = Counting([CHAIN], costs(1.0, 1.1, 9.0))
+    decoder = decoder_of(policy)
     row = decoder.admit(Request([1, 2], GenerationConfig(5), tree))
     for _ in range(num_steps):
         decoder.step()
     decoder.release(row)
-    assert adaptive_trees.told == told
+    assert policy.told == told

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 from lanes import quick_first
-from simulated_trees import CHAIN, WIDE, costs, simulated
+from simulated_trees import CHAIN, WIDE, costs, decoder_of, simulated
 from toys import right_now_and_then, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree import Decoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
@@ -27,35 +27,37 @@ DRAFTS = [balanced([count, 1, 1, 1], f"{count} drafts") for count in (1, 2, 4, 8
 
 
 def staircase(num_rows: int, tree: TokenTree, free: int = 36) -> float:
-    """Products of up to `free` rows take what one takes, those of more as many times longer."""
+    """Return a step's time: up to `free` rows of a product take what one takes."""
     return max(1.0, num_rows * tree.num_nodes / free) + 0.004 * tree.num_nodes
 
 
 def apportioning() -> AdaptiveTrees:
-    """Among 1, 2, 4 and 8 drafts of four tokens for each sequence, which accept now and then."""
+    """Return a policy that knows the acceptance of 1, 2, 4 and 8 drafts of four tokens."""
     counts = (1, 2, 4, 8, 16, 32, 64)
     table = {(rows, tree): staircase(rows, tree) for rows in counts for tree in (PLAIN, *DRAFTS)}
-    adaptive_trees = AdaptiveTrees(DRAFTS, StepTimes(table))
-    simulated(adaptive_trees, 1, 2000, [0.5, 0.15, 0.1, 0.08, 0.04, 0.03, 0.02, 0.02])
-    return adaptive_trees
+    policy = AdaptiveTrees(DRAFTS, StepTimes(table))
+    simulated(policy, 1, 2000, [0.5, 0.15, 0.1, 0.08, 0.04, 0.03, 0.02, 0.02])
+    return policy
 
 
 def served(
-    adaptive_trees: AdaptiveTrees | None, table: StepTimes, rows: int, length: int,
+    policy: AdaptiveTrees | None, table: StepTimes, rows: int, length: int,
     reading_s: float, steps: int,
 ):
-    """Tokens a second of rows that get another request as soon as one has its `length` tokens; a
-    drafter takes `reading_s` for a request when it first drafts for it. Without modes: plain."""
+    """Return tokens a second of rows that get another request after `length` tokens.
+
+    A drafter reads for `reading_s` when it first drafts for a request. None decodes plainly.
+    """
     rng = random.Random(0)
     seconds, tokens, left, read = 0.0, 0, [0] * rows, [-1.0] * rows
     for _ in range(steps):
-        tree = PLAIN if adaptive_trees is None else adaptive_trees.choose(rows)
+        tree = PLAIN if policy is None else policy.choose(rows)
         for row in range(rows):
             if left[row] <= 0:
-                if read[row] >= 0 and adaptive_trees is not None:
-                    adaptive_trees.learn_answer(read[row] or None)
+                if read[row] >= 0 and policy is not None:
+                    policy.learn_answer(read[row] or None)
                 left[row], read[row] = length, 0.0
-                if adaptive_trees is not None and adaptive_trees.drafts:
+                if policy is not None and policy.drafts:
                     read[row] = reading_s
             if tree != PLAIN and not read[row]:
                 read[row] = reading_s
@@ -65,12 +67,12 @@ def served(
             end = 0
             while end < tree.max_depth and rng.random() < 0.7:
                 end += 1
-            if adaptive_trees is not None and tree != PLAIN:
-                adaptive_trees.learn_path(tree, range(end + 1))
+            if policy is not None and tree != PLAIN:
+                policy.learn_path(tree, range(end + 1))
             left[row] -= end + 1
             tokens += end + 1
-            if adaptive_trees is not None:
-                adaptive_trees.learn_tokens(end + 1)
+            if policy is not None:
+                policy.learn_tokens(end + 1)
         seconds += table.of(rows, tree)
     return tokens / seconds
 
@@ -84,8 +86,7 @@ def served(
     ),
 )
 def test_what_drafters_read_counts(rows, length, reading_s, measured):
-    """A chain of 2 that yields 2.2 tokens in 1.4 times a plain step's time is taken where it pays
-    for reading prompts, too, whatever was measured of that beforehand."""
+    """A chain is taken where it pays for reading prompts, too, whatever was measured before."""
     table = costs(1.0, 1.4, 9.0, rows)
     table.catch_up = reading_s * measured
     steps = 40 * length + 4000
@@ -97,27 +98,25 @@ def test_what_drafters_read_counts(rows, length, reading_s, measured):
 
 
 def test_few_rows_get_more_drafts():
-    """Apportioned speculation: what many sequences leave free goes to more drafts of few."""
-    adaptive_trees = apportioning()
+    """Few sequences get the drafts that many would not leave room for."""
+    policy = apportioning()
     for rows, tree in ((64, PLAIN), (16, PLAIN), (8, DRAFTS[0]), (4, DRAFTS[1]), (2, DRAFTS[2])):
-        assert adaptive_trees.choose(rows) == tree
-    assert adaptive_trees.choose(1) in DRAFTS[2:]  # these two are nearly as good
-    assert adaptive_trees.choose(4) == DRAFTS[1] and adaptive_trees.choose(64) == PLAIN  # and back
+        assert policy.choose(rows) == tree
+    assert policy.choose(1) in DRAFTS[2:]  # these two are nearly as good
+    assert policy.choose(4) == DRAFTS[1] and policy.choose(64) == PLAIN  # and back
 
 
 def test_trees_widen_as_rows_come_free():
-    target, adaptive_trees, asked = tiny_model(2), apportioning(), {}
-    choose = adaptive_trees.choose
+    policy, asked = apportioning(), {}
+    choose = policy.choose
 
     def listening(num_rows):
         tree = choose(num_rows)
         asked.setdefault(num_rows, []).append(tree.num_nodes)
         return tree
 
-    adaptive_trees.choose, adaptive_trees.learn_path = listening, lambda tree, path: None
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, num_rows=8, max_length=128, max_nodes=33
-    )
+    policy.choose, policy.learn_path = listening, lambda tree, path: None
+    decoder = decoder_of(policy, 8, seed=2, max_length=128, max_nodes=33)
     lengths = [40, 40, 20, 20, 4, 4, 4, 4]  # rows come free from the last on
     served = [Request([1, 2, n], GenerationConfig(length)) for n, length in enumerate(lengths)]
     outputs = decoder.generate(served)
@@ -127,14 +126,11 @@ def test_trees_widen_as_rows_come_free():
 
 def test_idle_rows_in_between_count(monkeypatch):
     """A step has all rows up to the last that is taken, and takes as long."""
-    target, asked = tiny_model(2), []
-    adaptive_trees = apportioning()
+    asked, policy = [], apportioning()
     monkeypatch.setattr(
-        adaptive_trees, "choose", lambda num_rows: asked.append(num_rows) or DRAFTS[0]
+        policy, "choose", lambda num_rows: asked.append(num_rows) or DRAFTS[0]
     )
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, num_rows=8, max_length=64, max_nodes=33
-    )
+    decoder = decoder_of(policy, 8, seed=2, max_nodes=33)
     rows = [decoder.admit(Request([1, n], GenerationConfig(20))) for n in range(8)]
     decoder.step()  # which reads the prompts
     decoder.step()
@@ -145,12 +141,12 @@ def test_idle_rows_in_between_count(monkeypatch):
 
 
 def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
-    """Not when a step is launched, for which the device may wait; but for an answer's first two."""
+    """Only an answer's first two steps are chosen when they are launched."""
     target, order = tiny_model(2), []
-    adaptive_trees = apportioning()
-    decoder = Decoder(target, right_now_and_then(target), adaptive_trees, max_length=96)
+    policy = apportioning()
+    decoder = Decoder(target, right_now_and_then(target), policy, max_length=96)
     runner = decoder.batch.runner
-    for who, name in ((adaptive_trees, "choose"), (runner, "launch"), (runner, "collect")):
+    for who, name in ((policy, "choose"), (runner, "launch"), (runner, "collect")):
         told = partial(lambda call, name, *given: (order.append(name), call(*given))[1],
                        getattr(who, name), name)
         monkeypatch.setattr(who, name, told)
@@ -164,10 +160,7 @@ def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
 
 
 def test_costs_that_are_measured_anew_count_from_the_next_step_on(monkeypatch):
-    target = tiny_model(2)
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), apportioning(), num_rows=8, max_length=64, max_nodes=33
-    )
+    decoder = decoder_of(apportioning(), 8, seed=2, max_nodes=33)
     decoder.generate([Request([1, 2], GenerationConfig(10))])
     asked = []
     choose = decoder.tree_policy.choose
@@ -184,43 +177,39 @@ def test_costs_that_are_measured_anew_count_from_the_next_step_on(monkeypatch):
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_many_rows_that_accept_alike_are_no_reason_to_change(grows):
-    """64 rows whose drafts are accepted in every other step: one step tells little more than one
-    row does, and what pays by 7 % on the mean is kept."""
+    """A tree that pays by 7 % is kept though all 64 rows accept it in every other step only."""
     tree = BeamTree.of(2, 1, 3) if grows else TokenTree.chain(1)
-    adaptive_trees = AdaptiveTrees([tree], StepTimes({(64, PLAIN): 1.0, (64, tree): 1.4}))
+    policy = AdaptiveTrees([tree], StepTimes({(64, PLAIN): 1.0, (64, tree): 1.4}))
     used = []
     for step in range(200):
-        used.append(adaptive_trees.choose(64))
+        used.append(policy.choose(64))
         for _ in range(64):
-            adaptive_trees.learn_path(used[-1], [0, 1][: 1 + step % 2])
+            policy.learn_path(used[-1], [0, 1][: 1 + step % 2])
     assert set(used) == {tree}
 
 
 def test_all_rows_pay_for_their_prompts():
-    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 9.0))
-    adaptive_trees.learn_tokens(10)
-    adaptive_trees.learn_answer(prefill_s=2.0)
-    assert adaptive_trees.speeds.with_tokens(4, CHAIN, 2.0) == pytest.approx(
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 9.0))
+    policy.learn_tokens(10)
+    policy.learn_answer(prefill_s=2.0)
+    assert policy.speeds.with_tokens(4, CHAIN, 2.0) == pytest.approx(
         2.0 / (1.5 + 4 * 2.0 * 2.0 / 10)
     )
 
 
 def test_observations_of_many_rows_fade_as_one_step():
-    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0, rows=4))
-    adaptive_trees.choose(4)
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0, rows=4))
+    policy.choose(4)
     for _ in range(4):
-        adaptive_trees.learn_path(CHAIN, [0, 1])
-    assert adaptive_trees.state.acceptance.rates._weight == pytest.approx(1 / 0.99)
+        policy.learn_path(CHAIN, [0, 1])
+    assert policy.state.acceptance.rates._weight == pytest.approx(1 / 0.99)
 
 
 def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():
-    target = tiny_model(1)
-    adaptive_trees = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0))
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, num_rows=2, max_length=64
-    )
-    chosen, choose, launch = [], adaptive_trees.choose, decoder.runner.launch
-    adaptive_trees.choose = lambda num_rows: chosen.append(num_rows) or choose(num_rows)
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0))
+    decoder = decoder_of(policy, 2)
+    chosen, choose, launch = [], policy.choose, decoder.runner.launch
+    policy.choose = lambda num_rows: chosen.append(num_rows) or choose(num_rows)
     decoder.runner.launch = lambda inputs, mark: (
         launched.append((chosen[-1], len(inputs.rows.active))) or launch(inputs, mark)
     )

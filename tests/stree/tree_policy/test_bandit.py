@@ -6,9 +6,10 @@ import math
 import random
 
 import pytest
-from toys import right_now_and_then, tiny_model
+from simulated_trees import decoder_of
+from toys import tiny_model
 
-from stree import BanditTrees, BatchDecoder, GenerationConfig, Request, TokenTree
+from stree import BanditTrees, BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
@@ -19,7 +20,7 @@ COSTS = StepTimes({(1, PLAIN): 1.0} | {(1, tree): 1 + 0.1 * tree.max_depth for t
 
 
 def played(bandit: BanditTrees, accepted, rounds: int, seed: int = 0) -> list[TokenTree]:
-    """What it chooses where steps of a tree accept as many drafts as accepted(tree, rng) says."""
+    """Return the choices where steps of a tree accept as many drafts as accepted(tree, rng)."""
     rng, chosen = random.Random(seed), []
     for _ in range(rounds):
         tree = bandit.choose(1)
@@ -29,7 +30,7 @@ def played(bandit: BanditTrees, accepted, rounds: int, seed: int = 0) -> list[To
 
 
 def test_it_takes_the_tree_of_the_papers_equations():
-    """By hand: rewards −(T_tree / T_plain) / N, and the bound of Eq. 1, in parts of that cost."""
+    """Rewards by hand are −(T_tree / T_plain) / N; the bound of Eq. 1 is in parts of that cost."""
     bandit = BanditTrees(TREES, COSTS, exploration=0.3)
     costs = [1 + 0.1 * tree.max_depth for tree in TREES]
     counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
@@ -68,8 +69,7 @@ def test_a_bad_first_step_is_no_end(cost):
 
 
 def test_what_rounds_have_accepted_counts_at_the_costs_of_now():
-    """The deepest tree accepts all there is to accept, and is best until it takes four times as
-    long: then the next round is another's, though nothing else has been played."""
+    """The best tree loses the next round when it takes four times as long from now on."""
     deepest = TREES[2]
     bandit = BanditTrees(TREES, COSTS)
     chosen = played(bandit, lambda tree, rng: 5 if tree == deepest else 1, 300)
@@ -88,18 +88,17 @@ def test_a_history_decides_alone():
 
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
-    """Dynamic trees among them; with graphs, a step is chosen before the last one is known."""
+    """Trees may be dynamic; with graphs, a step is chosen before the last one is known."""
     if graphs:
         request.getfixturevalue("captured_on_cpu")
-    target = tiny_model(1)
     trees = [TokenTree.chain(2), BeamTree.of(2, 3, 6), TokenTree.load("dyspec-2-3-6")]
     bandit = BanditTrees(trees)
-    decoder = BatchDecoder(target, right_now_and_then(target), bandit, num_rows=2, max_length=64)
+    decoder = decoder_of(bandit, 2)
     decoder.measure_step_times(num_steps=2)
     seen, choose = set(), bandit.choose
     bandit.choose = lambda num_rows: seen.add(tree := choose(num_rows)) or tree
     served = [Request([1, 2], GenerationConfig(30, t, seed=3)) for t in (0.0, 1.0, 0.0)]
-    plain = BatchDecoder(target, num_rows=2, max_length=64).generate(served)
+    plain = BatchDecoder(tiny_model(1), num_rows=2, max_length=64).generate(served)
     assert [e.tokens for e in decoder.generate(served)] == [each.tokens for each in plain]
     assert seen == set(trees)
 
@@ -110,15 +109,12 @@ def test_one_tree_is_nothing_to_choose_among():
 
 
 def test_trees_that_requests_name_themselves_teach_it_too():
-    target = tiny_model(1)
     bandit = BanditTrees([TokenTree.chain(2), TokenTree.chain(3)])
-    decoder = BatchDecoder(target, right_now_and_then(target), bandit, num_rows=1, max_length=64)
+    decoder = decoder_of(bandit)
     decoder.measure_step_times(num_steps=2)
     request = Request([1, 2], GenerationConfig(12), TokenTree.chain(2))
-    plain = BatchDecoder(target, num_rows=1, max_length=64).generate(
-        [Request([1, 2], GenerationConfig(12))]
-    )
-    assert decoder.generate([request])[0].tokens == plain[0].tokens
+    plain = Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(12))
+    assert decoder.generate([request])[0].tokens == plain.tokens
 
 
 def test_a_choice_says_its_trees_its_costs_and_what_it_has_chosen():

@@ -31,7 +31,7 @@ from stree.trees.build import make_tree_batch
 from stree.trees.dynamic import DynamicTreeBatch
 from stree.trees.token_tree import BeamTree
 from stree.verifiers.rejection import MultiStep, Naive
-from stree_kernels import naive, ops
+from stree_kernels import naive
 
 NAMES = ["beam-1-3-4", "beam-3-1-4", "beam-2-4-7", "beam-3-4-13", "beam-4-2-12"]
 CPU = torch.device("cpu")
@@ -138,28 +138,6 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
             assert depths == eager.stats.accepted_per_call
             accepted += sum(eager.stats.accepted_per_call)
     assert accepted > 20 or verifier == "naive"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, captured_on_cpu):
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
-    target = tiny_model(1, torch.float32, num_layers=2)
-    drafter = right_now_and_then(target)
-    served = [
-        Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3)),
-        Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4)),
-    ]
-
-    def serve():
-        decoder = BatchDecoder(target, drafter, BeamTree.of(3, 3, 9), num_rows=2, max_length=32)
-        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
-
-    wanted = serve()
-    assert len({each for _, accepted in wanted for each in accepted}) > 1
-    monkeypatch.setattr(ops, "fused", lambda *_: True)
-    assert serve() == wanted
 
 
 def tables(seed: int):
@@ -311,24 +289,6 @@ def test_names_say_all_of_it(name):
     ]
 
 
-def test_modes_choose_among_trees_that_grow(monkeypatch):
-    """In a decoder: whatever is chosen, the tokens are plain decoding's."""
-    small, large = BeamTree.of(3, 4, 5), BeamTree.of(3, 4, 13)
-    target = tiny_model(1)
-    adaptive_trees = AdaptiveTrees([small, TokenTree.chain(2), large])
-    decoder = BatchDecoder(
-        target, right_now_and_then(target), adaptive_trees, num_rows=2, max_length=64
-    )
-    costs = decoder.measure_step_times(num_steps=2)
-    assert {tree for _, tree in costs.seconds} == {PLAIN, *adaptive_trees.trees}
-    request = Request([1, 2], GenerationConfig(30))
-    plain = BatchDecoder(target, max_length=64).generate([request])[0].tokens
-    for best in adaptive_trees.trees:
-        for count, tree in costs.seconds:
-            costs.seconds[count, tree] = 1.0 if tree == best else 9.0
-        assert decoder.generate([request])[0].tokens == plain
-
-
 SIZES = [BeamTree.of(4, 6, size) for size in (8, 16, 32, 64)]
 # Of 1 / rank, which modes assume of ranks that they know little of, neither is
 STEEP, FLAT = (
@@ -340,15 +300,15 @@ def simulated(rates_of_step, num_steps: int, cost) -> tuple[list[TokenTree], flo
     """What modes choose where the node of a rank is accepted at a rate, whatever else is; and the
     expected tokens a second of all that."""
     rng = random.Random(4)
-    adaptive_trees = AdaptiveTrees(
+    policy = AdaptiveTrees(
         SIZES, StepTimes({(1, tree): cost(tree) for tree in (PLAIN, *SIZES)})
     )
     chosen, tokens, seconds = [], 0.0, 0.0
     for step in range(num_steps):
-        tree = adaptive_trees.choose(1)
+        tree = policy.choose(1)
         rates = rates_of_step(step)[: tree.num_nodes - 1]
         accepted = [rank for rank, rate in enumerate(rates, 1) if rng.random() < rate]
-        adaptive_trees.learn_path(tree, [0, *accepted][: tree.max_depth + 1])
+        policy.learn_path(tree, [0, *accepted][: tree.max_depth + 1])
         chosen.append(tree)
         tokens, seconds = tokens + 1 + sum(rates), seconds + cost(tree)
     return chosen, tokens / seconds
