@@ -41,9 +41,8 @@ from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.models.model import HybridModel
-from stree.tree_policy.choice import TreeChoice
 from stree.tree_policy.names import as_tree_policy
-from stree.tree_policy.policy import TreePolicy
+from stree.tree_policy.policy import TreeChoice, TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from stree import verifiers
 from stree.batching.sequences import Request, RunningSequence, SampleRequest
+from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, UsageError
-from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.generation import DecodingStats, GenerationConfig, StopRule
@@ -22,13 +22,18 @@ from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
 
 
-class DecoderLimits(Protocol):
-    """The parts of a `BatchDecoder` that decide which requests it can serve."""
+class DecoderParts(Protocol):
+    """The parts of a `BatchDecoder` that its checks, timings and reports read."""
 
     target: Any
-    drafter: Drafter | None
+    cache: Any
+    drafter: Any
     verifier: Verifier
     tree_policy: TreePolicy
+    rows: BatchState
+    runner: Any
+    prefill: Any
+    num_rows: int
     max_nodes: int
     max_length: int
     num_drafted: int
@@ -36,7 +41,7 @@ class DecoderLimits(Protocol):
     tokenizer: Any
 
 
-def checked_sequence(decoder: DecoderLimits, request: Request) -> RunningSequence:
+def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence:
     """Return the host's record of a request. Raises `UsageError` if it cannot be served."""
     if not isinstance(request, Request):
         raise UsageError(

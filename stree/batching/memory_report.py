@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from stree.batching.checks import DecoderParts
 from stree.common.device_memory import free_memory_bytes
 from stree.common.words import counted, size
 from stree_kernels import ops
-
-
-class WithCaches(Protocol):
-    """A decoder of several rows, such as a `BatchDecoder`: its models, caches and their sizes."""
-
-    target: Any
-    drafter: Any
-    cache: Any
-    num_rows: int
-    max_length: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,7 @@ class MemoryReport:
     free_bytes: int
 
     @classmethod
-    def of(cls, decoders: Sequence[WithCaches]) -> MemoryReport:
+    def of(cls, decoders: Sequence[DecoderParts]) -> MemoryReport:
         """Return the report of decoders that each hold a row for every sequence."""
         device, parts = decoders[0].target.device, Counter[str]()
         for decoder in decoders:

@@ -26,9 +26,8 @@ from stree.generation import GenerationConfig
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
-from stree.tree_policy.policy import PLAIN
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import PLAIN, BeamTree, TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 

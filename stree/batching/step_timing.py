@@ -6,11 +6,11 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stree.batching.checks import DecoderParts
 from stree.batching.state import BatchState
 from stree.batching.step import StepInputs
 from stree.common.clock import now
@@ -26,19 +26,6 @@ from stree.trees.tree_batch import TreeBatch
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
 MOST_CONTEXT = 32  # tokens before it, unless told
-
-
-class Timed(Protocol):
-    """A decoder whose steps can be timed, such as a `BatchDecoder` with no row taken."""
-
-    target: Any
-    drafter: Any
-    cache: Any
-    rows: BatchState
-    runner: Any
-    prefill: Any
-    num_rows: int
-    max_length: int
 
 
 def row_counts(most: int) -> list[int]:
@@ -76,7 +63,7 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def measure_step_times(
-    decoder: Timed, trees: Sequence[TokenTree], context: int | None, num_steps: int,
+    decoder: DecoderParts, trees: Sequence[TokenTree], context: int | None, num_steps: int,
     counts: Sequence[int] | None, generation: GenerationConfig,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows.
@@ -137,7 +124,7 @@ def measure_step_times(
 
 
 def _run_steps(
-    decoder: Timed, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
+    decoder: DecoderParts, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
 ) -> None:
     """Launch steps without reading their reports, so that the host does not slow them down."""
     longest = tree_batch.max_depth + 1
@@ -149,7 +136,8 @@ def _run_steps(
 
 
 def _begin_after(
-    decoder: Timed, count: int, prefix: SavedPrefix, tokens: Tensor, generation: GenerationConfig
+    decoder: DecoderParts, count: int, prefix: SavedPrefix, tokens: Tensor,
+    generation: GenerationConfig,
 ) -> float:
     """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
     seconds, vocab_size = 0.0, decoder.target.config.vocab_size

@@ -11,7 +11,6 @@ import numpy as np
 from stree.trees.token_tree import BeamTree, TokenTree
 
 MEMORY = 0.99  # weight of a row's observation one step later
-ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
 PRIOR_TRIES = 2  # weight of the assumed rate, in observations
 PRIOR_STEPS = 10  # weight of a rank's assumed rate, in steps
 
@@ -194,19 +193,3 @@ class DynamicAcceptanceRates:
         """Return the expected drafts of trees of each depth as a share of the deepest tree's."""
         drafts = [self._going_on.expected_tokens(each) - 1 for each in self._paths]
         return [each / drafts[-1] for each in drafts]
-
-
-class MovingAverage:
-    """Moving average of numbers, of which recent ones count most; `first` before any number."""
-
-    def __init__(self, first: float) -> None:
-        self.value, self._weight = first, 0.0
-
-    def __bool__(self) -> bool:
-        """Return whether any number was learned."""
-        return self._weight > 0
-
-    def learn(self, number: float) -> None:
-        self._weight = ANSWERS_MEMORY * self._weight + 1
-        share = 1 / self._weight
-        self.value = number if share == 1 else self.value + share * (number - self.value)

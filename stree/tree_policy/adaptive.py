@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from stree.tree_policy.acceptance import Acceptance
 from stree.tree_policy.explorer import Explorer
-from stree.tree_policy.policy import PLAIN, TreePolicy
-from stree.tree_policy.speeds import Speeds
-from stree.trees.token_tree import TokenTree
+from stree.tree_policy.policy import TreePolicy
+from stree.tree_policy.step_times import Speeds
+from stree.trees.token_tree import PLAIN, TokenTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
 REVISED_AFTER = 8  # steps between revisions, each of which takes the host as long as a step

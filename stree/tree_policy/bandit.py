@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stree.common.errors import UsageError
-from stree.tree_policy.policy import PLAIN, TreePolicy
+from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import PLAIN, TokenTree
 
 # A tree whose first step had bad luck, one token where five are usual, is tried again within a
 # hundred steps

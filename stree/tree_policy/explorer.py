@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from stree.tree_policy.speeds import Speeds
+from stree.tree_policy.step_times import Speeds
 from stree.trees.token_tree import BeamTree, TokenTree
 
 PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees

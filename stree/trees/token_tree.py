@@ -199,6 +199,9 @@ class TokenTree:
         return f"{self.name} {shape}"
 
 
+PLAIN = TokenTree.chain(0, "plain")
+
+
 @dataclass(frozen=True)
 class BeamTree(TokenTree):
     """A dynamic tree, grown for each row in each step, level by level, on the device.

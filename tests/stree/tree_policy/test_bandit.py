@@ -11,7 +11,7 @@ from toys import tiny_model
 
 from stree import BanditTrees, BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
-from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.adaptive import PLAIN
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, expanded
 
@@ -115,11 +115,3 @@ def test_trees_that_requests_name_themselves_teach_it_too():
     request = Request([1, 2], GenerationConfig(12), TokenTree.chain(2))
     plain = Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(12))
     assert decoder.generate([request])[0].tokens == plain.tokens
-
-
-def test_a_choice_says_its_trees_its_costs_and_what_it_has_chosen():
-    bandit = BanditTrees([*TREES[:2]], COSTS)
-    assert repr(bandit) == (
-        "BanditTrees(['expand-3-3-2-1', 'expand-3-2-2-1-1'], costs of up to 1 row)"
-    )
-    assert repr(AdaptiveTrees(["chain-2"])) == "AdaptiveTrees(['chain-2'], no costs measured)"
