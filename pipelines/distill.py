@@ -16,29 +16,23 @@ import stree.common.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import load_config, weights_fingerprint
+from stree.checkpoints.load_save import weights_fingerprint
 from stree.checkpoints.partners import TARGET_WEIGHTS
 from stree.checkpoints.tokenizer import fingerprint, require_same_tokenizer
 from stree.common.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree_pipelines.resources.estimates import ModelPlan
-from stree_pipelines.training.distillation import (
-    Distillation,
-    drafter_config_of,
-    require_no_labels_outside,
-)
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.drafter_head import (
     count_tokens,
     coverage_line,
     coverage_of,
     most_frequent,
 )
-from stree_pipelines.training.hidden_states import features_of
 from stree_pipelines.training.run.cli import TrainingCLI
 from stree_pipelines.training.run.console import say
 from stree_pipelines.training.run.parser import TrainingParser
 from stree_pipelines.training.teachers.cache import TeacherCache
-from stree_pipelines.training.teachers.frozen_target import held_dtype, require_placeable
 
 
 class DistillCLI(TrainingCLI):
@@ -57,29 +51,6 @@ class DistillCLI(TrainingCLI):
         if (drafter := self.options["model"]["drafter"]) is not None:
             HybridConfig.from_dict(dict(drafter))  # refuses invalid options
         super().before_instantiate_classes()
-
-    def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
-        target = load_config(options["target"])
-        trained = drafter_config_of(
-            target, options["drafter"], options["drafter_layers"], options["start_from"],
-            options["features"], options["head"],
-        )
-        require_no_labels_outside(trained, options["ce_weight"])
-        dtype = held_dtype(options["target_dtype"])
-        features = features_of(
-            trained, options["features"], options["teacher_cache"],
-            options["activation_checkpointing"],
-        )
-        cached = options["teacher_cache"] is not None
-        if not cached:
-            require_placeable(options["target_dtype"], options["target_placement"])
-        return ModelPlan(
-            trained, target, dtype, cached,
-            activation_checkpointing=options["activation_checkpointing"],
-            passes=1 if features is None else 1 + features.ahead,
-            compiled=options["compile_layers"] and not (features and features.ahead),
-            optimizer=options["optimizer"].kind,
-        )
 
     def _prepare_data(self, vocab_size: int) -> None:
         super()._prepare_data(vocab_size)

@@ -21,8 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError, exit_with_reason
 from stree_pipelines.data.tokenizer_training import texts_of, train_tokenizer
-from stree_pipelines.resources.estimates import ModelPlan
-from stree_pipelines.training.module import TargetTraining, require_whole_vocabulary
+from stree_pipelines.training.module import TargetTraining
 from stree_pipelines.training.run.cli import TrainingCLI
 from stree_pipelines.training.run.console import say
 from stree_pipelines.training.run.parser import TrainingParser
@@ -72,15 +71,6 @@ class TargetCLI(TrainingCLI):
             end = loaded.eos_token_id
             architecture["eos_token_ids"] = () if end is None else (end,)
             architecture["pad_token_id"] = loaded.pad_token_id
-
-    def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
-        require_whole_vocabulary(options["architecture"])
-        return ModelPlan(
-            options["architecture"],
-            activation_checkpointing=options["activation_checkpointing"],
-            compiled=options["compile_layers"],
-            optimizer=options["optimizer"].kind,
-        )
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from stree.models.slicing import (
     slice_drafter,
     with_random_head,
 )
+from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.hidden_states import FeatureConfig, features_of
 from stree_pipelines.training.losses.config import LossConfig
@@ -37,6 +38,7 @@ from stree_pipelines.training.teachers.frozen_target import (
     FrozenTarget,
     Placement,
     TargetDtype,
+    held_dtype,
     loaded_dtype,
 )
 from stree_pipelines.training.teachers.teachers import Teacher, TopK
@@ -64,6 +66,7 @@ class Distillation(Training):
         teacher_cache: str | None = None,
         activation_checkpointing: bool = False,
         _target: HybridModel | None = None,
+        _load: Callable[..., HybridModel] | None = None,
     ) -> None:
         """Make the drafter, and load the target unless its outputs are cached.
 
@@ -96,11 +99,11 @@ class Distillation(Training):
         """
         loss_spec = LossSpec(loss.divergence, ce_weight, temperature, chunk_tokens, compile_layers)
         super().__init__(optimizer, loss_spec, activation_checkpointing)
-        self.target_path = target
-        self.teacher_cache = teacher_cache
-        target_config = load_config(target) if _target is None else _target.config
+        self.target_config = load_config(target) if _target is None else _target.config
+        self.target_dtype = held_dtype(target_dtype)
+        load = load_model if _load is None else _load
         config = drafter_config_of(
-            target_config, drafter, drafter_layers, start_from, features, head
+            self.target_config, drafter, drafter_layers, start_from, features, head
         )
         require_no_labels_outside(config, ce_weight)
         self.features = features_of(config, features, teacher_cache, activation_checkpointing)
@@ -109,10 +112,10 @@ class Distillation(Training):
         model = _target
         # A cut-out drafter starts from the target's weights
         if model is None and (teacher_cache is None or is_sliced):
-            model = load_model(target, dtype=loaded_dtype(target_dtype))
+            model = load(target, dtype=loaded_dtype(target_dtype))
         whole: HybridModel | None = None
         if start_from is not None:
-            whole = load_model(start_from).train()
+            whole = load(start_from).train()
         elif is_sliced:
             assert model is not None
             whole = slice_drafter(model, drafter_layers, config.feature_layers, config.own_features)
@@ -136,6 +139,21 @@ class Distillation(Training):
         `options` are the other arguments of the constructor.
         """
         return cls("", _target=target, **options)
+
+    @classmethod
+    def planned(cls, **options: Any) -> ModelPlan:
+        def without_weights(folder: str, dtype: torch.dtype = torch.float32) -> HybridModel:
+            return HybridModel(load_config(folder)).to(dtype)
+
+        return super().planned(**options, _load=without_weights)
+
+    def plan(self) -> ModelPlan:
+        ahead = 0 if self.features is None else self.features.ahead
+        return replace(
+            super().plan(), target=self.target_config, target_dtype=self.target_dtype,
+            cached=self.frozen is None, passes=1 + ahead,
+            compiled=self.loss_spec.compiled and not ahead,
+        )
 
     def begin_head(self, ids: Tensor | None, is_resumed: bool) -> None:
         """Give the drafter's head its tokens; call it once, before the first step.

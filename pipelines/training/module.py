@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
+from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.finite_guard import FiniteGuard
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
@@ -64,6 +65,21 @@ class Training(pl.LightningModule):
         self.step_metrics: dict[str, Tensor] = {}
         self.validation_metrics: dict[str, float] = {}
         self._validation_sums: Tensor | None = None
+
+    @classmethod
+    def planned(cls, **options: Any) -> ModelPlan:
+        """Return the plan of a training with these options, without loading or making weights.
+
+        Raises the constructor's errors.
+        """
+        with torch.device("meta"):
+            return cls(**options).plan()
+
+    def plan(self) -> ModelPlan:
+        return ModelPlan(
+            self.exported.config, activation_checkpointing=self.activation_checkpointing,
+            compiled=self.loss_spec.compiled, optimizer=self.optimizer_config.kind,
+        )
 
     @abstractmethod
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:

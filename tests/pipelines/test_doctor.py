@@ -71,7 +71,7 @@ def test_too_little_memory_or_disk_is_said_with_both_figures(monkeypatch, target
 
 
 def test_memory_counts_target_drafter_and_activations(monkeypatch):
-    """Just enough passes, a byte less does not."""
+    """Just enough memory passes, and a byte less does not."""
     config = HybridConfig(**{**ARCHITECTURE, "num_layers": 6})
     drafter = config.replace(num_layers=2, attn_layers=())
     wanted = sum(training_memory(ModelPlan(drafter, config), (1, 1024), "32-true", False).values())

@@ -196,7 +196,8 @@ def _loss_of(
     loss, terms_3 = _ChunkedLoss.apply(
         student_MD, student_head, teacher, labels_M, normalizer, spec, torch.is_grad_enabled()
     )
-    return LossTerms(loss, *terms_3.unbind(), spec=spec)
+    divergence, cross_entropy, accepted = terms_3.unbind()
+    return LossTerms(loss, divergence, cross_entropy, accepted, spec)
 
 
 def chunk_rows(vocab_size: int, on_cuda: bool) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,7 @@ from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_tr
 from stree_pipelines.training.run.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.run.progress import TrainingBar
 from stree_pipelines.training.run.rank_watchdog import RankWatchdog
-from stree_pipelines.training.run.restarts import (
-    RestartLimit,
-    forget_starts,
-    note_start,
-    uncounted_ends,
-)
+from stree_pipelines.training.run.restarts import Restarts
 from stree_pipelines.training.run.run_folder import (
     Curves,
     MetricsFile,
@@ -80,7 +74,6 @@ class TrainingCLI(LightningCLI):
     evaluates = True
     trains = True  # `fit` is its subcommand; a command that only reads the same config has none
     resume_path: Path | None = None
-    restarts = 0  # without progress; set on the main process only
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
         self.trackers: list[Logger] = []
@@ -206,8 +199,10 @@ class TrainingCLI(LightningCLI):
             self.require_inputs()
         if self.options["dry_run"]:
             require_writable(self.run_dir)
-            self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
+            # The plan stands in for the model.
+            self.parser.add_instantiator(plan_model, self._model_class, prepend=True)
         elif not self.is_finished:
+            self.restarts = Restarts(self.run_dir)
             self._prepare_run()
 
     def require_inputs(self) -> None:
@@ -240,12 +235,8 @@ class TrainingCLI(LightningCLI):
             self.config_dump,
             {"target": target, "seed": int(self.options["seed_everything"])},
         )
-        self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
-        self._until_the_end.enter_context(uncounted_ends(self.run_dir))
-
-    def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
-        """Make the plan that stands in for the model in a dry run."""
-        raise NotImplementedError
+        counted = self.restarts.counted(self.resume_step, repr(self.config_dump))
+        self._until_the_end.enter_context(counted)
 
     @property
     def resume_step(self) -> int:
@@ -362,9 +353,8 @@ class TrainingCLI(LightningCLI):
         checkpoints.manifest_extra = identity
         for logger in self.trackers:
             start_tracker(logger, self.config_dump, self._until_the_end)
-        self.trainer.callbacks += [  # type: ignore[attr-defined]
-            OnPolicyCheck(), RankWatchdog(), RestartLimit(self.run_dir, self.restarts)
-        ]
+        callbacks = [OnPolicyCheck(), RankWatchdog(), self.restarts]
+        self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         if self.evaluates:
             self._prepare_evaluation()
 
@@ -453,8 +443,11 @@ class TrainingCLI(LightningCLI):
         self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
         signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
         is_main = self.trainer.is_global_zero
-        forget = partial(forget_starts, self.run_dir) if is_main else lambda: None
-        return signals.noted(is_main, before_leaving=forget)
+        return signals.noted(is_main, self.restarts.forget if is_main else lambda: None)
+
+
+def plan_model(model_class: type[Training], **options: Any) -> ModelPlan:
+    return model_class.planned(**options)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -41,26 +42,33 @@ class RankWatchdog(pl.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rank, self._count = 0, 1
-        self._store: dist.Store | None = None
+        self._rank = 0
+        self._keys: list[str] = []  # of the ranks' values in the store
+        self._store: Any = None
         # Each rank's last value, and this rank's beat when it was new.
-        self._seen: dict[int, tuple[str, int]] = {}
+        self._seen: list[tuple[str, int]] = []
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.world_size == 1 or self._thread is not None:
             return
-        self._rank, self._count = trainer.global_rank, trainer.world_size
+        self._rank = trainer.global_rank
+        self._keys = [f"stree/peer/{rank}" for rank in range(trainer.world_size)]
         # A connection of its own: the main thread may block on the other one.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=BEAT_S * PATIENCE_BEATS))
-        self._beat(0)
+        self._say(_alive(0))
         trainer.strategy.barrier("peers")
-        for rank in range(self._count):
-            self._seen[rank] = self._store.get(_key(rank)).decode(), 0
+        self._seen = [(value, 0) for value in self._values()]
         self._thread = threading.Thread(target=self._watch, daemon=True, name="peer-watch")
         self._thread.start()
+
+    def _say(self, word: str) -> None:
+        self._store.set(self._keys[self._rank], word)
+
+    def _values(self) -> list[str]:
+        return [value.decode() for value in self._store.multi_get(self._keys)]
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._thread is not None and not self._leaving.is_set():
@@ -83,46 +91,34 @@ class RankWatchdog(pl.Callback):
 
     def _leave(self, word: str) -> None:
         self._leaving.set()
-        assert self._thread is not None and self._store is not None
+        assert self._thread is not None
         self._thread.join()
         with suppress(RuntimeError):  # the rank that keeps the store may have left already
-            self._store.set(_key(self._rank), word)
+            self._say(word)
 
     def _wait_for_readers(self) -> None:
         """Let rank 0 leave last, if it can: the store goes with the process that keeps it."""
-        assert self._store is not None
-        if self._rank != 0:
-            return
-        others = [_key(rank) for rank in range(1, self._count)]
         deadline = time.monotonic() + 3 * BEAT_S
-        while time.monotonic() < deadline:
-            values = [value.decode() for value in self._store.multi_get(others)]
-            if all(value.startswith((LEFT, FAILED)) for value in values):
+        while self._rank == 0 and time.monotonic() < deadline:
+            if all(value.startswith((LEFT, FAILED)) for value in self._values()):
                 return
             time.sleep(0.1)
 
-    def _beat(self, beat: int) -> None:
-        assert self._store is not None
-        self._store.set(_key(self._rank), f"{beat} {_here()} {os.getpid()}")
-
     def _watch(self) -> None:
-        assert self._store is not None
         beat = 0
         try:
             while not self._leaving.wait(BEAT_S):
                 beat += 1
-                self._beat(beat)
-                for rank in range(self._count):
+                self._say(_alive(beat))
+                for rank, value in enumerate(self._values()):
                     if rank != self._rank:
-                        self._look_at(rank, beat)
+                        self._look_at(rank, value, beat)
         except RuntimeError:
             # The store answers no more. If all is over, this process will know in a moment.
             if not self._leaving.wait(2 * BEAT_S):
                 _end(Preempted.exit_code, _is_gone(0, self._seen[0][0]))
 
-    def _look_at(self, rank: int, beat: int) -> None:
-        assert self._store is not None
-        value = self._store.get(_key(rank)).decode()
+    def _look_at(self, rank: int, value: str, beat: int) -> None:
         before, since = self._seen[rank]
         if value != before:
             self._seen[rank] = value, beat
@@ -132,15 +128,15 @@ class RankWatchdog(pl.Callback):
             if self._leaving.wait(BEAT_S):  # the same has happened here
                 return
             code, _, reason = value.removeprefix(FAILED).partition(" ")
-            self._store.set(_key(self._rank), LEFT)
+            self._say(LEFT)
             _end(int(code), f"rank {rank} failed: {reason.rstrip('.')}")
         if value == before and (beat - since >= PATIENCE_BEATS or _is_dead(value)):
-            self._store.set(_key(self._rank), LEFT)
+            self._say(LEFT)
             _end(Preempted.exit_code, _is_gone(rank, value))
 
 
-def _key(rank: int) -> str:
-    return f"stree/peer/{rank}"
+def _alive(beat: int) -> str:
+    return f"{beat} {_here()} {os.getpid()}"
 
 
 def _here() -> str:

@@ -1,4 +1,4 @@
-"""What the tests of dry runs and estimates share."""
+"""Fixtures of the tests of dry runs and estimates."""
 
 import json
 from pathlib import Path

@@ -158,7 +158,7 @@ def test_time_of_the_arithmetic():
 
 
 def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
-    """With a tokenizer that is to be trained first: it is, and thrown away."""
+    """A tokenizer that the training would make first is trained and thrown away."""
     monkeypatch.chdir(tmp_path)
     train_target.main([
         "fit", "--run_dir", "run", *architecture_options(), "--tokenizer.vocab_size",
@@ -182,7 +182,7 @@ def test_a_teacher_cache_says_what_it_takes(workspace, tmp_path, capsys, monkeyp
 
 
 def caches_in(printed: str) -> float:
-    """Bytes of the caches that a dry run names."""
+    """Return the bytes of the caches that a dry run names."""
     value, unit = re.search(r"caches ([\d.]+) (\wiB)", printed).groups()
     return float(value) * {"KiB": 2**10, "MiB": 2**20}[unit]
 
@@ -294,7 +294,7 @@ def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
 def test_memory_that_is_too_small_is_code_71(
     command, workspace, finished, tmp_path, monkeypatch, capsys
 ):
-    """When all is said: the line says how much it is of what."""
+    """The command ends after its last line, and the error says how much is wanted and free."""
     monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
     target, train = str(workspace / "target"), str(workspace / "train.jsonl")
     checkpoint = str(finished / "drafter/step-00000008")

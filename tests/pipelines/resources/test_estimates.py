@@ -154,10 +154,10 @@ def test_compiled_layers_keep_what_pytorch_s_partition_keeps(config):
 
 @pytest.mark.long
 def test_a_step_at_8b_takes_what_was_measured():
-    """The rows of docs/results/h200-training/8b.jsonl, whose steps drop their gradients before the
-    next one; a training's are there until its backward pass. Tolerance: what is counted and does
-    not live at once (the loss's buffers are gone when its products are made) is an eighth at most,
-    and nothing may be forgotten."""
+    """The estimate is near the rows of docs/results/h200-training/8b.jsonl. Their steps drop their
+    gradients before the next one; a training's are there until its backward pass. Tolerance: what
+    is counted and does not live at once (the loss's buffers are gone when its products are made) is
+    an eighth at most, and nothing may be forgotten."""
     rows = RESULTS / "h200-training/8b.jsonl"
     target = bench_training.TARGETS["8b"]
     for row in map(json.loads, rows.read_text().splitlines()):
@@ -221,7 +221,7 @@ def test_of_a_hybrid_the_larger_layer_counts():
 
 
 def test_a_target_of_attention_alone_says_what_it_takes(tmp_path, workspace, capsys):
-    """As a Llama checkpoint is read: nothing of a Mamba-2 layer is set."""
+    """A Llama checkpoint sets nothing of a Mamba-2 layer."""
     target = HybridModel(ATTENTION_ONLY)
     save_model(target, tmp_path / "target", load_tokenizer(workspace / "target"))
     options = ["--model.target", str(tmp_path / "target")]

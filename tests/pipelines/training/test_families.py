@@ -1,4 +1,4 @@
-"""A drafter for a target of each family: distilled from it, saved, and decoded with."""
+"""A drafter is distilled from a target of each family, saved, and decoded with."""
 
 import pytest
 from families import FAMILIES, random_reference

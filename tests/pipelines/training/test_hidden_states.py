@@ -42,7 +42,7 @@ def trained(workspace, tmp_path_factory) -> Path:
 
 
 def test_chance_is_a_function_of_the_micro_batch(workspace, tmp_path):
-    """So an export that ends a decay of its own is that of a shorter training, bit for bit."""
+    """An export that ends a decay of its own is that of a shorter training, bit for bit."""
     wsd = ("--model.optimizer.schedule", "wsd", "--model.optimizer.warmup_steps", "1")
     run(workspace, tmp_path / "long", *wsd, "--export.steps", "[4,6]", "--trainer.max_steps", "6")
     run(workspace, tmp_path / "short", *wsd, "--export.steps", "[4]", "--trainer.max_steps", "4")
@@ -142,7 +142,7 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
 
 
 def a_batch() -> dict[str, torch.Tensor]:
-    """Two sequences in the first row; some tokens count."""
+    """Make a batch with two sequences in the first row; some tokens count."""
     torch.manual_seed(1)
     mask = torch.ones(2, 24, dtype=torch.bool)
     mask[:, :4] = mask[0, 11:14] = False
@@ -154,7 +154,7 @@ def a_batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
-    """Against dense softmaxes of all passes, in fp64, given which depth each token was drawn."""
+    """The loss equals dense softmaxes of all passes in fp64, given each token's drawn depth."""
     module = Distillation(
         str(workspace / "target"), DRAFTER, features=FeatureConfig(ahead=3, own=own)
     )

@@ -1,4 +1,4 @@
-"""Muon beside AdamW: what each updates, by PyTorch's own maths, and runs that are resumed."""
+"""Muon and AdamW update their own weights by PyTorch's maths, and runs are resumed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_muon_updates_the_matrices_of_layers_and_features(workspace):
 
 
 def test_updates_are_pytorch_s_own():
-    """Bit for bit, each part alone on a copy, with a learning rate that changes between steps."""
+    """Each part alone on a copy gives the same bits, also when the learning rate changes."""
     torch.manual_seed(0)
     model = HybridModel(HybridConfig(**ARCHITECTURE))
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -84,7 +84,7 @@ def test_updates_are_pytorch_s_own():
 
 
 def test_state_that_is_read_back_is_gone_on_with():
-    """In a training of its own."""
+    """Another model's optimiser takes the state, and both go on alike."""
     torch.manual_seed(0)
     models = [HybridModel(HybridConfig(**ARCHITECTURE)) for _ in range(2)]
     config = OptimizerConfig(kind="muon")
@@ -114,7 +114,7 @@ def test_moments_are_as_many_as_estimated():
 
 
 def test_a_run_with_decays_is_resumed_bit_for_bit(workspace, tmp_path):
-    """From before a decay and from behind it; each export is what a shorter training ends with."""
+    """Runs go on from before a decay and from behind it, and exports equal a shorter training's."""
 
     def run(name: str, *more: str, steps: int) -> Path:
         options = (*MUON, *WSD, "--trainer.limit_val_batches", "0", *more)

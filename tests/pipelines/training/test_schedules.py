@@ -1,4 +1,4 @@
-"""Learning rates that decay for each export: their maths, and runs."""
+"""Learning rates decay for each export, in maths and in runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WSD = (
 
 @pytest.fixture(scope="module")
 def branching(workspace, tmp_path_factory) -> Path:
-    """Six steps with exports at 1, 4 and 6, two micro-batches a step."""
+    """Train six steps with exports at 1, 4 and 6, two micro-batches a step."""
     run_dir = tmp_path_factory.mktemp("branching") / "run"
     distill.main(branching_arguments(workspace, run_dir))
     return run_dir
@@ -85,7 +85,7 @@ def assert_equal_weights(folder: Path, other: Path) -> None:
 
 
 def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branching, tmp_path):
-    """Bit for bit; and the training goes on as without it."""
+    """The weights are equal bit for bit, and the training goes on as without the export."""
     shorter = (
         *WSD, "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "99"
     )
@@ -164,7 +164,7 @@ def test_a_decay_that_is_told_to_stop_is_begun_again(
 
 @pytest.mark.long
 def test_two_processes_give_the_same_exports(workspace, branching, forks, tmp_path):
-    """Up to the order of sums; both micro-batches of a step at once."""
+    """The exports are equal up to the order of sums; a step's micro-batches run at once."""
     more = (*WSD, "--export.steps", "[1,4]", "--data.batch_size", "2")
     ddp = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Distillation and target training as a user runs them, and their parts by hand-computed cases."""
+"""Distillation and target training run as a user runs them, and their parts match cases by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY = HybridConfig(**ARCHITECTURE)
 
 
 def random_drafter(**changes) -> list[str]:
-    """Options for a drafter with random weights: the tiny target's kind, two layers, narrower."""
+    """Return options of a drafter with random weights: the tiny target's kind, but narrower."""
     values = {**ARCHITECTURE, "num_layers": 2, "attn_layers": [], "d_model": 24, **changes}
     options: list[str] = []
     for key, value in values.items():
@@ -73,7 +73,7 @@ def test_loss_on_all_skips_padding_and_the_first_token_of_a_segment():
 
 
 def test_the_loss_predicts_the_next_token(workspace):
-    """Against the definition, token by token, from full logits."""
+    """The loss equals the definition, token by token, from full logits."""
     module = Distillation(str(workspace / "target"))
     torch.manual_seed(1)
     tokens = torch.randint(VOCAB_SIZE, (2, 9))
@@ -108,7 +108,7 @@ def test_the_target_is_frozen_and_not_a_submodule(workspace):
 
 @pytest.mark.parametrize("breaks_off", [pytest.param(False, marks=pytest.mark.long), True])
 def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
-    """However many there are: also where the compiler breaks off at mamba-ssm's scan."""
+    """More layers make no more graphs, also where the compiler breaks off at mamba-ssm's scan."""
     compiled = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, **options: compiled(self, **options, backend="eager")
@@ -183,8 +183,8 @@ def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_pat
 
 
 def test_a_transformer_is_distilled_likewise_and_is_a_llama_of_transformers(workspace, tmp_path):
-    """As it was trained: in packed rows, whose samples see nothing of each other. Tolerances are of
-    fp32 sums in another order."""
+    """Samples of a packed row see nothing of each other. Tolerances are of fp32 sums in another
+    order."""
     more = (*random_drafter(attn_layers=[0, 1]), "--model.optimizer.lr", "0.02")
     distill.main(distill_arguments(workspace, tmp_path, *more, steps=20))
     losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
@@ -276,7 +276,7 @@ def test_show_mask_prints_a_sample_and_trains_nothing(workspace, tmp_path, capsy
 
 @pytest.mark.parametrize("config", ["distill/llama3.1-8b", "distill/quickstart"])
 def test_show_mask_takes_a_config_and_data_alone(config, workspace, capsys):
-    """As the README has it: no run folder, and only the target's tokenizer is read."""
+    """No run folder is needed, and only the target's tokenizer is read, as the README has it."""
     distill.main([
         "fit", "--config", str(CONFIGS / f"{config}.yaml"),
         "--data.train", str(workspace / "train.jsonl"),

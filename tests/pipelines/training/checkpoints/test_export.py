@@ -175,7 +175,7 @@ def result_rows(run_dir: Path) -> list[tuple]:
 
 
 def test_evaluating_inline_leaves_the_training_as_it_was(workspace, tmp_path, evaluation_config):
-    """Same curve, same weights; and rows for each export and method at both temperatures."""
+    """Curve and weights stay, and each export and method has rows at both temperatures."""
     plain, evaluated = tmp_path / "plain", tmp_path / "evaluated"
     more = ("--export.steps", "[2]")
     distill.main(distill_arguments(workspace, plain, *more, steps=4))
@@ -242,7 +242,7 @@ def test_an_inline_evaluation_that_fails_is_told_and_the_training_finishes(
 def test_the_training_state_is_saved_before_the_evaluation(
     workspace, tmp_path, evaluation_config, monkeypatch
 ):
-    """Exports at step 3 (no validation then) and 4 (validation, which saves behind it)."""
+    """Step 3 exports without a validation, step 4 with one, behind which the state is saved."""
     saved = []
 
     def look(self, checkpoint):
@@ -257,7 +257,7 @@ def test_the_training_state_is_saved_before_the_evaluation(
 
 
 def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluation_config):
-    """`eval_spec.py --run` afterwards: the same rows in the same order, but for the clock's."""
+    """`eval_spec.py --run` gives the same rows in the same order, but for the clock's."""
     run_dir = tmp_path / "run"
     more = ("--evaluation.mode", "inline", "--evaluation.config", str(evaluation_config))
     more += ("--export.steps", "[2]")

@@ -1,4 +1,4 @@
-"""Checkpoints: every value comes back, nothing damaged is used, and a resumed run is the same run.
+"""Every value of a checkpoint comes back, nothing damaged is used, and a resumed run is the same.
 
 "The same" is bit for bit: rows of metrics.csv as text and the bytes of the final weights.
 """
@@ -36,7 +36,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def uninterrupted(workspace, tmp_path_factory) -> Path:
-    """A whole run with a checkpoint of every step."""
+    """Run a training with a checkpoint of every step."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     distill.main(distill_arguments(workspace, run_dir, steps=STEPS))
     return run_dir
@@ -82,7 +82,7 @@ def test_nested_state_comes_back_exactly():
 
 
 def test_tensors_that_share_memory_are_stored_each_on_its_own(tmp_path):
-    """Tied weights and views of one another, which safetensors refuses to write."""
+    """Tied weights and views, which safetensors refuses to write, come back whole."""
     tied = torch.randn(3, 2)
     state = {**dict.fromkeys(STATE_KEYS, 0), "state_dict": {"a": tied, "b": tied, "row": tied[1]}}
     SafeCheckpointIO().save_checkpoint(state, tmp_path / "step-0")
@@ -121,7 +121,7 @@ def test_the_frozen_target_is_not_in_the_checkpoint(uninterrupted):
 @pytest.fixture
 def copy_of_run(uninterrupted, tmp_path):
     def copy(last_step: int) -> Path:
-        """The run as a kill after step `last_step`'s checkpoint would have left it, with the
+        """Copy the run as a kill after step `last_step`'s checkpoint would have left it, with the
         rows of the steps after it already logged."""
         run_dir = tmp_path / f"from-{last_step}"
         shutil.copytree(uninterrupted, run_dir, symlinks=True)

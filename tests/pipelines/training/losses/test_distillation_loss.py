@@ -1,5 +1,4 @@
-"""The chunked losses against dense twins, and what they may cost. (Each kind of divergence, and how
-much a token counts: test_divergences.py.)
+"""The chunked losses equal dense twins and stay in their memory (kinds: test_divergences.py).
 
 Tolerances: fp32 sums over V terms in another order differ by about 1e-6 relative; 1e-5 is the
 bound that the pipeline promises. Memory is counted, not timed: a dispatch mode adds up the storage
@@ -54,7 +53,7 @@ def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
 
 
 def test_more_of_the_teacher_never_lowers_the_top_k_loss():
-    """Data processing inequality, up to the full divergence; the acceptance grows likewise."""
+    """The loss grows up to the full divergence (data processing inequality), as acceptance does."""
     losses, acceptances = [], []
     for k in (1, 2, 8, 40, 97):
         case, _, teacher, _ = top_k_case(k, seed=3)
@@ -153,7 +152,7 @@ def test_rows_outside_the_mask_do_not_count_even_when_they_are_nan():
 
 
 def test_minus_infinity_on_both_sides_is_masked():
-    """Padded ids: weights so negative that the logit overflows to −inf in teacher and student."""
+    """Padded ids have weights so negative that both logits overflow to −inf."""
     case, _ = make_case(student_width=20)
     for side in ("student", "teacher"):
         hidden, head = (case[f"{side}_{part}"].detach().clone() for part in ("hidden", "head"))
@@ -190,7 +189,7 @@ def test_bf16_autocast_keeps_the_softmax_in_fp32():
 
 
 def test_products_in_bf16_are_summed_in_fp32():
-    """However few rows a chunk has. All logits are multiples of 1/4, so that none is rounded."""
+    """A chunk's number of rows changes nothing. Logits are multiples of 1/4, so none is rounded."""
     case, _ = make_case((1, 200), vocab=64)
     case = {
         name: (each * 2).round().clamp(-1, 1) / 2 if each.is_floating_point() else each
@@ -219,7 +218,7 @@ def test_products_in_bf16_are_summed_in_fp32():
     ),
 )
 def test_a_compiled_loss_is_the_same(backend, divergence, k, options, monkeypatch):
-    """In one graph for any number of rows in a chunk but one, which the last chunk has here."""
+    """One graph serves any number of rows but one, which the last chunk has here."""
     monkeypatch.setattr(
         losses, "_compile", functools.cache(partial(torch.compile, backend=backend))
     )
@@ -297,7 +296,7 @@ def test_what_does_not_fit_is_refused(change, message):
 @pytest.mark.parametrize(("on_cuda", "most_bytes"), [(False, 40 << 20), (True, 5 << 29)])
 @pytest.mark.parametrize("vocab", [300, 16_384, 128_256])
 def test_a_chunk_takes_no_more_than_the_documents_say(on_cuda, most_bytes, vocab):
-    """docs/losses.md: 2.5 GiB on a GPU, 40 MiB on a CPU, where 16 rows may take more."""
+    """docs/losses.md says 2.5 GiB on a GPU and 40 MiB on a CPU, where 16 rows may take more."""
     rows = chunk_rows(vocab, on_cuda)
     assert rows >= 16
     assert rows == 16 or most_bytes / 2 < LOSS_BUFFERS * 4 * rows * vocab <= most_bytes
@@ -312,7 +311,7 @@ def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
 
 
 def test_the_memory_counter_sees_dense_logits():
-    """The instrument itself: the dense loss on a small case needs more than its two logits."""
+    """The instrument works: the dense loss on a small case needs more than its two logits."""
     case, _ = make_case((1, 256), 2048)
     case["mask"] = torch.ones_like(case["mask"])
     two_logits = 2 * 256 * 2048 * 4

@@ -32,7 +32,7 @@ def name_of(loss: LossConfig) -> str:
 
 
 def dense(loss, p, q, temperature, accepted=None):
-    """(rows,) of the docstrings' formulas, for distributions of strictly positive probabilities."""
+    """Return the docstrings' formulas (rows,) for distributions of positive probabilities."""
     square, linear = temperature**2, temperature
     kl = (p * (p / q).log()).sum(-1)
     tv = (p - q).abs().sum(-1) / 2
@@ -52,7 +52,7 @@ def dense(loss, p, q, temperature, accepted=None):
 
 
 def in_fp64(case, temperature):
-    """Leaves in fp64, the student's logits (rows, V), and its distribution at the temperature."""
+    """Return leaves in fp64, the student's logits (rows, V) and its distribution."""
     leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
               ("hidden", "head")]
     logits = leaves[0][case["mask"]] @ leaves[1].T
@@ -231,7 +231,7 @@ def test_options_that_do_not_go_together_are_refused(options, message):
 
 
 def partial_case(num_ids=30, seed=0, **options):
-    """A student whose head is over some of the teacher's 97 tokens."""
+    """Make a student whose head is over some of the teacher's 97 tokens."""
     case, _ = make_case(seed=seed, **options)
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(seed))[:num_ids].sort().values
     case["student_head"] = case["student_head"].detach()[ids].requires_grad_()
@@ -239,8 +239,8 @@ def partial_case(num_ids=30, seed=0, **options):
 
 
 def dense_partial(loss, p, q, temperature, outside, accepted=None):
-    """The formulas with q = 0 outside of the head, where p has the mass `outside`; of forward KL
-    the sum over the head's tokens."""
+    """Return the formulas with q = 0 outside of the head, where p has the mass `outside`; of
+    forward KL the sum over the head's tokens."""
     square, linear = temperature**2, temperature
     kl = (p * (p / q).log()).sum(-1)
     tv = ((p - q).abs().sum(-1) + outside) / 2
@@ -283,7 +283,7 @@ def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temper
 @pytest.mark.parametrize(("k", "num_ids"), [(8, 30), (90, 5)])
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids):
-    """Distributions over what both know and the rest; a head of 5 tokens may have no rest."""
+    """The distributions are over what both know and the rest, which a head of 5 may lack."""
     case, ids = partial_case(num_ids)
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
     teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head), k, chunk_rows=5)

@@ -1,4 +1,4 @@
-"""A frozen target whose products are in 8 bits: rounded as far as e4m3 goes, and learnt from."""
+"""A frozen target's products in 8 bits are as exact as e4m3, and a drafter learns from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one operation frees, the next one of a training on a CPU has without asking the kernel."""
+"""Memory that one operation of a training on a CPU frees serves the next without the kernel."""
 
 import subprocess
 import sys

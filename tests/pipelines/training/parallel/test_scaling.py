@@ -1,4 +1,4 @@
-"""One curve, however many processes share a step: gradients are sums over the step's tokens.
+"""However many processes share a step, the curve is one: gradients are sums over its tokens.
 
 Tolerance: in fp32 only the order of those sums differs (rows of a matrix product, then
 micro-batches and ranks), 6e-8 a sum; after six optimizer steps of a tiny model 1e-6 is seen. A
@@ -42,7 +42,7 @@ def one_process(workspace, tmp_path_factory) -> Path:
 
 
 def run_two_processes(forks, arguments: list[str]) -> str:
-    """What the first one printed."""
+    """Run them to their end, and return what the first one printed."""
     log = Path(arguments[arguments.index("--run_dir") + 1] + ".log")
     codes = run_together(forks, 2, arguments, log, [("planted:print_shares", {})] * 2)
     text = Path(f"{log}.0").read_text()
@@ -72,7 +72,7 @@ def test_accumulated_micro_batches_are_one_batch(workspace, one_process, tmp_pat
 
 
 def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_path, monkeypatch):
-    """Bit for bit: the second forward pass of a drafter's layer is the first one's computation."""
+    """The second forward pass of a drafter's layer is the first one's computation, bit for bit."""
     calls = 0
     forward = Layer.forward
 
@@ -91,7 +91,7 @@ def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_pat
 
 
 def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, forks, tmp_path):
-    """Two processes, then one that accumulates, then two."""
+    """Two processes begin, one that accumulates goes on, then two."""
     run_dir = tmp_path / "run"
     run_two_processes(forks, arguments_of(workspace, run_dir, 2, *DDP, steps=2))
     distill.main(arguments_of(workspace, run_dir, 2, steps=4))
@@ -111,7 +111,7 @@ def test_muon_in_two_processes_is_muon_in_one(workspace, forks, tmp_path):
 def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     workspace, one_process, forks, tmp_path
 ):
-    """FSDP2 with the target sharded, too; one process; FSDP2 that accumulates."""
+    """FSDP2 with a sharded target begins, one process goes on, then FSDP2 that accumulates."""
     run_dir = tmp_path / "run"
     sharded = (*FSDP2, "--model.target_placement", "sharded")
     log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *sharded, steps=2))
@@ -129,7 +129,7 @@ def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
 def test_zero_goes_on_with_other_checkpoints_and_they_with_its(
     stage, share, workspace, one_process, forks, tmp_path
 ):
-    """ZeRO; one process; ZeRO that accumulates and computes activations twice."""
+    """ZeRO begins, one process goes on, then ZeRO that computes activations twice."""
     run_dir = tmp_path / "run"
     two = ("--trainer.devices", "2", "--trainer.strategy", f"deepspeed_stage_{stage}")
     more = ("--model.target_placement", "sharded")

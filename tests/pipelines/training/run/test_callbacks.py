@@ -1,4 +1,4 @@
-"""Rows of metrics: at which steps they are logged, and what their tokens per second count."""
+"""Rows of metrics come at the right steps, and their tokens per second count training alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS, STEP_S = 100, 2.0  # of a step
 
 
 class Rehearsal:
-    """A training without a model, by a clock that its steps, validations and exports move on."""
+    """Training without a model, by a clock that its steps, validations and exports move on."""
 
     def __init__(self, monkeypatch, num_steps, interval, device="cpu"):
         self.now, self.rows = 1000.0, {}

@@ -13,8 +13,14 @@ from stree.common.errors import Interrupted, InvariantBroken, NotFound
 from stree_pipelines import distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
-from stree_pipelines.training.run.restarts import note_start
+from stree_pipelines.training.run.restarts import Restarts
 from stree_pipelines.training.run.stopping import STOP_SIGNALS
+
+
+def note_start(run_dir, step, config):
+    restarts = Restarts(run_dir)
+    with restarts.counted(step, config):
+        return restarts.vain
 
 
 def test_restarts_are_counted_until_step_or_configuration_change(tmp_path):

@@ -1,5 +1,5 @@
-"""Loggers of trainer.logger: however they are given they get every row; Weights & Biases is a
-stand-in here, with the calls that Lightning makes."""
+"""Loggers of trainer.logger get every row, however they are given; Weights & Biases is a stand-in
+here, with the calls that Lightning makes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
 
 
 class Run:
-    """What `wandb.init` returns; `told` is all that was ever said to one."""
+    """Stand-in of what `wandb.init` returns; `told` is all that was ever said to one."""
 
     told: list[tuple]
 
@@ -43,7 +43,7 @@ class Run:
 
 @pytest.fixture
 def told(monkeypatch) -> list[tuple]:
-    """With wandb installed: what its run is told."""
+    """Install a stand-in of wandb, and return what its run is told."""
     monkeypatch.setattr(Run, "told", [], raising=False)
     contents = {
         "wandb": {"run": None, "init": Run}, "wandb.wandb_run": {"Run": Run}, "wandb.sdk": {},

@@ -1,4 +1,4 @@
-"""The cache of the target's outputs: what it holds, how it is made, and training from it.
+"""A teacher cache holds the target's outputs, is made in whole shards, and is trained from.
 
 Tolerances: the cache's forward pass packs a sample beside other samples than a batch does, which
 changes the order of sums: about 1e-6 in fp32. Half precision rounds a log-probability x by at most
@@ -67,7 +67,7 @@ def make_cache(workspace: Path, out: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(workspace, tmp_path_factory) -> Path:
-    """All of the vocabulary, in full precision."""
+    """Make a cache of all of the vocabulary, in full precision."""
     out = tmp_path_factory.mktemp("whole") / "cache"
     return make_cache(workspace, out, "--top_k", "320", "--dtype", "float32", *SHARDED)
 
@@ -120,7 +120,7 @@ def test_a_batch_finds_what_the_live_target_says(workspace, whole, changes):
 
 
 def test_half_precision_costs_what_it_may(workspace, whole, small):
-    """Against the same rows in fp32: ids in order of probability, mass of one in all."""
+    """The rows are those in fp32, ids in order of probability and a mass of one in all."""
     data = data_of(workspace)
     data.use_teacher(TeacherCache(small))
     few = data.micro_batches()[0]
@@ -368,7 +368,7 @@ def test_a_damaged_description_is_refused(changes, message, small, tmp_path):
 
 
 def test_rows_of_another_form_are_refused(workspace, small, tmp_path):
-    """As they would be from somebody who makes a manifest that fits them."""
+    """Their manifest fits them, as somebody could make it."""
     shutil.copytree(small, tmp_path / "cache")
     folder = tmp_path / "cache/train/shard-00000-of-00001"
     extra = {"cache": json.loads((folder / "MANIFEST.json").read_text())["cache"]}
@@ -409,7 +409,7 @@ def values(rows: list[dict[str, str]], name: str) -> list[float]:
 def test_the_whole_vocabulary_gives_the_live_curve(
     workspace, whole, live_rows, tmp_path, monkeypatch
 ):
-    """And the target's weights are not loaded: a drafter of its own kind needs its config only."""
+    """The target's weights are not loaded: a drafter of its own kind needs its config only."""
     monkeypatch.setattr(distillation, "load_model", None)
     more = (*random_drafter(), "--model.teacher_cache", str(whole))
     distill.main(distill_arguments(workspace, tmp_path, *more))

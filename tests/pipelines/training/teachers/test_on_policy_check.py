@@ -28,7 +28,7 @@ def whole_on_policy_check(monkeypatch):
 
 @pytest.fixture(scope="module")
 def module(workspace) -> Distillation:
-    """With a target that is sure enough of itself to be told from chance."""
+    """Make a distillation whose target is sure enough of itself to be told from chance."""
     module = Distillation(str(workspace / "target"))
     with torch.no_grad():
         module.frozen.model.model.norm.weight.mul_(8)
@@ -37,7 +37,7 @@ def module(workspace) -> Distillation:
 
 
 def table_of(rows: list[tuple[list[int], list[int]]]) -> TokenTable:
-    """Of (prompt, answer) pairs."""
+    """Make a table of (prompt, answer) pairs."""
     lengths = [len(prompt) + len(answer) for prompt, answer in rows]
     return TokenTable(
         np.array([token for row in rows for part in row for token in part], np.int32),
