@@ -1,7 +1,6 @@
 """Checkpoint folders: MambaInLlama's layout by hand, and round trips."""
 
 import json
-import math
 from pathlib import Path
 
 import oracle
@@ -100,25 +99,6 @@ def test_the_published_8b_config_gives_the_documented_shapes(tmp_path):
     assert config.conv_dim == 4096 + 2 * 1024
     with torch.device("meta"):
         assert HybridModel(config).num_parameters() == 8_301_352_448
-
-
-def test_the_keys_of_the_published_mamba2_config_are_known(tmp_path):
-    """Those of Mamba-Codestral-7B, as transformers 4.44 wrote them."""
-    write_json(
-        tmp_path / "config.json",
-        _name_or_path="/raid/", architectures=["Mamba2ForCausalLM"], bos_token_id=0, chunk_size=256,
-        conv_kernel=4, eos_token_id=0, expand=2, head_dim=64, hidden_act="silu", hidden_size=4096,
-        initializer_range=0.1, intermediate_size=8192, layer_norm_epsilon=1e-05,
-        model_type="mamba2", n_groups=8, norm_before_gate=True, num_heads=128,
-        num_hidden_layers=64, pad_token_id=0, rescale_prenorm_residual=False,
-        residual_in_fp32=True, rms_norm=True, state_size=128, tie_word_embeddings=False,
-        time_step_floor=0.0001, time_step_init_scheme="random", time_step_limit=[0.0, math.inf],
-        time_step_max=0.1, time_step_min=0.001, time_step_rank=256, time_step_scale=1.0,
-        torch_dtype="bfloat16", transformers_version="4.44.0.dev0", use_bias=False, use_cache=True,
-        use_conv_bias=True, vocab_size=32768,
-    )
-    config = load_config(tmp_path)
-    assert config.num_ssm_heads == 128 and config.dt_limit == (0.0, math.inf)
 
 
 def test_generation_config_names_more_ends(tmp_path):
@@ -260,26 +240,24 @@ def test_loaded_weights_do_not_follow_the_file(tmp_path):
 # Other files
 
 
-def test_bin_files_are_read_as_tensors_only(tmp_path):
-    weights = mamba_in_llama(tmp_path)
-    wanted = load_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    assert_same_model(load_model(tmp_path), wanted)
-    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert_same_model(load_model(tmp_path), wanted)
-
-
-def test_sharded_bin_files(tmp_path):
-    weights = mamba_in_llama(tmp_path)
-    wanted = load_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
+def shards(weights):
     names = list(weights)
+    return {
+        f"pytorch_model-{part}.bin": {name: weights[name] for name in names[part::2]}
+        for part in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before PyTorch 1.6"])
+@pytest.mark.parametrize("split", [lambda w: {"pytorch_model.bin": w}, shards], ids=["one", "two"])
+def test_bin_files_are_read(tmp_path, split, zipped):
+    weights = mamba_in_llama(tmp_path)
+    wanted = load_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     weight_map = {}
-    for part in (0, 1):
-        file = f"pytorch_model-{part}.bin"
-        torch.save({name: weights[name] for name in names[part::2]}, tmp_path / file)
-        weight_map |= dict.fromkeys(names[part::2], file)
+    for file, tensors in split(weights).items():
+        torch.save(tensors, tmp_path / file, _use_new_zipfile_serialization=zipped)
+        weight_map |= dict.fromkeys(tensors, file)
     write_json(tmp_path / "pytorch_model.bin.index.json", weight_map=weight_map)
     assert_same_model(load_model(tmp_path), wanted)
 

@@ -27,6 +27,7 @@ READ = {
         (248044, 248046), ["hidden_size", "pad_token_id"],
     ),
     "mamba2-1.3b-distill-model_type-mamba": ((), []),
+    "Mamba-Codestral-7B": ((0,), ["norm_before_gate"]),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": ((2,), ["partial_rotary_factor"]),
 }
 REFUSED = {

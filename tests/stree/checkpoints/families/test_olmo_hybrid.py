@@ -12,7 +12,7 @@ from transformers import OlmoHybridConfig
 
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.configs import checkpoint_config_of
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.load_save import load_model
 from stree.common.errors import CheckpointRefused
 
 TOKENS = torch.arange(9)[None] % VOCAB
@@ -66,21 +66,14 @@ def test_positions_are_those_of_transformers(tmp_path, rope, rotates):
         ),
         ({"layer_types": ["linear_attention"] * 3}, "has no layer of full_attention"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
+        # allocates nothing
+        ({"linear_num_value_heads": 2**31 - 1}, "use weights and config of the same checkpoint"),
     ],
 )
 def test_what_cannot_be_told_is_refused(tmp_path, changes, complaint):
     random_reference("olmo_hybrid", ROTATES).save_pretrained(tmp_path)
     said_otherwise(tmp_path, changes)
     with pytest.raises(CheckpointRefused, match=complaint):
-        load_config(tmp_path)
-
-
-def test_a_size_of_a_damaged_config_allocates_nothing(tmp_path):
-    random_reference("olmo_hybrid", ROTATES).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    usual = json.loads(path.read_text())
-    path.write_text(json.dumps({**usual, "linear_num_value_heads": 2**31 - 1}))
-    with pytest.raises(CheckpointRefused, match="use weights and config of the same checkpoint"):
         load_model(tmp_path)
 
 
