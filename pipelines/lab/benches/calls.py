@@ -266,12 +266,13 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
     two products.
     """
     sizes = []
+    model.pack()
 
     def add(projection: nn.Linear) -> None:
         sizes.append((projection.out_features, projection.in_features))
 
     def add_part(part: Part | SideBySide) -> None:
-        sizes.extend(part.product_sizes())
+        sizes.extend((each.weight.shape[0], each.weight.shape[1]) for each in part.packed)
         if isinstance(part, Experts):
             chosen = round(chosen_experts(part.config, num_nodes))
             for weight in (part.up, part.down):

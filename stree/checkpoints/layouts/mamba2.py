@@ -22,6 +22,7 @@ def transformers_spec(values: CheckedJson) -> HybridConfig:
             f"{d_inner}"
         )
     eps = values.number("layer_norm_epsilon", 1e-5)
+    lowest, highest = values.numbers("time_step_limit", config_parts.NO_LIMIT)
     return HybridConfig(
         vocab_size=values.integer("vocab_size"),
         d_model=d_model,
@@ -32,7 +33,7 @@ def transformers_spec(values: CheckedJson) -> HybridConfig:
         conv_bias=values.boolean("use_conv_bias", True),
         gated_norm_eps=eps,
         chunk_size=values.integer("chunk_size", 256),
-        dt_limit=values.numbers("time_step_limit", config_parts.NO_LIMIT),
+        dt_limit=(lowest, highest),
         **config_parts.mixer(num_heads, head_dim, values.integer("state_size"), groups),
         **config_parts.special_tokens(values),
     )

@@ -28,14 +28,13 @@ class SideBySide:
     """
 
     mixers: list[tuple[Any, int]]
-    packed: tuple[Joined, Joined] | tuple[None, None] = (None, None)
+    packed: tuple[Joined, ...] = ()
 
     def __call__(self, x: Tensor, context: TrainingPass) -> Tensor:
         return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
 
     def tree(self, x: Stream, cache: None, call: TreePass) -> Tensor:
         (read, last), closing = self.packed, self._closing()
-        assert read is not None and last is not None
         products = [mixer.products()[0] for mixer, _ in self.mixers]
         widths = [sum(each.out_features for each in product) for product in products]
         projected = project(x, read)
@@ -54,20 +53,12 @@ class SideBySide:
 
     def pack(self) -> None:
         """Pack the weights of all mixers (`Part.pack`)."""
-        read, last = self.packed
+        read, last = self.packed or (None, None)
         keeps_rows = any(mixer.keeps_rows for mixer, _ in self.mixers)
         reading = joined(self._reading(), read, keeps_rows)
         self.packed = reading, next_to_each_other(self._closing(), last)
         for mixer, _ in self.mixers:
             mixer.pack_own()
-
-    def product_sizes(self) -> list[tuple[int, int]]:
-        """Return rows and columns of the weights of both products (`Part.product_sizes`)."""
-        reading, closing = self._reading(), self._closing()
-        return [
-            (sum(each.out_features for each in reading), reading[0].in_features),
-            (closing[0].out_features, sum(each.in_features for each in closing)),
-        ]
 
     def _reading(self) -> list[nn.Linear]:
         return [each for mixer, _ in self.mixers for each in mixer.products()[0]]

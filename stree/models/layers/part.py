@@ -286,13 +286,6 @@ class Part(nn.Module):
         """Return the projections; those of one input stand together as one product of a call."""
         return []
 
-    def product_sizes(self) -> list[tuple[int, int]]:
-        """Return rows and columns of the weights of a call's products."""
-        return [
-            (sum(each.out_features for each in together), together[0].in_features)
-            for together in self.products()
-        ]
-
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them; values and shapes stay."""
         products = self.products()
