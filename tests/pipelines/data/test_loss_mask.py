@@ -154,6 +154,8 @@ def test_mask_covers_each_answer_and_its_end_and_nothing_else(tokenizer, templat
     chat = encode(tokenizer, TURNS, template)
     assert chat.tokens.dtype == np.int32 and chat.assistant.dtype == bool
     assert spoken(chat, tokenizer) == [answer + end for answer in ANSWERS]
+    marked = {PLAIN_STREE: STREE_CHAT, PLAIN_CHATML: CHATML}.get(template, template)
+    assert np.array_equal(chat.tokens, encode(tokenizer, TURNS, marked).tokens)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +180,6 @@ def test_ids_and_mask_equal_transformers_own(tokenizer, template):
     chat = encode(tokenizer, TURNS, template)
     assert chat.tokens.tolist() == theirs["input_ids"]
     assert chat.assistant.tolist() == [bool(flag) for flag in theirs["assistant_masks"]]
-
-
-def test_marked_and_unmarked_template_agree(tokenizer):
-    for marked, unmarked in ((STREE_CHAT, PLAIN_STREE), (CHATML, PLAIN_CHATML)):
-        one, other = encode(tokenizer, TURNS, marked), encode(tokenizer, TURNS, unmarked)
-        assert np.array_equal(one.tokens, other.tokens)
-        assert np.array_equal(one.assistant, other.assistant)
 
 
 def conversation(rng, num_answers, is_thoughtful):
@@ -330,15 +325,17 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     )
 
 
-def test_what_a_template_says_moves_no_terminal(tokenizer):
-    with pytest.raises(BadData, match=r"refuses the turns 'user': a \[2Jb") as said:
-        encode(tokenizer, TURNS[1:2], "{{ raise_exception('a\x1b[2Jb') }}")
-    assert "\x1b" not in str(said.value)
-
-
-def test_template_that_refuses_a_turn_is_bad_data(tokenizer):
-    with pytest.raises(BadData, match=r"refuses the turns 'tool': unknown role tool"):
-        encode(tokenizer, [("tool", "x")])
+@pytest.mark.parametrize(
+    ("turns", "template", "said"),
+    [
+        ([("tool", "x")], None, "refuses the turns 'tool': unknown role tool"),
+        (TURNS[1:2], "{{ raise_exception('a\x1b[2Jb') }}", r"refuses the turns 'user': a \[2Jb"),
+    ],
+)
+def test_a_template_s_refusal_is_bad_data_and_moves_no_terminal(tokenizer, turns, template, said):
+    with pytest.raises(BadData, match=said) as refused:
+        encode(tokenizer, turns, template)
+    assert "\x1b" not in str(refused.value)
 
 
 @pytest.mark.parametrize("template", [LLAMA_2, NO_CONTROLS], ids=["llama-2", "no-controls"])
@@ -372,16 +369,13 @@ def test_truncation_stored_with_the_tokenizer_does_not_cut(tokenizer):
     assert np.array_equal(encode(cutting, TURNS).tokens, whole)
 
 
-def test_the_date_of_a_template_is_fixed(tokenizer):
-    dated = "{{- date_string if date_string is defined else strftime_now('%d %b %Y') -}}"
-    assert tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], dated)) == "26 Jul 2024"
-
-
-def test_a_template_that_asks_for_the_date_gets_it(tokenizer):
+def test_the_date_of_a_template_is_fixed_where_it_reads_one(tokenizer):
     """Today's, as transformers' sandbox has it, for a template that reads no `date_string`."""
-    asks = "{{- strftime_now('%d %b %Y') -}}"
+    asks = "strftime_now('%d %b %Y')"
+    dated = f"{{{{- date_string if date_string is defined else {asks} -}}}}"
+    assert tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], dated)) == "26 Jul 2024"
     before = datetime.now()
-    said = tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], asks))
+    said = tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], f"{{{{- {asks} -}}}}"))
     assert said in {each.strftime("%d %b %Y") for each in (before, datetime.now())}
 
 

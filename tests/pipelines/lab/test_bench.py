@@ -76,6 +76,22 @@ def test_rows(tmp_path, monkeypatch):
     )  # some stay in fp32
 
 
+@torch.no_grad()
+def test_kernels_are_timed_beside_their_twins(monkeypatch):
+    """As on a GPU, where only the optional package of single updates may be missing."""
+    monkeypatch.setattr(OpCall, "fused", True)
+    monkeypatch.setattr(bench_kernels, "side_by_side", lambda functions, *_: {
+        name: {"median": 8.0} for name, call in functions.items() if call() is not NotImplemented
+    })
+    rows = bench_kernels.measure("tiny", [3], 8, 2, 1, CPU)
+    ways = {row["op"]: {name for name in row if name.startswith("us_")} for row in rows}
+    both = {"us_naive", "us_fused"}
+    assert ways == {
+        op: both | {"us_multi_step"} if op in ("mamba_tree", "gated_delta_tree") else both
+        for op in bench_kernels.OPS
+    }
+
+
 def test_bytes_of_a_cache_without_keys():
     """What is estimated, and what its tensors are."""
     config = models.OWN_SHAPES["tiny"].replace(attn_layers=())
@@ -228,16 +244,6 @@ def test_families_are_measured_one_after_the_other(
         (name, row) for name in names for each in what for row in rows_of[each]
     ]
     assert all(line["tau"] == 2 for line in lines if line["what"] == "step")
-
-
-def test_steps_with_several_drafters(captured_on_cpu, monkeypatch):
-    monkeypatch.setattr(bench_decode, "CAPTURED", ())
-    options = SimpleNamespace(
-        what=["steps"], taus=[2.0], context=4, repeats=1, num_steps=2,
-        drafters=["own", "head=16", "layers=1"], trees=["paper"],
-    )
-    rows = list(bench_decode.measure("tiny", options, CPU))
-    assert [row.get("drafter") for row in rows] == [None, "head=16", "layers=1"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -399,10 +405,6 @@ def test_memory_that_does_not_suffice_says_what_to_do(measured, monkeypatch):
     monkeypatch.setattr(bench_decode, "measure", no_memory)
     with pytest.raises(OutOfMemory, match=r"CUDA out of memory.; fewer .* need less"):
         measured(bench_decode)
-
-
-def test_a_run_logs_its_last_step():
-    assert bench_report.logged_steps(25) == [1, *range(2, 25, 2), 25]
 
 
 def test_a_run_is_measured_once():

@@ -45,6 +45,7 @@ def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
     row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
     four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
     assert bench_report.logged_steps(40) == [1, *range(4, 41, 4)]
+    assert bench_report.logged_steps(25) == [1, *range(2, 25, 2), 25]
     cells, figures = report(tmp_path, (row, four), capsys)
     assert cells[-1] == ["ddp", "4", "100,000", "0.912", "0"] and figures == {"losses"}
 
