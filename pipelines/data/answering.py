@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,26 +116,6 @@ def seed_of(seed: int, prompt: int, sample: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def serve(
-    decoder: BatchDecoder, requests: Iterable[tuple[int, Request]]
-) -> Iterator[tuple[int, GenerationOutput]]:
-    """Yield the outputs by the requests' keys, each as it ends; one request per row at once.
-
-    Raises the error of a request that ends with one.
-    """
-    keys: list[int] = []  # by place among the requests
-
-    def drawn() -> Iterator[Request]:
-        for key, request in requests:
-            keys.append(key)
-            yield request
-
-    with closing(decoder.serve(drawn())) as reports:
-        for served in reports:
-            if served.report.finish_reason and served.report.error is None:
-                yield keys[served.number], served.release()
-
-
 @dataclass
 class Tally:
     """Tokens, target calls and seconds of many answers.
@@ -244,9 +224,12 @@ class Generation:
         numbers = [number for shard in mine for number in self.spec.rows(shard)]
         finished: dict[int, dict[int, Answer]] = {shard: {} for shard in mine}
         tally, since = Tally(), time.perf_counter()
-        requests = ((number, self.request(number)) for number in numbers)
-        with progress.task("answers", len(numbers)) as task:
-            for number, output in serve(decoder, requests):
+        reports = decoder.serve(map(self.request, numbers))
+        with progress.task("answers", len(numbers)) as task, closing(reports):
+            for served in reports:
+                if not served.report.finish_reason or served.report.error is not None:
+                    continue  # an error is raised when the next report is asked for
+                number, output = numbers[served.number], served.release()
                 shard = number // self.spec.shard_samples
                 finished[shard][number] = self._answer(number, output)
                 if len(finished[shard]) == len(self.spec.rows(shard)):

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,19 +87,21 @@ class Served:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All requests of a run, by arrival.
-
-    row_seconds: time of steps times the rows that were busy in each.
-    """
+    """All requests of a run, by arrival."""
 
     requests: list[Served]
-    row_seconds: float
     num_rows: int
 
     @property
     def duration_s(self) -> float:
         """Seconds from the first arrival until the last token."""
         return max(r.finished for r in self.requests) - self.requests[0].arrival
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the rows that held a request, on average over the duration."""
+        held = sum(r.finished - r.admitted for r in self.requests)
+        return min(1.0, held / (self.num_rows * self.duration_s))
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> NDArray[np.float64]:
@@ -123,43 +126,36 @@ def serve(
     """
     served = [Served(float(moment)) for moment in arrivals]
     coming, waiting = deque(range(len(requests))), deque[int]()
-    under_way: dict[int, int] = {}  # row → request
-    row_seconds = 0.0
-    try:
-        while coming or waiting or under_way:
+    admitted: list[int] = []
+
+    def due() -> Iterator[Request | None]:
+        """Yield each request when the policy admits it, None where steps come first."""
+        while coming or waiting:
             now = clock.now()
             while coming and served[coming[0]].arrival <= now:
                 waiting.append(coming.popleft())
             num_free = decoder.num_free_rows
-            due = policy.due_at([served[i].arrival for i in waiting], num_free, decoder.num_rows)
-            if due <= now:
+            moment = policy.due_at([served[i].arrival for i in waiting], num_free, decoder.num_rows)
+            if moment <= now:
                 for _ in range(min(num_free, len(waiting))):
-                    index = waiting.popleft()
-                    under_way[decoder.admit(requests[index])] = index
-                    served[index].admitted = now
-            if not under_way:
-                clock.wait_until(min(due, served[coming[0]].arrival if coming else math.inf))
-                continue
-            before = clock.now()
-            reports = decoder.step()
-            now = clock.now()
-            row_seconds += len(under_way) * (now - before)
-            for report in reports:
-                if report.error is not None:
-                    raise report.error
-                one = served[under_way[report.row]]
-                if report.tokens and math.isnan(one.first_token):
-                    one.first_token = now
-                if report.finish_reason:
-                    del under_way[report.row]
-                    output = decoder.release(report.row)
-                    one.finished, one.num_tokens = now, len(output.tokens)
-                    one.stats = output.stats
-                    on_finished(one)
-    finally:
-        for row in under_way:
-            decoder.release(row)
-    return Traffic(served, row_seconds, decoder.num_rows)
+                    admitted.append(waiting.popleft())
+                    served[admitted[-1]].admitted = now
+                    yield requests[admitted[-1]]
+            elif num_free < decoder.num_rows:
+                yield None
+            else:
+                clock.wait_until(min(moment, served[coming[0]].arrival if coming else math.inf))
+
+    with closing(decoder.serve(due())) as reports:
+        for each in reports:
+            one, now = served[admitted[each.number]], clock.now()
+            if each.report.tokens and math.isnan(one.first_token):
+                one.first_token = now
+            if each.report.finish_reason and each.report.error is None:
+                output = each.release()
+                one.finished, one.num_tokens, one.stats = now, len(output.tokens), output.stats
+                on_finished(one)
+    return Traffic(served, decoder.num_rows)
 
 
 def figures_of(traffic: Traffic) -> dict[str, Any]:
@@ -183,7 +179,7 @@ def figures_of(traffic: Traffic) -> dict[str, Any]:
         "waiting_s": _spread([r.admitted - r.arrival for r in requests]),
         "throughput": sum(r.num_tokens for r in requests) / seconds,
         "requests_per_second": len(requests) / seconds,
-        "occupancy": min(1.0, traffic.row_seconds / (traffic.num_rows * seconds)),
+        "occupancy": traffic.occupancy,
         "acceptance_length": num_new_tokens / num_calls if num_calls else None,
         "duration_s": seconds,
     }

@@ -108,14 +108,16 @@ def generate_until(workspace, monkeypatch):
     """Return a call that generates until so many answers are there, and is stopped then."""
 
     def run(stop_after, out, *options):
-        def serve(*given, original=answering.serve):
-            for done, each in enumerate(original(*given)):
-                if done == stop_after:
-                    raise KeyboardInterrupt
-                yield each
+        made = []
+
+        def answer(generation, number, output, original=answering.Generation._answer):
+            if len(made) == stop_after:
+                raise KeyboardInterrupt
+            made.append(number)
+            return original(generation, number, output)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(answering, "serve", serve)
+            patched.setattr(answering.Generation, "_answer", answer)
             generate(workspace, out, *options)
 
     return run
