@@ -43,7 +43,6 @@ class TargetCLI(TrainingCLI):
         add = parser.add_argument
         add("--tokenizer.vocab_size", type=int | None, default=None,
             help="Train a tokenizer of this size on data.train first.")
-        add("--tokenizer.template", type=str, default="stree-chat", help="Chat template it gets.")
         add("--tokenizer.limit", type=int | None, default=None,
             help="Conversations to train it on; all by default.")
         parser.set_defaults({"data.tokenizer": ""})
@@ -80,7 +79,7 @@ class TargetCLI(TrainingCLI):
             train = data["train"]
             sources = [train] if isinstance(train, str) else train
             texts = (text for source in sources for text in texts_of(source, options["limit"]))
-            train_tokenizer(texts, options["vocab_size"], folder, options["template"])
+            train_tokenizer(texts, options["vocab_size"], folder)
         deadline = time.monotonic() + TOKENIZER_DEADLINE_S
         while not folder.is_dir():  # other ranks; it appears whole
             if time.monotonic() > deadline:

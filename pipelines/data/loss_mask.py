@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from stree.chat_encoding import ChatEncoder
-from stree.common.errors import UsageError, shown
+from stree.common.errors import shown
 from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.data.conversations import read_conversations
 
@@ -25,19 +27,13 @@ def show_mask(
     if color is None:
         color = sys.stdout.isatty()
     opening, closing = ("\x1b[1;32m", "\x1b[0m") if color else ("⟦", "⟧")
-    parts, at = [], 0
-    flags = [bool(flag) for flag in mask]
-    ids = [int(token) for token in tokens]
-    if len(ids) != len(flags):
-        raise UsageError(f"{len(ids)} tokens, but a mask of {len(flags)}")
-    while at < len(ids):
-        stop = at
-        while stop < len(ids) and flags[stop] == flags[at]:
-            stop += 1
-        text = shown(tokenizer.decode(ids[at:stop], skip_special_tokens=False))
-        parts.append(f"{opening}{text}{closing}" if flags[at] else text)
-        at = stop
-    legend = f"{opening}counts for the loss{closing}: {sum(flags)} of {len(flags)} tokens\n"
+    parts = []
+    marked = [(int(token), bool(flag)) for token, flag in zip(tokens, mask, strict=True)]
+    for counts, run in groupby(marked, key=itemgetter(1)):
+        text = shown(tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
+        parts.append(f"{opening}{text}{closing}" if counts else text)
+    total = sum(counts for _, counts in marked)
+    legend = f"{opening}counts for the loss{closing}: {total} of {len(marked)} tokens\n"
     return legend + "".join(parts)
 
 

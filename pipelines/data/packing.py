@@ -119,8 +119,6 @@ def pack(
     drafts. A sample with no assistant token (beyond its first token, which nothing predicts) within
     T is left out (counted).
     """
-    if sequence_length < 2:
-        raise ValueError(f"sequence_length must be at least 2, got {sequence_length}")
     T = sequence_length
     full_lengths = table.lengths
     lengths = np.minimum(full_lengths, T)

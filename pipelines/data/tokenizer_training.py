@@ -11,7 +11,7 @@ import stree.common.threads  # noqa: F401  (before torch is loaded)
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stree.chat_encoding import TEMPLATES
+from stree.chat_encoding import STREE_CHAT
 from stree.common.errors import UsageError, exit_with_reason
 from stree.common.files import publish_directory
 from stree_pipelines.console.command_line import PlainParser
@@ -28,13 +28,11 @@ SPLIT = (
 
 
 def train_tokenizer(
-    texts: Iterable[str],
-    vocab_size: int,
-    out_dir: str | Path,
-    template: str = "stree-chat",
-    overwrite: bool = False,
+    texts: Iterable[str], vocab_size: int, out_dir: str | Path, overwrite: bool = False
 ) -> Any:
     """Train on `texts`, write a `transformers` tokenizer folder, and return the tokenizer.
+
+    Its chat template is `stree-chat`.
 
     The same texts in the same order give the same files. The vocabulary has exactly `vocab_size`
     entries, a multiple of 64: the control tokens, the 256 bytes, the merges, and, when the texts
@@ -47,17 +45,11 @@ def train_tokenizer(
         raise UsageError(
             f"vocab_size must be a multiple of {MULTIPLE} from {smallest} on, got {vocab_size}"
         )
-    if template not in TEMPLATES or not all(
-        token in TEMPLATES[template] for token in ("<|assistant|>", END)
-    ):
-        raise UsageError(f"template {template!r} does not use {', '.join(CONTROL_TOKENS)}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -75,7 +67,7 @@ def train_tokenizer(
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
-        chat_template=TEMPLATES[template],
+        chat_template=STREE_CHAT,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
@@ -97,18 +89,14 @@ def main(arguments: list[str] | None = None) -> None:
         "tokenizer_training.py", description="Train a byte-level BPE tokenizer on conversations."
     )
     parser.add_argument("out", help="folder to write")
-    parser.add_argument(
-        "--data", required=True, nargs="+", help="JSONL(.gz), Parquet, datasets name"
-    )
+    parser.add_argument("--data", required=True, nargs="+",
+                        help="JSONL(.gz), Parquet, datasets name")
     parser.add_argument("--vocab-size", type=int, default=4096, help=f"a multiple of {MULTIPLE}")
-    parser.add_argument("--template", default="stree-chat", help="chat template that it ships with")
     parser.add_argument("--limit", type=int, help="conversations of each source, default all")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     options = parser.parse_args(arguments)
     texts = (text for source in options.data for text in texts_of(source, options.limit))
-    tokenizer = train_tokenizer(
-        texts, options.vocab_size, options.out, options.template, options.overwrite
-    )
+    tokenizer = train_tokenizer(texts, options.vocab_size, options.out, options.overwrite)
     print(f"{len(tokenizer):,} tokens -> {options.out}")
 
 

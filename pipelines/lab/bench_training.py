@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from stree_pipelines.lab.benches.command import (
     require_some,
 )
 from stree_pipelines.lab.benches.models import OWN_SHAPES, random_model
-from stree_pipelines.lab.benches.timing import Row
+from stree_pipelines.lab.benches.timing import Row, spread
 from stree_pipelines.lab.benches.training_step import TEACHERS, TeacherKind, step_row
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parallel.sharding import require_supported
@@ -91,19 +90,14 @@ def measure(
             with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
                 run = list(csv.DictReader(file))
             losses = [float(row["loss"]) for row in run]
-            rates = sorted(float(row["tokens_per_second"]) for row in run[2:])  # step 1 is a row
-            median = statistics.median(rates)
-            alone = alone or (losses, median)
+            rates = spread([float(row["tokens_per_second"]) for row in run[2:]])  # step 1 is a row
+            alone = alone or (losses, rates["median"])
             yield dict(
                 what="distill", shape=shape, strategy=strategy, num_processes=count,
                 rows_a_step=rows_a_step, batch_size=batch_size, sequence_length=sequence_length,
-                num_steps=steps, options=more,
-                tokens_per_second=dict(
-                    median=median, p20=rates[len(rates) // 5], p80=rates[-1 - len(rates) // 5]
-                ),
-                losses=losses,
+                num_steps=steps, options=more, tokens_per_second=rates, losses=losses,
                 loss_distance=max(abs(a - b) / b for a, b in zip(losses, alone[0], strict=True)),
-                efficiency=median / alone[1] / count,
+                efficiency=rates["median"] / alone[1] / count,
             )
 
 

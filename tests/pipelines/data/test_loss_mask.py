@@ -403,5 +403,3 @@ def test_show_mask_in_plain_and_colour(tokenizer):
     assert "\x1b" not in show_mask(chat.tokens, chat.assistant, tokenizer)  # no terminal here
     hostile = encode(tokenizer, [("user", "a\x1b[2Jb"), ("assistant", "c")])
     assert "a\ufffd[2Jb" in show_mask(hostile.tokens, hostile.assistant, tokenizer, color=False)
-    with pytest.raises(UsageError, match="a mask of 2"):
-        show_mask([1], [True, False], tokenizer)

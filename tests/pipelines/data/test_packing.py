@@ -102,11 +102,6 @@ def test_a_sample_whose_only_assistant_token_is_its_first_is_left_out():
     assert len(pack(table, 8, [0])) == 0
 
 
-def test_rows_of_one_token_are_refused():
-    with pytest.raises(ValueError, match="at least 2, got 1"):
-        pack(random_table(0), 1, [0])
-
-
 @pytest.mark.parametrize("share,taken", [(2.6, 1), (3.2, 2), (4.6, 2), (5.4, 3)])
 def test_mixing_takes_the_nearest_whole_sample(share, taken):
     """`share` tokens are wanted of samples of two: the nearest number of samples is taken."""

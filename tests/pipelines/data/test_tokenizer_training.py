@@ -55,11 +55,6 @@ def test_an_existing_folder_is_kept_unless_told(folder):
     train_tokenizer(TEXTS, 448, folder, overwrite=True)
 
 
-def test_a_template_of_other_control_tokens_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="'chatml' does not use"):
-        train_tokenizer(TEXTS, 448, tmp_path / "t", template="chatml")
-
-
 def test_texts_are_every_turn(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
