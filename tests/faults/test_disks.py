@@ -151,7 +151,8 @@ def test_a_limit_on_the_size_of_files(training, tmp_path):
         r"error: cannot write \S+/step-00000003: File too large "
         r"\((\d+) bytes needed, \d+ bytes free\): raise .* \(ulimit -f\)"
     )
-    said = assert_refused(training.run(run_dir, limit_file_bytes=100_000), run_dir, reason)
+    limit = ("planted:limit_files", {"num_bytes": 100_000})
+    said = assert_refused(training.run(run_dir, before=limit), run_dir, reason)
     assert int(said[1]) > 100_000
     assert training.run(run_dir).poll() == 0
     assert_same_run(run_dir, training.whole)

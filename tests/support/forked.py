@@ -12,7 +12,6 @@ As a script this file is the helper: it reads one JSON request a line, and answe
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import importlib
 import json
@@ -21,7 +20,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -92,8 +90,7 @@ class Forks:
     def start(
         self, script: Path, arguments: list[str], output: Path,
         before: tuple[str, Mapping[str, Any]] | None = None,
-        environment: Mapping[str, str | None] | None = None, limit_file_bytes: int | None = None,
-        terminal: str | None = None,
+        environment: Mapping[str, str | None] | None = None,
     ) -> Command:
         """Start `python script arguments` in a process of its own.
 
@@ -103,14 +100,10 @@ class Forks:
             before: ("module:function", keyword arguments), called in the new process first: a test
                 puts its fault there.
             environment: variables to set on top of the test's own; None removes one.
-            limit_file_bytes: the largest file it may write, as `ulimit -f` sets it.
-            terminal: path of the terminal it is started on, in a session of its own; `output` gets
-                nothing then.
         """
         request = {
             "script": str(script), "arguments": arguments, "output": str(output),
             "before": before, "environment": dict(environment or {}),
-            "limit_file_bytes": limit_file_bytes, "terminal": terminal,
         }
         output.touch()
         return Command(self, self._ask(request)["pid"], output)
@@ -161,8 +154,6 @@ def wait_until(
 
 def _serve() -> None:
     gc.disable()  # what is imported stays
-    import resource
-
     import torch.utils.tensorboard  # noqa: F401 (Lightning's logger imports it when it starts)
 
     for name in ("distill", "train_target", "eval_spec"):
@@ -181,16 +172,11 @@ def _serve() -> None:
             _answer({"code": os.waitstatus_to_exitcode(status) if pid else None})
             continue
         assert len(_threads()) == 1
-        name = request["terminal"]
-        # Before the answer: the test lets go of the terminal then, and somebody has to have it.
-        terminal = None if name is None else os.open(name, os.O_RDWR | os.O_NOCTTY)
         pid = os.fork()
         if pid:
-            if terminal is not None:
-                os.close(terminal)
             _answer({"pid": pid})
             continue
-        _become(request, resource, terminal)
+        _become(request)
         return
 
 
@@ -203,27 +189,18 @@ def _threads() -> list[str]:
     return [name for name in names if name != "jemalloc_bg_thd"]
 
 
-def _become(request: Mapping[str, Any], resource: Any, terminal: int | None) -> None:
+def _become(request: Mapping[str, Any]) -> None:
     """Turn this forked process into the requested command; does not return.
 
     A command that ends by itself does what the interpreter does at exit, up to taking its modules
     apart; any other way to end is left to the interpreter.
     """
-    if terminal is None:
-        _use_files(request["output"])
-    else:
-        os.setsid()
-        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # or keys would be no signals
-        for number in range(3):
-            os.dup2(terminal, number)
-        os.close(terminal)
+    _use_files(request["output"])
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
     for name, value in request["environment"].items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    if request["limit_file_bytes"] is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit_file_bytes"],) * 2)
     script = request["script"]
     sys.argv = [script, *request["arguments"]]
     sys.path[0] = os.path.dirname(script)

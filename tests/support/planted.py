@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import resource
 import signal
 import sys
 import textwrap
@@ -150,6 +151,11 @@ def print_shares() -> None:
 
     distillation = "stree_pipelines.training.distillation:Distillation"
     _before(f"{distillation}.on_train_start", 1, show)
+
+
+def limit_files(num_bytes: int) -> None:
+    """Let this process write no larger file, as `ulimit -f` does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
 def set_to(name: str, value: Any) -> None:

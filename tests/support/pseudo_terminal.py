@@ -11,9 +11,6 @@ import subprocess
 import termios
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from forked import Command, Forks, without_leaks
 
 CTRL_C = b"\x03"
 _ROWS = 40
@@ -40,31 +37,20 @@ class Shown:
 
 
 def run_on_terminal(
-    command: Sequence[str], columns: int, keys: Sequence[tuple[str, bytes]] = (),
-    forks: Forks | None = None,
+    command: Sequence[str], columns: int, keys: Sequence[tuple[str, bytes]] = ()
 ) -> Shown:
     """Run a command in a session of its own, on a terminal `columns` wide, and wait for its end.
 
     `keys` are typed one after the other, each when the text before it has been written (again).
-    With `forks`, `command` is a script and its arguments, and starts without importing.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, columns, 0, 0))
-    environment = {**dict.fromkeys(_DECISIVE), "TERM": "xterm-256color"}
-    process: Command | subprocess.Popen
-    if forks is not None:
-        script, *arguments = command
-        process = forks.start(
-            Path(script), arguments, Path(os.devnull), environment=environment,
-            terminal=os.ttyname(slave),
-        )
-    else:
-        kept = {name: value for name, value in os.environ.items() if name not in environment}
-        process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or keys would be no signals
-            env={**kept, "TERM": environment["TERM"]},
-        )
+    kept = {name: value for name, value in os.environ.items() if name not in _DECISIVE}
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or keys would be no signals
+        env={**kept, "TERM": "xterm-256color"},
+    )
     os.close(slave)
     written, left, seen = b"", list(keys), 0
     with os.fdopen(master, "r+b", buffering=0) as terminal:
@@ -79,4 +65,4 @@ def run_on_terminal(
             while left and left[0][0].encode() in written[seen:]:
                 seen = len(written)
                 terminal.write(left.pop(0)[1])
-    return Shown(without_leaks(written.decode(errors="replace")), process.wait())
+    return Shown(written.decode(errors="replace"), process.wait())
