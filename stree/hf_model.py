@@ -16,6 +16,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.memory_report import MemoryReport
@@ -24,7 +25,7 @@ from stree.batching.serve import Served
 from stree.batching.step_timing import length_to_time
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
-from stree.common.errors import UsageError, one_line
+from stree.common.errors import UsageError
 from stree.common.words import described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.names import DrafterName
@@ -33,7 +34,7 @@ from stree.loading import checkpoint_folder
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import prompts_of
-from stree.settings import THEIRS, end_of, instead_of
+from stree.settings import THEIRS, end_of, refuse
 from stree.tree_policy.names import as_tree_policy, refuse_unknown
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
@@ -213,7 +214,9 @@ class TransformersDecoder:
             raise UsageError(f"got {len(input_ids)} prompts: a streamer shows one answer at a time")
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        mask = _left_padding(prepared.get("attention_mask"))
+        mask = prepared.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise UsageError("attention_mask pads at the right: wanted padding at the left")
         settings = _settings_of(logits_processor, generation_config, mask)
         stops = _Stops(stopping_criteria, input_ids.shape[1])
         prompts, _ = prompts_of(input_ids, mask)
@@ -228,14 +231,11 @@ class TransformersDecoder:
                 ignore_eos=not stops.eos_ids, **settings,
             )
             requests.append(SampleRequest(prompt, generation, keep_prompt=True, shared=shared))
-        rows = self._serve(requests, input_ids, stops, streamer)
-        longest = max(map(len, rows))
+        rows = [torch.tensor(each) for each in self._serve(requests, input_ids, stops, streamer)]
         padding = generation_config._pad_token_tensor
-        shape = (len(rows), longest)
-        new = input_ids.new_full(shape, 0 if padding is None else int(padding))
-        for row, tokens in enumerate(rows):
-            new[row, : len(tokens)] = torch.tensor(tokens)
-        return torch.cat([input_ids, new], dim=1)
+        padding_id = 0 if padding is None else int(padding)
+        new = pad_sequence(rows, batch_first=True, padding_value=padding_id)
+        return torch.cat([input_ids, new.to(input_ids)], dim=1)
 
     def _serve(
         self, requests: list[Request], input_ids: Tensor, stops: _Stops, streamer: Any
@@ -381,10 +381,7 @@ def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
         value = next((each for each in said if each is not None), neutral)
         if value != neutral:
             refused[name] = value
-    if refused:
-        told = ", ".join(f"{name} = {one_line(repr(value)):.40}" for name, value in refused.items())
-        remedies = dict.fromkeys(_INSTEAD.get(name) or instead_of(name) for name in refused)
-        raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
+    refuse(refused, _INSTEAD)
 
 
 def _require_no_hooks(model: Any) -> None:
@@ -408,12 +405,6 @@ def _weights(model: Any) -> tuple[Any, ...]:
         for each in chain(model.parameters(), model.buffers())
     )
     return model.device, model.dtype, *versions
-
-
-def _left_padding(mask: Tensor | None) -> Tensor | None:
-    if mask is not None and not bool(mask[:, -1].all()):
-        raise UsageError("attention_mask pads at the right: wanted padding at the left")
-    return mask
 
 
 def generate(

@@ -211,18 +211,21 @@ def _temperature(sample: Any, given: Any, base: GenerationConfig) -> Any:
 def _refuse_others(asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` for settings that are neither ours nor without effect."""
     known = {*_OURS, *_WITHOUT_EFFECT}
-    refused = [
-        name for name, value in asked.items() if name not in known and not _is_neutral(name, value)
-    ]
-    if not refused:
-        return
-    told = ", ".join(f"{name} = {one_line(repr(asked[name])):.60}" for name in refused)
-    remedies = dict.fromkeys(map(instead_of, refused))
-    raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
+    refuse({
+        name: value for name, value in asked.items()
+        if name not in known and not _is_neutral(name, value)
+    })
 
 
-def instead_of(name: str) -> str:
-    """Return what to do instead of a setting that is refused."""
+def refuse(refused: Mapping[str, Any], instead: Mapping[str, str] | None = None) -> None:
+    """Raise `UsageError` for settings by name, with what to do instead of each (`instead`)."""
+    if refused:
+        told = ", ".join(f"{name} = {one_line(repr(value)):.60}" for name, value in refused.items())
+        remedies = dict.fromkeys((instead or {}).get(name) or _remedy(name) for name in refused)
+        raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
+
+
+def _remedy(name: str) -> str:
     if name in _OF_LOGITS:
         return THEIRS
     if name in _INSTEAD or name in _NEUTRAL:

@@ -155,7 +155,8 @@ class Text:
 
     def roots(self, rows: BatchState) -> Tensor:
         """Return the tokens (B, 1) of the rows' roots; any tokens in idle rows."""
-        return self._at(rows, 0).clamp(min=0)
+        place = (self.start + rows.position[:, None]).clamp(min=self.start - 1)
+        return self.slots[: len(rows.active)].gather(1, place).clamp(min=0)
 
     def look(self, rows: BatchState, reach: int) -> Seen:
         """Compare all slots with each row's last tokens, for trees of depth `reach`."""
@@ -205,11 +206,6 @@ class Text:
             found = seen.continuations(matches, here.shape[2], None if depth else barred)
             slots.scatter_(1, here.masked_fill(here < 0, size).flatten(1), found.flatten(1))
         tokens.copy_(slots[:, :-1])
-
-    def _at(self, rows: BatchState, back: int) -> Tensor:
-        """Return the tokens (B, 1) `back` places before the root, NOTHING before the text."""
-        place = self.start + rows.position[:, None] - back
-        return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
 
 
 @dataclass(frozen=True)
