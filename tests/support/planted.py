@@ -34,22 +34,7 @@ def die_at(call: str, naming: str = "", when: str = "before", nth: int = 1) -> N
         naming: only calls with this text in an argument count; "" counts every call.
         when: "before" or "after" the call.
     """
-    left = nth
-
-    def instead(original: Callable) -> Callable:
-        def dying(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= any(naming in str(each) for each in arguments)
-            if left == 0 and when == "before":
-                _die()
-            result = original(*arguments, **options)
-            if left == 0:
-                _die()
-            return result
-
-        return dying
-
-    _replace(call, instead)
+    _plant(call, nth, naming, **{when: lambda *_: _die()})
 
 
 def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> None:
@@ -60,7 +45,7 @@ def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> Non
         with open(Path(folder, "filler"), "wb") as file:
             file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - spare_bytes)))
 
-    _before(call, nth, fill)
+    _plant(call, nth, before=fill)
 
 
 def run_out_of_memory(call: str, nth: int = 1) -> None:
@@ -73,14 +58,14 @@ def run_out_of_memory(call: str, nth: int = 1) -> None:
             "139.00 GiB of which 3.00 GiB is free.\nIf reserved memory is large, try …"
         )
 
-    _before(call, nth, refuse)
+    _plant(call, nth, before=refuse)
 
 
 def refuse_memory(call: str, nth: int = 1) -> None:
     """Ask the host's allocator for more than can be addressed, at the nth call of `call`."""
     import torch
 
-    _before(call, nth, lambda *_: torch.empty(1 << 46))
+    _plant(call, nth, before=lambda *_: torch.empty(1 << 46))
 
 
 def spoil_training(what: str, nth: int) -> None:
@@ -99,12 +84,12 @@ def spoil_training(what: str, nth: int) -> None:
 
     training = "stree_pipelines.training.module:Training"
     if what == "loss":
-        _change(f"{training}.training_step", nth, lambda loss: loss * torch.nan)
+        _plant(f"{training}.training_step", nth, after=lambda loss: loss * torch.nan)
     elif what == "gradient":
-        _before(f"{training}.configure_gradient_clipping", nth, spoil_gradient)
+        _plant(f"{training}.configure_gradient_clipping", nth, before=spoil_gradient)
     else:  # LogMetrics is the first callback that a finished update comes to
         callbacks = "stree_pipelines.training.run.callbacks"
-        _before(f"{callbacks}:LogMetrics.on_train_batch_end", nth, spoil_weight)
+        _plant(f"{callbacks}:LogMetrics.on_train_batch_end", nth, before=spoil_weight)
 
 
 def spoil_rows(model: str, nth: int) -> None:
@@ -116,9 +101,9 @@ def spoil_rows(model: str, nth: int) -> None:
         return logits
 
     if model == "target":
-        _change("stree.models.model:HybridModel.tree_batch_forward", nth, spoil)
+        _plant("stree.models.model:HybridModel.tree_batch_forward", nth, after=spoil)
     else:
-        _before("stree_kernels.ops:choose_children", nth, spoil)
+        _plant("stree_kernels.ops:choose_children", nth, before=spoil)
 
 
 def pause(at_step: int) -> None:
@@ -128,12 +113,12 @@ def pause(at_step: int) -> None:
         while not (checkpoints.run_dir / "go on").exists():
             time.sleep(0.01)
 
-    _before(TRAIN_BATCH, at_step, wait)
+    _plant(TRAIN_BATCH, at_step, before=wait)
 
 
 def tell(call: str, nth: int, number: int) -> None:
     """Send this process the signal `number` before the nth call of `call`."""
-    _before(call, nth, lambda *_: os.kill(os.getpid(), number))
+    _plant(call, nth, before=lambda *_: os.kill(os.getpid(), number))
 
 
 def print_shares() -> None:
@@ -150,7 +135,7 @@ def print_shares() -> None:
         print(f"holds {share(training.exported):.2f} drafter, {share(training.target):.2f} target")
 
     distillation = "stree_pipelines.training.distillation:Distillation"
-    _before(f"{distillation}.on_train_start", 1, show)
+    _plant(f"{distillation}.on_train_start", 1, before=show)
 
 
 def limit_files(num_bytes: int) -> None:
@@ -219,31 +204,22 @@ def _watch_saves(
     _replace("stree_pipelines.training.checkpoints.saving:TrainingCheckpoints._save", instead)
 
 
-def _before(call: str, nth: int, act: Callable[..., Any]) -> None:
-    """Let `act(same arguments)` run ahead of the nth call of `call`."""
+def _plant(
+    call: str, nth: int, naming: str = "", before: Callable[..., Any] = lambda *_: None,
+    after: Callable[[Any], Any] = lambda result: result,
+) -> None:
+    """Let `before(same arguments)` run ahead of the nth call, whose result `after` changes."""
 
     def instead(original: Callable) -> Callable:
         numbers = itertools.count(1)
 
         def calling(*arguments: Any, **options: Any) -> Any:
-            if next(numbers) == nth:
-                act(*arguments)
-            return original(*arguments, **options)
-
-        return calling
-
-    _replace(call, instead)
-
-
-def _change(call: str, nth: int, change: Callable[[Any], Any]) -> None:
-    """Let the nth result of `call` be passed through `change`."""
-
-    def instead(original: Callable) -> Callable:
-        numbers = itertools.count(1)
-
-        def calling(*arguments: Any, **options: Any) -> Any:
+            counts = not naming or any(naming in str(each) for each in arguments)
+            is_nth = counts and next(numbers) == nth
+            if is_nth:
+                before(*arguments)
             result = original(*arguments, **options)
-            return change(result) if next(numbers) == nth else result
+            return after(result) if is_nth else result
 
         return calling
 
