@@ -8,16 +8,13 @@ import json
 import os
 from pathlib import Path
 
+from tiny_evaluation import TIMINGS
 from tiny_run import metric_rows
 
 from stree.common.files import verify_manifest
 
 # Of a result row and of a sample: what the clock decides, and who measured.
-ROW_TIMINGS = {
-    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau",
-    "speedup_prompt_median", "num_stalled", "time_ms", "baseline_time_ms", "measuring_costs_s",
-    "costs", "confidence_intervals", "environment", "rows_per_call",
-}
+ROW_TIMINGS = {*TIMINGS, "rows_per_call"}
 # What shares a prompt's batch depends on what was left to do, and its share of calls with it.
 SAMPLE_TIMINGS = {
     "prefill_s", "decode_s", "time_ms", "baseline", "call_share", "num_attempts", "is_stalled",
