@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from toys import load_quietly
 
 import stree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 
-
-@pytest.fixture(autouse=True)
-def without_a_gpu(monkeypatch):
-    """Let "auto" be the CPU, wherever these tests run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
-def drafter(workspace, tmp_path) -> Path:
-    """Save the target again, as a drafter that is always right."""
-    target = workspace / "target"
-    save_model(load_model(target), tmp_path / "drafter", load_tokenizer(target))
-    return tmp_path / "drafter"
-
-
-def load_quietly(*arguments, **options) -> stree.Decoder:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return stree.load(*arguments, device="cpu", **options)
+pytestmark = pytest.mark.usefixtures("without_a_gpu")
 
 
 def test_ends_of_config_and_tokenizer_are_united(workspace, tmp_path):

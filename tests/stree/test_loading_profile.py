@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toys import load_quietly
 
 import stree
 from stree import AdaptiveTrees, BanditTrees, Decoder, StepTimes, loading
@@ -22,23 +23,9 @@ from stree.trees.token_tree import TokenTree
 from stree.verifiers.coupled import Coupled
 from stree.verifiers.rejection import MultiStep, Naive
 
-
-@pytest.fixture(autouse=True)
-def without_a_gpu(monkeypatch):
-    """Let "auto" be the CPU, for which these tests have profiles, wherever they run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
+pytestmark = pytest.mark.usefixtures("without_a_gpu")
 WIDE = Tree(name="wide", parents=(-1, 0, 0, 0))
 DEEP = Tree(name="deep", parents=(-1, 0, 1, 2, 3, 4))
-
-
-@pytest.fixture
-def drafter(workspace, tmp_path) -> Path:
-    """Save the target again, as a drafter that is always right."""
-    target = workspace / "target"
-    save_model(load_model(target), tmp_path / "drafter", load_tokenizer(target))
-    return tmp_path / "drafter"
 
 
 def recommendation(tree: Tree | None, temperature: float = 0.0, **changes) -> Recommendation:
@@ -63,12 +50,6 @@ def give_profile(
         suggested_trees=(), **{**shas, **changes},
     )
     add_files(drafter, {PROFILE_NAME: profile.model_dump_json()})
-
-
-def load_quietly(*arguments, **options) -> stree.Decoder:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return stree.load(*arguments, device="cpu", **options)
 
 
 def test_the_profile_decides_on_the_tree_by_temperature(workspace, drafter):

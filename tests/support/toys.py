@@ -7,12 +7,15 @@ import dataclasses
 import functools
 import itertools
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import stree
 from stree.batching.sequences import Request
 from stree.batching.state import BatchState
 from stree.drafters import Proposal, SiblingSampling
@@ -113,6 +116,13 @@ def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Re
         )
         for _ in range(count)
     ]
+
+
+def load_quietly(*arguments: Any, **options: Any) -> stree.Decoder:
+    """Return what `stree.load` gives on the CPU, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return stree.load(*arguments, device="cpu", **options)
 
 
 class TableTarget:
