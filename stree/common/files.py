@@ -114,7 +114,10 @@ def publish_directory(
         raise CannotWrite(f"{path} exists already: choose another name or allow overwriting")
     make_directory(path.parent)
     with reporting_refusals(path, needed_bytes), _temporary(path.parent) as temporary:
-        _require_space(path.parent, needed_bytes)
+        usage = shutil.disk_usage(path.parent)
+        # Some network filesystems report no size at all; the write itself decides there.
+        if usage.total and needed_bytes > usage.free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent))
         temporary.mkdir()
         with holding(temporary, wait=True):
             yield temporary
@@ -436,18 +439,9 @@ def _is_untouched(entry: Path, is_near: bool) -> bool:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    except OSError as error:  # not permitted for a process of another user
+        return error.errno != errno.ESRCH
     return True
-
-
-def _require_space(directory: Path, needed_bytes: int) -> None:
-    usage = shutil.disk_usage(directory)
-    # Some network filesystems report no size at all; the write itself decides there.
-    if usage.total and needed_bytes > usage.free:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
 def _errno_of(error: Exception) -> int | None:
