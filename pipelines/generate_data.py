@@ -187,7 +187,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         folder("--target", target),
         *([] if drafter is None else drafter_there("--drafter", drafter)),
         source("--prompts", options["prompts"]), tree_there("--tree", options["tree"]),
-        *template("--chat_template", options["chat_template"]),
+        template("--chat_template", options["chat_template"]),
     ])
     config = load_config(target)
     tokenizer = load_tokenizer(target)

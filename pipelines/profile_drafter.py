@@ -25,10 +25,7 @@ from stree_pipelines.reports.settings import SHOW_HELP
 
 
 def write_profile(
-    data: RunData,
-    drafter: Path,
-    figures: dict[str, str],
-    num_nodes: int | None = None,
+    data: RunData, drafter: Path, figures: dict[str, str], num_nodes: int | None = None,
     shown: Sequence[str] = (),
 ) -> SpeculationProfile:
     """Write the run's profile of a drafter, and the card with its figures, into its folder.

@@ -44,7 +44,7 @@ from stree_pipelines.reports.run_data import (
 from stree_pipelines.reports.runs import Runs, load_runs
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.tables import by_length_tables
+from stree_pipelines.reports.tables import by_length
 from stree_pipelines.reports.tables.findings import Findings
 from stree_pipelines.reports.tables.lossless import lossless_markdown, lossless_sentence
 from stree_pipelines.reports.tables.table_rows import as_csv, table6_json, table_rows
@@ -66,15 +66,15 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
         "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
         "lossless.md": lossless_markdown(data.folder),
         **_drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step"),
-        "by_length.md": by_length_tables.markdown(data, ladders) if ladders else "",
+        "by_length.md": by_length.markdown(data, ladders) if ladders else "",
     }
     for number, ladder in enumerate(ladders, start=1):
         name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
-        drawn = by_length_tables.drawn(data, ladder.rungs)
+        drawn = by_length.drawn(data, ladder.rungs)
         files |= _drawn(name, drawn, "τ against prompt length")
     page = page_context(data, findings, _figures(data, findings))
     files["report.html"] = render_page("report.html.j2", page)
-    told = [by_length_tables.introduction(data)] if ladders else []
+    told = [by_length.introduction(data)] if ladders else []
     told += [each for ladder in ladders for each in ladder.verdicts]
     told += [note for note in (parting_sentence(data), *data.notes) if note]
     return _write(files, out), _summary(findings, told)
@@ -157,7 +157,7 @@ def _figures(data: RunData, findings: Findings) -> Drawn:
             yield title, remark, draw(data, temperature)
     for ladder in findings.ladders:
         remark = f"The same questions after more text, {checkpoint_title(data, data.last)}"
-        drawn = by_length_tables.drawn(data, ladder.rungs)
+        drawn = by_length.drawn(data, ladder.rungs)
         yield "Acceptance length by prompt length", remark, drawn
     yield "Distillation loss", "", plots.loss_vs_step(data)
 

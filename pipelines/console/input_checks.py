@@ -22,12 +22,6 @@ from stree_pipelines.evaluation.plan import require_exports
 
 # An option or a key of a configuration, and a check that raises NotFound when its input is missing
 Look = tuple[str, Callable[[], object]]
-# Inputs in the configuration of a training
-TRAINING_INPUTS = (
-    ("model", "target"), ("model", "teacher_cache"), ("model", "start_from"),
-    ("data", "train"), ("data", "valid"), ("data", "tokenizer"), ("data", "template"),
-    ("evaluation", "config"),
-)
 
 
 def require_there(looks: Iterable[Look]) -> None:
@@ -70,10 +64,9 @@ def tree(option: str, name: str) -> Look:
     return option, partial(as_tree_policy, name, input_path)
 
 
-def template(option: str, name: str | None) -> Iterator[Look]:
+def template(option: str, name: str | None) -> Look:
     """Look for a chat template; None is the tokenizer's own."""
-    if name is not None:
-        yield option, partial(named_template, input_path(name))
+    return option, lambda: None if name is None else named_template(input_path(name))
 
 
 def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look:
@@ -111,23 +104,23 @@ def of_evaluation(
     found = options["benchmark_dir"]
     yield benchmarks("--benchmarks", options["benchmarks"], found and input_path(found))
     yield tree("--tree", options["tree"])
-    yield from template("--chat_template", options["chat_template"])
+    yield template("--chat_template", options["chat_template"])
+
+
+# Inputs in the configuration of a training, by section and name
+TRAINING_INPUTS: dict[tuple[str, str], Callable[[str, str], Look]] = {
+    ("model", "target"): folder, ("model", "teacher_cache"): folder,
+    ("model", "start_from"): folder, ("data", "train"): source, ("data", "valid"): source,
+    ("data", "tokenizer"): folder, ("data", "template"): template, ("evaluation", "config"): file,
+}
 
 
 def of_training(value: Callable[[str, str], Any]) -> Iterator[Look]:
     """Yield the inputs of a training's configuration; `value` looks them up by section and name."""
-    for section, name in TRAINING_INPUTS:
-        found, option = value(section, name), f"{section}.{name}"
+    for (section, name), look in TRAINING_INPUTS.items():
+        found = value(section, name)
         for each in found if isinstance(found, list) else [] if found is None else [found]:
-            path = input_path(each)
-            if (section, name) == ("evaluation", "config"):
-                yield file(option, path)
-            elif name in ("train", "valid"):
-                yield source(option, path)
-            elif name == "template":
-                yield from template(option, path)
-            else:
-                yield folder(option, path)
+            yield look(f"{section}.{name}", input_path(each))
 
 
 def _require(is_there: Callable[[], bool], otherwise: str) -> None:

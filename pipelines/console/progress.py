@@ -44,16 +44,33 @@ class EvaluationProgress:
     def task(self, label: str, total: int) -> Iterator[_Task]:
         """Track `total` steps; each call of the yielded object's `advance(detail)` is one step."""
         if not self.enabled or total == 0:
-            yield _Task()
+            yield _Task(lambda done, detail: None)
         elif self.stream.isatty():
             self._console = Console(file=self.stream)
             try:
-                with _Bar(self._console) as progress:
-                    yield _BarTask(progress, label, total)
+                with _Bar(self._console) as bar:
+                    number = bar.add_task(label, total=total, detail="")
+                    yield _Task(lambda done, detail: bar.update(
+                        number, completed=done, detail=detail
+                    ))
             finally:
                 self._console = None
         else:
-            yield _LineTask(self.stream, label, total)
+            yield _Task(self._lines(label, total))
+
+    def _lines(self, label: str, total: int) -> Callable[[int, str], None]:
+        started = last_line = time.monotonic()
+
+        def show(done: int, detail: str) -> None:
+            nonlocal last_line
+            now = time.monotonic()
+            if done == total or now - last_line >= LINE_EVERY_S:
+                last_line = now
+                left = clock((now - started) / done * (total - done))
+                line = f"{label}  {done}/{total}  {detail}  ETA {left}"
+                print(line, file=self.stream, flush=True)
+
+        return show
 
 
 class _Bar(Progress):
@@ -64,11 +81,8 @@ class _Bar(Progress):
 
     def __init__(self, console: Console) -> None:
         columns = [
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TextColumn("ETA"), TimeRemainingColumn(),
         ]
         super().__init__(*columns, console=console)
 
@@ -80,40 +94,19 @@ class _Bar(Progress):
 
 
 class _Task:
+    """Count of steps; show(steps done, detail) is called at each."""
+
+    def __init__(self, show: Callable[[int, str], None]) -> None:
+        self.show, self.done = show, 0
+
     def advance(self, detail: str = "") -> None:
         """Count one step as done, and show `detail`."""
-
-
-class _BarTask(_Task):
-    def __init__(self, progress: _Bar, label: str, total: int) -> None:
-        self.progress = progress
-        self.task = progress.add_task(label, total=total, detail="")
-
-    def advance(self, detail: str = "") -> None:
-        self.progress.update(self.task, advance=1, detail=detail)
-
-
-class _LineTask(_Task):
-    def __init__(self, stream: TextIO, label: str, total: int) -> None:
-        self.stream, self.label, self.total = stream, label, total
-        self.done = 0
-        self.started = self.last_line = time.monotonic()
-
-    def advance(self, detail: str = "") -> None:
         self.done += 1
-        now = time.monotonic()
-        if self.done < self.total and now - self.last_line < LINE_EVERY_S:
-            return
-        self.last_line = now
-        left_s = (now - self.started) / self.done * (self.total - self.done)
-        line = f"{self.label}  {self.done}/{self.total}  {detail}  ETA {clock(left_s)}"
-        print(line, file=self.stream, flush=True)
+        self.show(self.done, detail)
 
 
 def measured_step_times(
-    decoder: Decoder | BatchDecoder,
-    choice: str,
-    generation: GenerationConfig,
+    decoder: Decoder | BatchDecoder, choice: str, generation: GenerationConfig,
     say: Callable[[str], None],
 ) -> StepTimes:
     """Measure step times, with a message before and after: many rows and trees take long.

@@ -169,7 +169,7 @@ def _trial(arm: str, tree: str) -> str:
 def _inputs(settings: EvaluationSettings, arms: list[Arm]) -> Iterator[inputs.Look]:
     yield inputs.folder("target", settings.target)
     yield inputs.benchmarks("benchmarks", settings.benchmarks, settings.benchmark_dir)
-    yield from inputs.template("chat_template", settings.chat_template)
+    yield inputs.template("chat_template", settings.chat_template)
     for arm in arms:
         yield from inputs.drafter(f"drafter of arm {arm.name}", arm.drafter)
         for name in arm.trees:

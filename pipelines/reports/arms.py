@@ -3,8 +3,9 @@ benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -20,13 +21,18 @@ from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.page import environment
 from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
-from stree_pipelines.reports.tables.tables import Table, below, figure, speed_ratio
+from stree_pipelines.reports.tables.tables import (
+    MISSING,
+    Advice,
+    Column,
+    Table,
+    below,
+    figure,
+    speed_ratio,
+    tau_of,
+)
 
 PLAIN = "plain decoding"
-HEADS = (
-    "arm", "drafter", "tree", "verifier", "backtracking", "τ", "tokens/s", "speed-up",
-    "median speed-up", "speed-up per τ", "nodes a call", *metrics.STEP_PARTS,
-)
 INTRO = (
     "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
     "plain decoding's of the same prompts in the same process, which each arm answered in turn; "
@@ -66,14 +72,6 @@ class Place:
         return f"{self.benchmark}, T = {self.temperature:g} ({count} prompts)"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Winner, an arm or plain decoding, and the reason."""
-
-    winner: str
-    reason: str
-
-
 def places_of(
     rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning] = ()
 ) -> list[Place]:
@@ -90,35 +88,42 @@ def places_of(
 
 
 def table(place: Place) -> Table:
-    lines: list[tuple[str, ...]] = [HEADS]
-    for name, row in place.rows.items():
-        cell = place.cells[name]
-        plain = name == AUTOREGRESSIVE
-        lines.append((
-            PLAIN if plain else name,
-            drafter_label(row),
-            _tree(row, place), row.verifier or "", row.backtracking or "",
-            figure(cell["acceptance_length"], cell.interval("acceptance_length")),
-            figure(cell["tokens_per_second"], cell.interval("tokens_per_second"), ".1f"),
-            figure(1.0 if plain else cell["speedup"], cell.interval("speedup"), unit="×"),
-            figure(1.0 if plain else cell["speedup_prompt_median"], unit="×"),
-            figure(None if plain else cell["speedup_per_tau"], cell.interval("speedup_per_tau")),
-            figure(cell["nodes_per_call"], form=".1f"),
-            *(_share(cell, part) for part in metrics.STEP_PARTS),
-        ))
-    samples = {name: cell.samples for name, cell in place.cells.items()}
-    return Table(place.title, tuple(lines), 4, below(samples, [*place.rows.values()]))
+    """Make the table of a place: a line per arm, plain decoding first."""
+    rows, cells = place.rows, place.cells
+
+    def over_plain(arm: str, name: str) -> float | None:
+        return 1.0 if arm == AUTOREGRESSIVE else cells[arm][name]
+
+    columns: list[Column[str]] = [
+        ("arm", lambda arm: PLAIN if arm == AUTOREGRESSIVE else arm),
+        ("drafter", lambda arm: drafter_label(rows[arm])),
+        ("tree", lambda arm: _tree(rows[arm], place)),
+        ("verifier", lambda arm: rows[arm].verifier or ""),
+        ("backtracking", lambda arm: rows[arm].backtracking or ""),
+        ("τ", lambda arm: tau_of(cells[arm])),
+        ("tokens/s", lambda arm: figure(*cells[arm].gain("tokens_per_second"), ".1f")),
+        ("speed-up", lambda arm: figure(
+            over_plain(arm, "speedup"), cells[arm].interval("speedup"), unit="×"
+        )),
+        ("median speed-up", lambda arm: figure(over_plain(arm, "speedup_prompt_median"), unit="×")),
+        ("speed-up per τ", lambda arm: MISSING if arm == AUTOREGRESSIVE
+         else figure(*cells[arm].gain("speedup_per_tau"))),
+        ("nodes a call", lambda arm: figure(cells[arm]["nodes_per_call"], form=".1f")),
+        *((part, partial(_share, cells, part)) for part in metrics.STEP_PARTS),
+    ]
+    samples = {name: cell.samples for name, cell in cells.items()}
+    return Table.of_rows(place.title, rows, columns, 4, below(samples, [*rows.values()]))
 
 
-def verdict(place: Place) -> Verdict:
-    """Choose the fastest arm that beats plain decoding beyond noise.
+def verdict(place: Place) -> Advice:
+    """Choose the fastest arm that beats plain decoding beyond noise: its name is the headline.
 
     Without one, plain decoding wins; a chain wins when the fastest tree cannot be told from it.
     """
     timed = {name: cell for name, cell in place.cells.items() if cell["speedup"]}
     timed.pop(AUTOREGRESSIVE, None)
     if not timed:
-        return Verdict("", "No arm was timed beside plain decoding.")
+        return Advice("", "No arm was timed beside plain decoding.")
     intervals = {name: cell.interval("speedup") for name, cell in timed.items()}
     told = [name for name, interval in intervals.items() if interval and interval[0] > 1]
     best = max(told or timed, key=lambda name: timed[name]["speedup"])
@@ -131,11 +136,11 @@ def verdict(place: Place) -> Verdict:
 
     gain = gain_of(best)
     if cell["speedup"] <= 1:
-        return Verdict(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
+        return Advice(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
     if interval is None:
-        return Verdict("", f"Undecided: {gain}, of too few prompts for an interval.")
+        return Advice("", f"Undecided: {gain}, of too few prompts for an interval.")
     if interval[0] <= 1:
-        return Verdict(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
+        return Advice(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
     ties = []  # arms that cannot be told from the best
     for name, other in timed.items():
         between = speed_ratio(cell, other).interval if name != best else None
@@ -143,14 +148,14 @@ def verdict(place: Place) -> Verdict:
             ties.append(name)
     chains = [name for name in ties if _is_chain(place.rows[name].tree)]
     if chains and not _is_chain(place.rows[best].tree):
-        return Verdict(
+        return Advice(
             chains[0],
             f"The chain {place.called(chains[0])} wins: {gain_of(chains[0])}. {gain}, but they "
             "can't be told apart, and a chain verifies fewer tokens.",
         )
     what = "The chain" if _is_chain(place.rows[best].tree) else "The tree"
     beside = f"; not told apart from it: {', '.join(ties)}" if ties else ""
-    return Verdict(best, f"{what} {place.called(best)} wins: {gain}{beside}.")
+    return Advice(best, f"{what} {place.called(best)} wins: {gain}{beside}.")
 
 
 def markdown(places: Sequence[Place]) -> str:
@@ -241,7 +246,7 @@ def _is_chain(tree: Tree | None) -> bool:
     return tree is not None and tree.parents == tuple(range(-1, len(tree.parents) - 1))
 
 
-def _share(cell: Cell, part: str) -> str:
-    times = cell["time_ms"]
+def _share(cells: Mapping[str, Cell], part: str, arm: str) -> str:
+    times = cells[arm]["time_ms"]
     total = sum(times.values())
     return figure(100 * times.get(part, 0.0) / total if total else None, form=".0f", unit=" %")

@@ -15,7 +15,7 @@ from stree_pipelines.reports import plots, runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.tables import by_length_tables
+from stree_pipelines.reports.tables import by_length
 from stree_pipelines.reports.tables.findings import Findings
 
 MAX_SAMPLES_PER_BENCHMARK = 3
@@ -39,7 +39,7 @@ def page_context(data: RunData, findings: Findings, figures: Drawn) -> dict[str,
         "intro": INTRO,
         "more": "By benchmark",
         "by_length": findings.ladders,
-        "lengths_intro": by_length_tables.introduction(data),
+        "lengths_intro": by_length.introduction(data),
         "lossless": _lossless(data),
         "samples": _samples(data),
         "environment": environment(data.rows, [data.command]),

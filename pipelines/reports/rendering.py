@@ -24,11 +24,8 @@ def render_page(template: str, context: dict[str, Any]) -> str:
 def render_text(template: str, context: dict[str, Any], **options: Any) -> str:
     """Render a template as it is; options are those of `jinja2.Environment`."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, **options,
     )
     return environment.get_template(template).render(context)
 

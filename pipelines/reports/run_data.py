@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -189,8 +190,7 @@ class RunData:
 
 
 def load_run(
-    folder: str | Path,
-    shown: Sequence[str] = (),
+    folder: str | Path, shown: Sequence[str] = (),
     wanted: Callable[[ResultRow], bool] = lambda row: True,
     names: Mapping[tuple[str, Tree | None], str] | None = None,
 ) -> RunData:
@@ -254,9 +254,7 @@ def open_results(folder: Path) -> ResultStore:
 
 
 def arrange(
-    data: RunData,
-    store: ResultStore,
-    names: Mapping[tuple[str, Tree | None], str] | None = None,
+    data: RunData, store: ResultStore, names: Mapping[tuple[str, Tree | None], str] | None = None,
 ) -> None:
     """Fill `data` in from its rows and their samples.
 
@@ -285,8 +283,7 @@ def arrange(
     num_without = 0
     for row in kept:
         key = (
-            labels[_drafter(row)], data.names[row.method, row.tree], row.benchmark,
-            row.temperature,
+            labels[_drafter(row)], data.names[row.method, row.tree], row.benchmark, row.temperature,
         )
         samples = tuple(store.samples(row))
         num_without += not samples
@@ -316,23 +313,23 @@ def told_shares(row: ResultRow) -> str:
 
 def _pool(data: RunData) -> None:
     """Add the cells over all benchmarks, from the samples; none when a benchmark is missing."""
-    for checkpoint in ("", *data.checkpoints):
-        for method in (AUTOREGRESSIVE, *data.methods):
-            for temperature in data.temperatures:
-                found = [data.cell(checkpoint, method, b, temperature) for b in data.benchmarks]
-                parts = [part for part in found if part and part.samples]
-                if len(parts) < len(data.benchmarks):
-                    continue
-                samples = tuple(s for part in parts for s in part.samples)
-                baselines: list[Timing] = [s.baseline for s in samples if s.baseline is not None]
-                if method == AUTOREGRESSIVE:
-                    baselines = list(samples)
-                paired = baselines if len(baselines) == len(samples) else None
-                data.cells[checkpoint, method, POOLED, temperature] = Cell(
-                    metrics.summarise(samples, paired), len(samples),
-                    tuple(name for part in parts for name in part.files), (samples,),
-                    summarise_lossless(samples),
-                )
+    for checkpoint, method, temperature in itertools.product(
+        ("", *data.checkpoints), (AUTOREGRESSIVE, *data.methods), data.temperatures
+    ):
+        found = [data.cell(checkpoint, method, b, temperature) for b in data.benchmarks]
+        parts = [part for part in found if part and part.samples]
+        if len(parts) < len(data.benchmarks):
+            continue
+        samples = tuple(sample for part in parts for sample in part.samples)
+        baselines: list[Timing] = [s.baseline for s in samples if s.baseline is not None]
+        if method == AUTOREGRESSIVE:
+            baselines = list(samples)
+        paired = baselines if len(baselines) == len(samples) else None
+        files = tuple(name for part in parts for name in part.files)
+        data.cells[checkpoint, method, POOLED, temperature] = Cell(
+            metrics.summarise(samples, paired), len(samples), files, (samples,),
+            summarise_lossless(samples),
+        )
 
 
 def _about_batches(data: RunData) -> str:

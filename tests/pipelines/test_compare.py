@@ -359,9 +359,9 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
     )
     both = place({"tree": (1.5, (1.4, 1.6)), "a chain": (1.4, (1.3, 1.5))}, done)
     between["is"] = (1.01, 1.1)
-    assert report.verdict(both).winner == "tree"
+    assert report.verdict(both).headline == "tree"
     between["is"] = (0.99, 1.1)
-    assert report.verdict(both) == report.Verdict(
+    assert report.verdict(both) == report.Advice(
         "a chain", "The chain a chain wins: a chain is 1.40× [1.30, 1.50] plain decoding. tree is "
         "1.50× [1.40, 1.60] plain decoding, but they can't be told apart, and a chain verifies "
         "fewer tokens.",

@@ -13,7 +13,12 @@ from stree_pipelines.evaluation.records import (
     Turn,
     config_hash,
 )
-from stree_pipelines.evaluation.result_store import ResultStore, packed_samples, write_rows
+from stree_pipelines.evaluation.result_store import (
+    RESULTS_NAME,
+    ResultStore,
+    packed_samples,
+    write_rows,
+)
 
 STEPS = (100, 1000, 10000)
 NUM_PROMPTS = 6
@@ -124,3 +129,17 @@ def relabelled(store, row, **changes):
     })
     write_rows(store.directory / changed.samples, labelled(store.samples(row), changed))
     return changed
+
+
+def change_rows(run, change):
+    """Write a run's rows anew, each as `change` returns it, and return its store."""
+    store = ResultStore(run / "eval")
+    write_rows(store.directory / RESULTS_NAME, map(change, store.results()))
+    return store
+
+
+def add_row(run, method, step, calls, **changes):
+    """Publish one more row of gsm8k at T = 0; its samples take these calls and have its labels."""
+    samples = [make_sample(method, step, "gsm8k", i, 0.0, calls) for i in range(NUM_PROMPTS)]
+    row = make_row(method, step, "gsm8k", samples, 0.0, samples="samples/more.jsonl.gz", **changes)
+    ResultStore(run / "eval").publish(row, labelled(samples, row))

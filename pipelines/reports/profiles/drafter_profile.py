@@ -50,10 +50,7 @@ def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = (
 
 
 def profile_of(
-    store: ResultStore,
-    folder: Path,
-    sha256: str,
-    num_nodes: int | None = None,
+    store: ResultStore, folder: Path, sha256: str, num_nodes: int | None = None,
     shown: Sequence[str] = (),
 ) -> SpeculationProfile | None:
     """Make the profile of the drafter with this checkpoint hash; None when no row is about it.
@@ -135,13 +132,9 @@ def _measurement(row: ResultRow) -> Measurement:
     fields = Measurement.model_fields.keys() - {"verifier", "drafter"}
     same = {name: getattr(row, name) for name in fields if hasattr(row, name)}
     return Measurement(
-        **same,
-        verifier=_verifier(row),
-        drafter=_form(row),
-        draft_length=row.tree.to_token_tree().max_depth if row.tree else 0,
-        device=device,
-        dtype=dtype,
-        acceptance_length_interval=row.confidence_intervals.get("acceptance_length"),
+        **same, verifier=_verifier(row), drafter=_form(row),
+        draft_length=row.tree.to_token_tree().max_depth if row.tree else 0, device=device,
+        dtype=dtype, acceptance_length_interval=row.confidence_intervals.get("acceptance_length"),
         speedup_interval=row.confidence_intervals.get("speedup"),
         lossless_share=row.lossless.share if row.lossless else None,
         git_sha=row.environment.git_sha,
@@ -166,21 +159,14 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
         form = None if won is None else _form(won)
         drafts = "" if form in (None, FOLDER) else f" It drafts with {form}."
         yield Recommendation(
-            device=device,
-            device_type="cpu" if is_cpu_name(device) else "cuda",
-            dtype=dtype,
-            batch_size=batch_size,
-            temperature=temperature,
-            benchmarks=tuple(data.benchmarks),
-            num_prompts=cell.num_prompts,
-            method=advice.method.partition(":")[0],
+            device=device, device_type="cpu" if is_cpu_name(device) else "cuda", dtype=dtype,
+            batch_size=batch_size, temperature=temperature, benchmarks=tuple(data.benchmarks),
+            num_prompts=cell.num_prompts, method=advice.method.partition(":")[0],
             tree=None if won is None else won.tree,
             verifier=None if won is None else _verifier(won),
-            backtracking=None if won is None else won.backtracking,
-            drafter=form,
+            backtracking=None if won is None else won.backtracking, drafter=form,
             costs=None if won is None else _costs(data, won, temperature),
-            acceptance_length=cell["acceptance_length"],
-            speedup=cell["speedup"],
+            acceptance_length=cell["acceptance_length"], speedup=cell["speedup"],
             speedup_interval=cell.interval("speedup"),
             reason=f"{advice.headline}. {advice.reason}{drafts}",
         )

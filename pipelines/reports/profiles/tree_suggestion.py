@@ -212,9 +212,7 @@ class Fastest:
 
 
 def fastest(
-    rows: Sequence[ResultRow],
-    temperature: float,
-    num_nodes: int | None = None,
+    rows: Sequence[ResultRow], temperature: float, num_nodes: int | None = None,
     max_depth: int | None = None,
 ) -> list[Fastest]:
     """Find the fastest tree of each number of levels, from one on.
@@ -264,9 +262,7 @@ def _call_ms(times: Mapping[str, float]) -> float:
 
 
 def suggest(
-    rows: Sequence[ResultRow],
-    temperature: float,
-    num_nodes: int | None,
+    rows: Sequence[ResultRow], temperature: float, num_nodes: int | None,
     samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
     max_depth: int | None = None,
 ) -> SuggestedTree:
@@ -295,8 +291,7 @@ def suggest(
         num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.depths),
         checks=tuple(
             TreeCheck(
-                tree=each,
-                predicted_acceptance_length=model.length(each.to_token_tree()),
+                tree=each, predicted_acceptance_length=model.length(each.to_token_tree()),
                 measured_acceptance_length=_tau([row for row in told if row.tree == each]),
             )
             for each in dict.fromkeys(row.tree for row in told if row.tree)

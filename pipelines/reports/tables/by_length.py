@@ -1,4 +1,4 @@
-"""Measure τ by prompt length, with the same questions after more and more text.
+"""Measure τ by prompt length: the same questions after more and more text.
 
 A ladder is several benchmarks of an evaluation that ask the same questions in prompts of other
 lengths (`ask_conversations.py --lengths`). Everything is paired by question.
@@ -6,21 +6,43 @@ lengths (`ask_conversations.py --lengths`). Everything is paired by question.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from stree import metrics
 from stree_pipelines.comparison.answers import Answers, acceptance_length, ratio
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
-from stree_pipelines.reports.run_data import RunData
+from stree_pipelines.reports import plots
+from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title, method_label
 from stree_pipelines.reports.settings import dtype_of
+from stree_pipelines.reports.tables.tables import (
+    MISSING,
+    Table,
+    below,
+    figure,
+    plain_speed,
+    speed_of,
+    tau_of,
+)
 
 REPEATED = 4  # tokens in a row: fewer repeat in any text
+INTRO = (
+    "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
+    "target call; behind it the difference to the shortest prompts. Repeated: of the target's new "
+    "tokens, those that end four that its answer has had before. The data's answers are read by "
+    "target and drafter as they stand: the loss of perplexity is the model's own, overlap is the "
+    "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
+    "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
+)
 
 
 @dataclass(frozen=True)
@@ -158,3 +180,197 @@ def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
         count += len(runs) - len(set(runs))
         total += len(turn.tokens)
     return count / total if total else None
+
+
+@dataclass(frozen=True)
+class LadderFindings:
+    """Findings on a ladder."""
+
+    rungs: list[Rung]
+    tables: list[Table]
+    verdicts: list[str]
+
+
+def findings(data: RunData) -> list[LadderFindings]:
+    """Return the findings of all ladders; most runs have none."""
+    return [
+        LadderFindings(rungs, tables(data, rungs), verdicts(data, rungs)) for rungs in ladders(data)
+    ]
+
+
+def introduction(data: RunData) -> str:
+    """Explain the tables, and name their drafter: one of those that are there."""
+    if not data.last:
+        return INTRO
+    title, count = checkpoint_title(data, data.last), len(data.checkpoints)
+    others = f", the last of {count} here; the others are not shown" if count > 1 else ""
+    return f"{INTRO} The drafter is {title}{others}."
+
+
+def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
+    def cells_of(method: str) -> list[Cell | None]:
+        checkpoint = "" if method == AUTOREGRESSIVE else data.last
+        return [data.cell(checkpoint, method, rung.benchmark, temperature) for rung in rungs]
+
+    cells = {method: cells_of(method) for method in data.methods}
+    repeats = (repeated(data, rung.benchmark, temperature) for rung in rungs)
+    plain = [plain_speed(each[at] for each in cells.values()) for at in range(len(rungs))]
+    columns = [
+        ("tokens", [rung.length for rung in rungs]),
+        ("repeated", [*map(figure, repeats)]),
+        ("tokens/s (Autoregressive)", plain),
+    ]
+    for method, mine in cells.items():
+        label, changes = method_label(method), acceptance(data, rungs, method, temperature)
+        columns += [
+            (f"τ ({label})", [*map(tau_of, mine)]),
+            ("difference", [MISSING, *map(_difference, changes[1:])]),
+            (f"tokens/s ({label})", [*map(speed_of, mine)]),
+        ]
+    samples = {
+        f"{method_label(method)}, {rung.length} tokens": cell.samples
+        for at, rung in enumerate(rungs)
+        for method in (AUTOREGRESSIVE, *data.methods)
+        if (cell := cells_of(method)[at])
+    }
+    here = (cell for key, cell in data.cells.items() if key[2] == rungs[0].benchmark)
+    title = f"By prompt length, T = {temperature:g} ({next(here).num_prompts} questions)"
+    return Table.of_columns(title, columns, below(samples, data.rows))
+
+
+def reading_table(rungs: Sequence[Rung]) -> Table | None:
+    """Make the table of readings; None without any."""
+    target, drafter = read(rungs, "target_loss"), read(rungs, "drafter_loss")
+    if not any(target):
+        return None
+    overlap = read(rungs, "overlap")
+    columns = [
+        ("tokens", [rung.length for rung in rungs]),
+        ("perplexity, target", [*map(_perplexity, target)]),
+        ("times the shortest's", [*map(_times, target)]),
+        ("perplexity, drafter", [*map(_perplexity, drafter)]),
+        ("times the shortest's", [*map(_times, drafter)]),
+        ("overlap", [*map(_value, overlap)]),
+        ("difference", [MISSING, *(_difference(each, "+.3f") for each in overlap[1:])]),
+        ("overlap, begun anew", [*map(_value, read(rungs, "overlap_begun_anew"))]),
+        ("same choice", [*map(_value, read(rungs, "same_choice"))]),
+    ]
+    tokens = sum(each.num_tokens for each in rungs[0].readings)
+    title = f"The data's own answers after the same prompts ({tokens:,} tokens)"
+    return Table.of_columns(title, columns)
+
+
+def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
+    found = [decoding_table(data, rungs, temperature) for temperature in data.temperatures]
+    answers = reading_table(rungs)
+    return found if answers is None else [*found, answers]
+
+
+def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
+    """Return a sentence per temperature and method, and one on the reason that the readings
+    show."""
+    lines, falls = [], False
+    for temperature, method in itertools.product(data.temperatures, data.methods):
+        changes = acceptance(data, rungs, method, temperature)
+        change = changes[-1]
+        if change is None:
+            continue
+        falls |= change.is_less
+        what = "rises" if change.is_more else "does not change beyond noise"
+        if change.is_less:
+            what = f"falls, {_from(rungs, changes, 'is_less')}"
+        if change.interval is None:
+            what = "is of too few questions to say"
+        lines.append(
+            f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
+            f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
+        )
+    if rungs[0].readings and rungs[-1].readings:
+        lines.append(_reason(rungs, falls))
+    return lines
+
+
+def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) -> str:
+    """Return the first length from which on all changes have this property; the longest has it."""
+    first = len(rungs) - 1
+    while first > 1 and getattr(changes[first - 1], name, False):
+        first -= 1
+    return f"from {rungs[first].length} tokens on"
+
+
+def _reason(rungs: Sequence[Rung], falls: bool) -> str:
+    """Say which model reads worse at the longest prompts; falls: True when some τ falls."""
+    losses, overlaps = read(rungs, "target_loss"), read(rungs, "overlap")
+    target, overlap, gain = losses[-1], overlaps[-1], begun_anew(rungs[-1])
+    said = (
+        f"The target reads the data's answers with a perplexity of {_perplexity(target)} there, "
+        f"{_times(target)} times that after {rungs[0].length} tokens"
+    )
+    if overlap is not None:
+        said += (
+            f"; the drafter's overlap with it is {overlap.value:.3f}, "
+            f"{_difference(overlap, '+.3f')} against there"
+        )
+    if target is not None and target.is_more:
+        why = f"The target fails, {_from(rungs, losses, 'is_more')}: what is accepted of its text "
+        return f"{said}. {why}there says little of the drafter."
+    if overlap is None or not overlap.is_less:
+        why = ": the target writes text that is harder to draft." if falls else " there."
+        return f"{said}. Neither reads worse{why}"
+    said += f"; begun anew at the question it gains {_difference(gain, '+.3f')}"
+    if gain is not None and gain.is_more:
+        return f"{said}. The drafter fails, {_from(rungs, overlaps, 'is_less')}: by its own state."
+    return f"{said}. The drafter follows the target less, but not by what its state has read."
+
+
+def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
+    """Draw τ against prompt length with its intervals."""
+    picture, axes = plots.new_figure()
+    lengths = [max(rung.num_tokens, 1) for rung in rungs]
+    for temperature in data.temperatures:
+        for method in data.methods:
+            cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+            taus = zip(lengths, cells, strict=True)
+            points = plots.points_of((x, c.gain("acceptance_length")) for x, c in taus if c)
+            colour, look = plots.colour_of(data, method), plots.look_of(data, temperature)
+            label = f"{method_label(method)}, T = {temperature:g}"
+            plots.draw_line(axes, points, colour, label=label, **look)
+    if not axes.get_legend_handles_labels()[0]:
+        return None
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("τ, new tokens per call")
+    plots.add_legend(picture, axes, ncols=2, handlelength=3.2)
+    return picture
+
+
+def markdown(data: RunData, found: Sequence[LadderFindings]) -> str:
+    """Format all ladders of a run."""
+    parts = []
+    for each in found:
+        parts += [f"- {line}" for line in each.verdicts]
+        parts += ["", *(table.to_markdown() for table in each.tables)]
+    return "\n".join(["# Acceptance length by prompt length\n", f"{introduction(data)}\n", *parts])
+
+
+def _value(change: Change | None) -> str:
+    return MISSING if change is None else figure(change.value, form=".3f")
+
+
+def _difference(change: Change | None, form: str = "+.2f") -> str:
+    return MISSING if change is None else figure(change.change, change.interval, form)
+
+
+def _perplexity(loss: Change | None) -> str:
+    return MISSING if loss is None else figure(math.exp(loss.value), form=".3g")
+
+
+def _times(loss: Change | None) -> str:
+    """Return a perplexity's ratio to the shortest prompts', given losses."""
+    if loss is None:
+        return MISSING
+    interval = loss.interval and (math.exp(loss.interval[0]), math.exp(loss.interval[1]))
+    return figure(math.exp(loss.change), interval)

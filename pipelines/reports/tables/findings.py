@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from stree_pipelines.reports.run_data import RunData
-from stree_pipelines.reports.tables import by_length_tables
-from stree_pipelines.reports.tables.by_length_tables import LadderFindings
+from stree_pipelines.reports.tables import by_length
+from stree_pipelines.reports.tables.by_length import LadderFindings
 from stree_pipelines.reports.tables.tables import Advice, Table, advise, all_tables
 
 
@@ -26,7 +26,7 @@ class Findings:
     def of(cls, data: RunData) -> Self:
         """Return the findings on one run: Table 6 of each scope and temperature is its tables."""
         advice = {temperature: advise(data, temperature) for temperature in data.temperatures}
-        return cls(all_tables(data), advice, by_length_tables.findings(data))
+        return cls(all_tables(data), advice, by_length.findings(data))
 
     @property
     def main_tables(self) -> list[Table]:

@@ -57,11 +57,7 @@ class Table:
 
     @classmethod
     def of_rows(
-        cls,
-        title: str,
-        rows: Iterable[Row],
-        columns: Iterable[Column[Row]],
-        num_left: int = 1,
+        cls, title: str, rows: Iterable[Row], columns: Iterable[Column[Row]], num_left: int = 1,
         note: str = "",
     ) -> Table:
         """Make a table with a line for each row."""
@@ -159,9 +155,7 @@ def to_latex(tables: Iterable[Table]) -> str:
 
 
 def figure(
-    value: float | None,
-    interval: metrics.Interval | None = None,
-    form: str = ".2f",
+    value: float | None, interval: metrics.Interval | None = None, form: str = ".2f",
     unit: str = "",
 ) -> str:
     """Format a number, with its interval in brackets, for a table or a sentence."""

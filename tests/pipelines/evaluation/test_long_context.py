@@ -27,7 +27,7 @@ from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.lab import paper_tables
 from stree_pipelines.report import write_records, write_report
 from stree_pipelines.reports.run_data import load_run
-from stree_pipelines.reports.tables import by_length, by_length_tables
+from stree_pipelines.reports.tables import by_length
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (60, 200)
@@ -239,7 +239,7 @@ def make_ladder(folder, calls, target_loss=(2.0, 2.0), overlap=(0.8, 0.8), anew=
 
 def test_of_several_drafters_the_one_that_is_shown_is_named(tmp_path):
     data = make_ladder(tmp_path, (20, 20))
-    assert by_length_tables.introduction(data).endswith(" The drafter is step 100.")
+    assert by_length.introduction(data).endswith(" The drafter is step 100.")
     row = next(row for row in data.rows if row.step == 100 and row.benchmark == "long-1000")
     samples = ResultStore(tmp_path).samples(row)
     other = [each.model_copy(update={"checkpoint_sha256": "50", "step": 50}) for each in samples]
@@ -274,7 +274,7 @@ def test_of_several_drafters_the_one_that_is_shown_is_named(tmp_path):
 def test_what_makes_it_fall_is_told(tmp_path, ladder, words):
     data = make_ladder(tmp_path, **ladder)
     (rungs,) = by_length.ladders(data)
-    said = " ".join(by_length_tables.verdicts(data, rungs))
+    said = " ".join(by_length.verdicts(data, rungs))
     for each in words:
         assert each in said
 
@@ -288,7 +288,7 @@ def test_figures_are_paired_by_question(tmp_path):
     loss = by_length.read(rungs, "target_loss")[1]
     # Every question's loss is one nat a token more: no noise is left
     assert loss.interval == pytest.approx((1.0, 1.0)) and loss.change == pytest.approx(1.0)
-    table = by_length_tables.reading_table(rungs)
+    table = by_length.reading_table(rungs)
     assert table.rows[2][2] == f"{math.e:.2f} [{math.e:.2f}, {math.e:.2f}]"
     # Of eight tokens, the second four repeat the first
     assert by_length.repeated(data, "long-1000", 0.0) == pytest.approx(1 / 8)

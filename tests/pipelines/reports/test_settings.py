@@ -10,6 +10,8 @@ from hand_made_run import (
     CALLS,
     NUM_PROMPTS,
     TREES,
+    add_row,
+    change_rows,
     labelled,
     make_row,
     make_run,
@@ -33,6 +35,11 @@ from stree_pipelines.reports.tables.tables import table6, table6_markdown
 from stree_pipelines.suggest_tree import main as suggest_tree
 
 DEVICE = "CPU: other"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path, ("gsm8k",), (0.0,))
 
 
 def measured_again(run, steps=(1000, 10000), calls=60, **changes):
@@ -81,44 +88,40 @@ def refusals(run):
          "chat_template=chatml"),
     ],
 )
-def test_every_reader_refuses_a_mix_and_names_the_settings(tmp_path, changes, said, show):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    store = ResultStore(tmp_path / "eval")
-    rows = [r.model_copy(update={"chat_template_sha256": "old"}) for r in store.results()]
-    write_rows(store.directory / RESULTS_NAME, rows)
-    measured_again(tmp_path, **{"chat_template_sha256": "old", **changes})
-    for message in refusals(tmp_path):
+def test_every_reader_refuses_a_mix_and_names_the_settings(run, changes, said, show):
+    store = change_rows(run, lambda row: row.model_copy(update={"chat_template_sha256": "old"}))
+    rows = store.results()
+    measured_again(run, **{"chat_template_sha256": "old", **changes})
+    for message in refusals(run):
         name = show.partition("=")[0]
         assert f"{name} is " in message and "--show" in message
         assert len([each for each in setting_of(rows[0]) if f"{each} is " in message]) == 1
     with pytest.raises(UsageError) as got:
-        load_run(tmp_path)
+        load_run(run)
     assert said in str(got.value)
-    data = load_run(tmp_path, [show])
+    data = load_run(run, [show])
     assert data.checkpoints == ["step-00001000", "step-00010000"]
     assert data.cell("step-00010000", "stree", "gsm8k", 0.0)["acceptance_length"] == 1
     assert not differing(data.rows)
     assert f"Shown are rows with {show}; 7 others are not." in table6_markdown(data, [])
 
 
-def test_rows_of_two_batch_sizes_stand_in_no_one_table(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    measured_again(tmp_path, batch_size=8)
+def test_rows_of_two_batch_sizes_stand_in_no_one_table(run):
+    measured_again(run, batch_size=8)
     with pytest.raises(UsageError, match=r"batch_size is 1 \(7 rows\) or 8 \(5 rows\)"):
-        report([str(tmp_path)])
-    report([str(tmp_path), "--show", "batch_size=8"])
+        report([str(run)])
+    report([str(run), "--show", "batch_size=8"])
     for name in ("table6.md", "report.html"):
-        assert "gsm8k, T = 0 (6 prompts, 8 at once)" in (tmp_path / name).read_text()
-    assert "in batches of 8" in (tmp_path / "report.html").read_text()
-    report([str(tmp_path), "--show", "batch_size=1"])
-    assert "at once" not in (tmp_path / "table6.md").read_text()
+        assert "gsm8k, T = 0 (6 prompts, 8 at once)" in (run / name).read_text()
+    assert "in batches of 8" in (run / "report.html").read_text()
+    report([str(run), "--show", "batch_size=1"])
+    assert "at once" not in (run / "table6.md").read_text()
 
 
-def test_a_profile_keeps_batch_sizes_apart(tmp_path):
+def test_a_profile_keeps_batch_sizes_apart(run):
     """What is fastest in batches is no advice for one sequence."""
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    measured_again(tmp_path, batch_size=8)
-    profile = profile_of(open_results(tmp_path), tmp_path, "10000")
+    measured_again(run, batch_size=8)
+    profile = profile_of(open_results(run), run, "10000")
     assert {(m.batch_size, m.method) for m in profile.measurements} == {
         (size, method) for size in (1, 8) for method in ("autoregressive", "vanilla_sd", "stree")
     }
@@ -130,17 +133,16 @@ def test_a_profile_keeps_batch_sizes_apart(tmp_path):
     assert "batches" not in alone and "Test device, in batches of 8" in together
 
 
-def test_the_command_that_the_error_names_shows_the_setting_of_most_rows(tmp_path, capsys):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
+def test_the_command_that_the_error_names_shows_the_setting_of_most_rows(run, capsys):
     environment = {"device": DEVICE, "dtypes": {"weights": "bfloat16", "state": "float32"}}
-    measured_again(tmp_path, max_new_tokens=9, environment=environment)
+    measured_again(run, max_new_tokens=9, environment=environment)
     with pytest.raises(UsageError, match="dtype is float32") as got:
-        report([str(tmp_path)])
+        report([str(run)])
     assert "device is Test device (7 rows) or CPU: other (5 rows)" in str(got.value)
     *_, shown = str(got.value).partition("--show ")
-    report([str(tmp_path), "--show", *shown.split()])
-    table = table6(load_run(tmp_path, shown.split()), "gsm8k", 0.0).to_markdown()
-    assert table in (tmp_path / "table6.md").read_text()
+    report([str(run), "--show", *shown.split()])
+    table = table6(load_run(run, shown.split()), "gsm8k", 0.0).to_markdown()
+    assert table in (run / "table6.md").read_text()
     printed = capsys.readouterr().out
     assert "step 100 " in printed and "3.00 [3.00, 3.00]" in printed
     assert "step 100 " in table
@@ -148,35 +150,31 @@ def test_the_command_that_the_error_names_shows_the_setting_of_most_rows(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["max_new_tokens=7", "max_tokens=61", "max_new_tokens", "=61"])
-def test_a_setting_that_no_row_has_is_one_clear_line(tmp_path, text):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
+def test_a_setting_that_no_row_has_is_one_clear_line(run, text):
     with pytest.raises(UsageError) as got:
-        report([str(tmp_path), "--show", text])
+        report([str(run), "--show", text])
     assert f"--show {text}: no row of" in str(got.value) and "\n" not in str(got.value)
     assert "max_new_tokens=61" in str(got.value) or "dtype, device, max_new" in str(got.value)
 
 
 def test_temperatures_of_other_lengths_are_a_mix_too(tmp_path):
     make_run(tmp_path, ("gsm8k",), (0.0, 1.0))
-    store = ResultStore(tmp_path / "eval")
-    rows = [
-        row.model_copy(update={"max_new_tokens": 9}) if row.temperature else row
-        for row in store.results()
-    ]
-    write_rows(store.directory / RESULTS_NAME, rows)
+    longer = {"max_new_tokens": 9}
+    change_rows(tmp_path, lambda row: row.model_copy(update=longer if row.temperature else {}))
     with pytest.raises(UsageError, match="max_new_tokens"):
         load_run(tmp_path)
 
 
 def test_benchmarks_have_prompts_of_their_own(tmp_path):
     make_run(tmp_path, ("mt_bench", "gsm8k"), (0.0,))
-    store = ResultStore(tmp_path / "eval")
-    rows = [row.model_copy(update={"prompts_hash": row.benchmark}) for row in store.results()]
+    store = change_rows(
+        tmp_path, lambda row: row.model_copy(update={"prompts_hash": row.benchmark})
+    )
+    rows = store.results()
     fewer = [
-        row.model_copy(update={"prompts_hash": "fewer", "decoding_hash": row.decoding_hash})
+        row.model_copy(update={"prompts_hash": "fewer"})
         for row in rows if row.benchmark == "gsm8k" and row.method == "stree"
     ]
-    write_rows(store.directory / RESULTS_NAME, rows)
     assert load_run(tmp_path).benchmarks == ["mt_bench", "gsm8k"]
     write_rows(store.directory / RESULTS_NAME, [*rows, *fewer])
     with pytest.raises(UsageError, match=r"gsm8k\.prompts is 6@gsm8k \(7 rows\) or 6@fewer"):
@@ -185,61 +183,45 @@ def test_benchmarks_have_prompts_of_their_own(tmp_path):
     assert chosen.benchmarks == ["mt_bench", "gsm8k"] and len(chosen.rows) == 14
 
 
-def test_old_rows_that_do_not_say_their_chat_template_are_told_apart_by_their_hash(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    measured_again(tmp_path)
+def test_old_rows_that_do_not_say_their_chat_template_are_told_apart_by_their_hash(run):
+    measured_again(run)
     with pytest.raises(UsageError, match="older rows do not say, such as the chat template"):
-        load_run(tmp_path)
+        load_run(run)
 
 
-def test_what_moves_speeds_only_is_said_in_the_table(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    store = ResultStore(tmp_path / "eval")
+def test_what_moves_speeds_only_is_said_in_the_table(run):
+    store = ResultStore(run / "eval")
     rows = store.results()
     later = rows[-1].environment.model_copy(update={"git_sha": "def", "num_threads": 2})
     rows[-1] = rows[-1].model_copy(update={"environment": later})
     write_rows(store.directory / RESULTS_NAME, rows)
-    text = table6_markdown(load_run(tmp_path), [])
+    text = table6_markdown(load_run(run), [])
     assert "several commits: abc, def" in text and "numbers of threads: 1, 2" in text
     assert "processes" not in text
 
 
-def test_a_training_from_anew_replaces_the_rows_of_its_checkpoints(tmp_path):
+def test_a_training_from_anew_replaces_the_rows_of_its_checkpoints(run):
     """Both methods of the new one, and nothing of the old one beside them."""
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    store = ResultStore(tmp_path / "eval")
-    samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
-    row = make_row("stree", 100, "gsm8k", samples, 0.0, checkpoint_sha256="anew",
-                   samples="samples/anew.jsonl.gz")
-    store.publish(row, samples)
-    data = load_run(tmp_path)
+    add_row(run, "stree", 100, 60, checkpoint_sha256="anew")
+    data = load_run(run)
     assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0
     assert data.cell("step-00000100", "vanilla_sd", "gsm8k", 0.0) is None
     assert "2 rows are of checkpoints that were replaced since" in table6_markdown(data, [])
 
 
-def test_drafters_of_one_step_from_two_trainings_have_columns_of_their_own(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    store = ResultStore(tmp_path / "eval")
-    samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
-    other = make_row("stree", 100, "gsm8k", samples, 0.0, checkpoint="elsewhere/step-00000100",
-                     checkpoint_sha256="other", samples="samples/other.jsonl.gz")
-    store.publish(other, samples)
-    data = load_run(tmp_path)
+def test_drafters_of_one_step_from_two_trainings_have_columns_of_their_own(run):
+    add_row(run, "stree", 100, 60, checkpoint="elsewhere/step-00000100",
+            checkpoint_sha256="other")
+    data = load_run(run)
     heads = table6(data, "gsm8k", 0.0).rows[0]
     assert set(heads[1:3]) == {"elsewhere/step-00000100", "run/drafter/step-00000100"}
     assert data.cell("elsewhere/step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1
 
 
-def test_trees_of_one_name_and_other_shapes_have_rows_of_their_own(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    store = ResultStore(tmp_path / "eval")
-    samples = [make_sample("stree", 1000, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
+def test_trees_of_one_name_and_other_shapes_have_rows_of_their_own(run):
     changed = Tree(name="paper", parents=(-1, 0))
-    labels = {"decoding_hash": "changed", "samples": "samples/changed.jsonl.gz"}
-    row = make_row("stree", 1000, "gsm8k", samples, 0.0, tree=changed, **labels)
-    store.publish(row, labelled(samples, row))
-    data = load_run(tmp_path)
+    add_row(run, "stree", 1000, 60, tree=changed, decoding_hash="changed")
+    data = load_run(run)
     assert data.methods == ["vanilla_sd", "stree:paper (1)", "stree:paper (2)"]
     assert data.tree("stree:paper (2)") in (changed, TREES["stree"])
     assert {data.tree(name) for name in data.methods[1:]} == {changed, TREES["stree"]}
@@ -247,10 +229,9 @@ def test_trees_of_one_name_and_other_shapes_have_rows_of_their_own(tmp_path):
     assert "τ (STree, paper (1))" in heads and "τ (STree, paper (2))" in heads
 
 
-def test_a_profile_keeps_devices_apart_and_is_of_one_setting_on_each(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    measured_again(tmp_path, environment={"device": DEVICE}, max_new_tokens=9)
-    profile = profile_of(open_results(tmp_path), tmp_path, "10000")
+def test_a_profile_keeps_devices_apart_and_is_of_one_setting_on_each(run):
+    measured_again(run, environment={"device": DEVICE}, max_new_tokens=9)
+    profile = profile_of(open_results(run), run, "10000")
     assert {(m.device, m.max_new_tokens) for m in profile.measurements} == {
         ("Test device", 61), (DEVICE, 9),
     }
@@ -259,27 +240,25 @@ def test_a_profile_keeps_devices_apart_and_is_of_one_setting_on_each(tmp_path):
     assert profile.suggested_trees[0].num_calls == 2 * 60 * NUM_PROMPTS
     tables = [place["measured"] for place in _places(profile.measurements)]
     assert len(tables) == 2 and f"float32 on {DEVICE}" in tables[0]
-    measured_again(tmp_path, environment={"device": DEVICE}, max_new_tokens=12)
+    measured_again(run, environment={"device": DEVICE}, max_new_tokens=12)
     with pytest.raises(UsageError, match="max_new_tokens is 9"):
-        profile_of(open_results(tmp_path), tmp_path, "10000")
-    shown = profile_of(open_results(tmp_path), tmp_path, "10000", shown=["max_new_tokens=12"])
+        profile_of(open_results(run), run, "10000")
+    shown = profile_of(open_results(run), run, "10000", shown=["max_new_tokens=12"])
     assert {m.max_new_tokens for m in shown.measurements} == {12}
 
 
-def test_a_suggested_tree_is_of_the_chosen_setting(tmp_path, capsys):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    measured_again(tmp_path, max_new_tokens=9)
+def test_a_suggested_tree_is_of_the_chosen_setting(run, capsys):
+    measured_again(run, max_new_tokens=9)
     for tokens, calls in ((61, CALLS["stree"][2] + CALLS["vanilla_sd"][2]), (9, 120)):
-        suggest_tree([str(tmp_path), "--nodes", "4", "--show", f"max_new_tokens={tokens}"])
+        suggest_tree([str(run), "--nodes", "4", "--show", f"max_new_tokens={tokens}"])
         description = yaml.safe_load(capsys.readouterr().out)["description"]
         assert f"over {calls * NUM_PROMPTS} calls" in description
 
 
-def test_a_lossless_table_has_a_column_for_what_differs(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    measured_again(tmp_path, max_new_tokens=9)
-    report([str(tmp_path), "--show", "max_new_tokens=61"])
-    text = (tmp_path / "lossless.md").read_text()
+def test_a_lossless_table_has_a_column_for_what_differs(run):
+    measured_again(run, max_new_tokens=9)
+    report([str(run), "--show", "max_new_tokens=61"])
+    text = (run / "lossless.md").read_text()
     assert re.search(r"\| Weights +\| max_new_tokens \| Benchmark \| +T \| Method", text), text
     assert "60 of 60 answers" in text
 
@@ -307,9 +286,7 @@ def test_benchmarks_of_several_turns_and_of_one_stand_in_one_table(tmp_path):
     """Their hashes differ: in those of several turns stands that earlier turns are kept."""
     make_run(tmp_path, temperatures=(0.0,))
     store = ResultStore(tmp_path / "eval")
-    rows = [
-        relabelled(store, row, decoding_hash=f"{row.benchmark} {row.decoding_hash}")
-        for row in store.results()
-    ]
-    write_rows(store.directory / RESULTS_NAME, rows)
+    change_rows(tmp_path, lambda row: relabelled(
+        store, row, decoding_hash=f"{row.benchmark} {row.decoding_hash}"
+    ))
     assert load_run(tmp_path).benchmarks == ["mt_bench", "gsm8k"]

@@ -10,7 +10,7 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
-from hand_made_run import CALL_S, TREES, make_run, relabelled
+from hand_made_run import CALL_S, TREES, change_rows, make_run, relabelled
 from toys import tiny_model
 
 from stree import metrics
@@ -41,11 +41,9 @@ def give_drafters(folder, steps=(100, 1000, 10000)):
         save_model(model, drafter, extra_files=files, manifest_extra={"step": step})
         hashes[step] = checkpoint_sha256(drafter)
     store = ResultStore(folder / "eval")
-    rows = [
+    change_rows(folder, lambda row: (
         relabelled(store, row, checkpoint_sha256=hashes[row.step]) if row.step else row
-        for row in store.results()
-    ]
-    write_rows(store.directory / RESULTS_NAME, rows)
+    ))
     return hashes
 
 
@@ -179,12 +177,9 @@ def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
 def test_the_verifier_that_won_is_named(tmp_path):
     """Rows from before there were several say what no verifier is called."""
     make_run(tmp_path, ("gsm8k",), (1.0,))
-    store = ResultStore(tmp_path / "eval")
-    rows = store.results()
     for verifier, wanted in (("multi_step", "multi_step"), ("as ever", None)):
-        write_rows(store.directory / RESULTS_NAME, [
-            row.model_copy(update={"verifier": verifier if row.tree else None}) for row in rows
-        ])
+        named = {"verifier": verifier}
+        store = change_rows(tmp_path, lambda row: row.model_copy(update=named if row.tree else {}))
         profile = profile_of(store, tmp_path, "10000")
         (won,) = profile.recommendations
         assert won.tree is not None and won.verifier == wanted
@@ -200,9 +195,9 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
     }
     rows = [relabelled(store, row, **arms.get(row.method, {})) for row in store.results()]
     tried = [
-        relabelled(store, row, method=f"wide: {row.tree.name}", prompts_hash="fewer")
+        relabelled(store, row, method="wide: chain-4", prompts_hash="fewer")
         for row in rows
-        if row.tree
+        if row.method == "wide"
     ]
     write_rows(store.directory / RESULTS_NAME, tried + rows)
     main([str(run)])
@@ -275,14 +270,10 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
         for temperature in (0.0, 1.0)
     }
     store = ResultStore(run / "eval")
-    rows = [
-        row if row.method != "stree" else relabelled(
-            store, row, tree=choice,
-            costs=None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
-        )
-        for row in store.results()
-    ]
-    write_rows(store.directory / RESULTS_NAME, rows)
+    change_rows(run, lambda row: row if row.method != "stree" else relabelled(
+        store, row, tree=choice,
+        costs=None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
+    ))
     main([str(run)])
     path = run / "drafter/step-00010000" / PROFILE_NAME
     for won in load_profile(path.parent).recommendations:
@@ -339,9 +330,7 @@ def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_their
 
 
 def test_rows_from_before_ends_of_paths_were_recorded_still_make_a_profile(run):
-    store = ResultStore(run / "eval")
-    rows = [row.model_copy(update={"end_nodes": {}}) for row in store.results()]
-    write_rows(store.directory / RESULTS_NAME, rows)
+    change_rows(run, lambda row: row.model_copy(update={"end_nodes": {}}))
     main([str(run)])
     profile = load_profile(run / "drafter/step-00010000")
     assert profile.suggested_trees == () and len(profile.recommendations) == 2
@@ -399,9 +388,7 @@ def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
     main([str(run)])
     assert (own / "README.md").read_text() == "# Mine" and load_profile(own) is not None
     before = (ours / "README.md").read_text()
-    store = ResultStore(run / "eval")
-    rows = [row.model_copy(update={"max_new_tokens": 450}) for row in store.results()]
-    write_rows(store.directory / RESULTS_NAME, rows)
+    change_rows(run, lambda row: row.model_copy(update={"max_new_tokens": 450}))
     main([str(run)])
     assert "450" in (ours / "README.md").read_text() and "450" not in before
 
@@ -417,11 +404,7 @@ def test_a_run_config_that_cannot_be_read_is_one_clear_line(run, content, capsys
 def test_odd_provenance_leaves_out_what_it_does_not_say(run):
     folder = run / "drafter/step-00000100"
     provenance = {
-        "step": 100,
-        "tokens_seen": "plenty",
-        "loss": None,
-        "versions": 3,
-        "git_sha": "a|b",
+        "step": 100, "tokens_seen": "plenty", "loss": None, "versions": 3, "git_sha": "a|b",
     }
     add_files(folder, {"provenance.json": json.dumps(provenance)})
     main([str(run), "--drafter", str(folder)])

@@ -32,8 +32,12 @@ def of_one_place(store, benchmark, temperature):
     return samples
 
 
-def test_quiet_answers_have_no_mark(tmp_path):
-    run = make_run(tmp_path, ("gsm8k",), (0.0,))
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path, ("gsm8k",), (0.0,))
+
+
+def test_quiet_answers_have_no_mark(run):
     assert marks(of_one_place(ResultStore(run / "eval"), "gsm8k", 0.0)) == []
     assert "Marked" not in table6(load_run(run), "gsm8k", 0.0).note
 
@@ -76,10 +80,9 @@ def answered(run, of):
     return load_run(run)
 
 
-def test_each_table_says_how_many_answers_ended_and_how_many_were_cut(tmp_path):
+def test_each_table_says_how_many_answers_ended_and_how_many_were_cut(run):
     data = answered(
-        make_run(tmp_path, ("gsm8k",), (0.0,)),
-        lambda method, prompt: ((1,), "eos" if prompt in ("q0", "q1") else "length"),
+        run, lambda method, prompt: ((1,), "eos" if prompt in ("q0", "q1") else "length")
     )
     assert endings({"A": data.cell("", AUTOREGRESSIVE, "gsm8k", 0.0).samples}) == [
         "Answers that ended by themselves and that were cut: 2 and 4."
@@ -89,14 +92,13 @@ def test_each_table_says_how_many_answers_ended_and_how_many_were_cut(tmp_path):
     assert wanted in table6(data, "gsm8k", 0.0).note
     write_report(data)
     for page in ("table6.md", "report.html"):
-        assert wanted in (tmp_path / page).read_text(encoding="utf-8"), page
-    rows = json.loads((tmp_path / "table6.json").read_text(encoding="utf-8"))["rows"]
+        assert wanted in (run / page).read_text(encoding="utf-8"), page
+    rows = json.loads((run / "table6.json").read_text(encoding="utf-8"))["rows"]
     assert {(row["num_ended"], row["num_cut"]) for row in rows} == {(2, 4)}
 
 
-def test_answers_that_repeat_are_flagged_and_figures_stand_with_and_without_them(tmp_path):
+def test_answers_that_repeat_are_flagged_and_figures_stand_with_and_without_them(run):
     """The tree's answer to q5, the slowest prompt there, goes in a circle."""
-    run = make_run(tmp_path, ("gsm8k",), (0.0,))
     data = answered(
         run,
         lambda method, prompt: (
@@ -127,9 +129,9 @@ def test_answers_that_repeat_are_flagged_and_figures_stand_with_and_without_them
     ] == ("–", "–", "–")
 
 
-def test_notes_of_tables_without_rows_for_it_have_the_figures_without_repeats(tmp_path):
+def test_notes_of_tables_without_rows_for_it_have_the_figures_without_repeats(run):
     data = answered(
-        make_run(tmp_path, ("gsm8k",), (0.0,)),
+        run,
         lambda method, prompt: (LOOP if prompt == "q5" else tuple(range(60)), "eos"),
     )
     samples = data.cell(data.last, "stree", "gsm8k", 0.0).samples
@@ -138,8 +140,8 @@ def test_notes_of_tables_without_rows_for_it_have_the_figures_without_repeats(tm
     assert told.endswith(f"Without these answers: tree τ 3.00, {times:.2f}× (5 of 6).")
 
 
-def test_rows_with_and_without_ignore_eos_are_joined_in_no_table(tmp_path):
-    data = load_run(make_run(tmp_path, ("gsm8k",), (0.0,)))
+def test_rows_with_and_without_ignore_eos_are_joined_in_no_table(run):
+    data = load_run(run)
     other = data.rows[0].model_copy(update={"ignore_eos": not data.rows[0].ignore_eos})
     require_one_ending(data.rows, "a table")
     for join in (
