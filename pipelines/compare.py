@@ -21,7 +21,8 @@ from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.evaluation.arms import Comparison, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.estimates import describe_comparison
-from stree_pipelines.evaluation.options import DRAFTING, OPTIONS, add_options
+from stree_pipelines.evaluation.options import OPTIONS, add_options
+from stree_pipelines.evaluation.plan import DRAFTING
 from stree_pipelines.reports import arms, plots
 from stree_pipelines.reports.rendering import markdown_page, render_page
 

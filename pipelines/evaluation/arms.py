@@ -48,8 +48,13 @@ class Arm:
     backtracking: str = EvaluationSettings.backtracking
 
     @classmethod
-    def of(cls, content: Any, number: int) -> Arm:
-        """Read an arm from a file's content. Raises UsageError for content that is no arm."""
+    def of(cls, content: Any, number: int, drafter: str | None) -> Arm:
+        """Read an arm from a file's content; `drafter` is that of an arm that names none.
+
+        Raises UsageError for content that is no arm.
+        """
+        if isinstance(content, Mapping):
+            content = {"drafter": drafter, **content}
         is_arm = (
             isinstance(content, Mapping)
             and {"name", "drafter"} <= content.keys() <= set(_KEYS)
@@ -102,12 +107,7 @@ def comparison_of(
         raise UsageError(f"{path} must hold `arms: [{{name: …, drafter: …}}, …]`")
     options = {**content, **{name: value for name, value in more.items() if value is not None}}
     given, drafter = options.pop("arms"), options.pop("drafter", None)
-    arms = [
-        Arm.of(
-            {"drafter": drafter, **each} if drafter and isinstance(each, Mapping) else each, number
-        )
-        for number, each in enumerate(given, start=1)
-    ]
+    arms = [Arm.of(each, number, drafter) for number, each in enumerate(given, start=1)]
     names = [arm.name for arm in arms]
     if not arms or len({AUTOREGRESSIVE, *names}) <= len(names):
         raise UsageError(

@@ -13,7 +13,7 @@ from stree_pipelines.evaluation.answering.drafter_readings import MOST_TOKENS
 from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, ChosenTree, Job, Round
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DRAFTING, ChosenTree, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.resources.dry_run import (
@@ -36,8 +36,6 @@ SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1110, 100, 12
 RESULT_BYTES = 2710
 # Bytes per token of an answer and entry of the vocabulary: both models' in fp32, and temporaries
 PROBABILITY_BYTES = 20
-# Options that each arm of a comparison sets itself
-ARM_OPTIONS = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")
 
 
 class Work:
@@ -203,7 +201,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
         f"calls of the target: {work.fewest_calls:,} where all drafts are accepted to "
         f"{work.num_tokens:,} where none is, shared by {comparison.workers.count} processes",
     ]
-    content = {name: value for name, value in asdict(settings).items() if name not in ARM_OPTIONS}
+    content = {name: value for name, value in asdict(settings).items() if name not in DRAFTING}
     yield from work.describe({**content, "arms": list(map(asdict, comparison.arms))}, facts)
 
 

@@ -23,18 +23,19 @@ from stree.generation import GenerationConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.joint import require_backtracking
 from stree.tree_policy.adaptive import AdaptiveTrees
-from stree.tree_policy.names import as_tree_policy
+from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import BeamTree, TokenTree
-from stree.verifiers import named, require_tree
+from stree.verifiers import VERIFIERS, named, require_tree
 from stree_pipelines.console.command_line import input_path
-from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
+from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT, Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 from stree_pipelines.evaluation.result_store import packed_samples
-from stree_pipelines.evaluation.sampling import sampling_of, switched_on
+from stree_pipelines.evaluation.sampling import OFF, Sampling, option, sampling_of, switched_on
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
+DRAFTING = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")  # an arm's own
 NUM_FIRST_PROMPTS = 4  # at least; a batch's size when that is larger
 
 
@@ -65,34 +66,39 @@ class ChosenTree(TokenTree):
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
-    """Settings of an evaluation; the fields are the options of `eval_spec.py`, whose help
-    explains them."""
+class EvaluationSettings(Sampling):
+    """Settings of an evaluation; the fields are the options of `eval_spec.py`, with their help."""
 
     target: str
     out: str
-    benchmarks: tuple[str, ...]
-    methods: tuple[str, ...] = METHODS
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    top_k: int = GenerationConfig.top_k
-    top_p: float = GenerationConfig.top_p
-    min_p: float = GenerationConfig.min_p
-    repetition_penalty: float = GenerationConfig.repetition_penalty
-    tree: str = "paper"
-    verifier: str = "coupled"
-    backtracking: str = "replay"
-    num_chain_drafts: int = 4
-    max_new_tokens: int = GenerationConfig.max_new_tokens
-    limit: int | None = None
-    benchmark_dir: str | None = None
-    chat_template: str | None = None
-    dtype: str = "float32"
-    device: str = "auto"
-    seed: int = 0
-    batch_size: int = 1
-    ignore_eos: bool = False
-    beyond_positions: bool = False
-    overwrite: bool = False
+    benchmarks: tuple[str, ...] = option(
+        f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}"
+    )
+    benchmark_dir: str | None = option("where names are looked up (default: data/benchmarks)", None)
+    methods: tuple[str, ...] = option(", ".join(METHODS), METHODS)
+    temperatures: tuple[float, ...] = option("0 is greedy", (0.0, 1.0))
+    tree: str = option(f"of stree: {TREE_POLICIES}", "paper")
+    verifier: str = option(", ".join(VERIFIERS), "coupled")
+    backtracking: str = option(
+        "replay what the last call has kept of the accepted path, or joint: feed it again", "replay"
+    )
+    num_chain_drafts: int = option(
+        "drafts a call of vanilla_sd (the paper's N = 5 counts the root)", 4
+    )
+    max_new_tokens: int = option("a turn", GenerationConfig.max_new_tokens)
+    limit: int | None = option("only the first so many prompts of each benchmark", None)
+    chat_template: str | None = option("name or .jinja file (default: the tokenizer's own)", None)
+    dtype: str = option("of the weights: float32 or bfloat16", "float32")
+    device: str = option("auto, cpu, cuda or cuda:N", "auto")
+    seed: int = option("of sampling, together with prompt and turn, and of the gate's intervals", 0)
+    batch_size: int = option(
+        "prompts that a process decodes at once; rows of other sizes are another table's", 1
+    )
+    ignore_eos: bool = option("go on to max_new_tokens (for speed runs; recorded)", False)
+    beyond_positions: bool = option(
+        "let prompts be longer than what the target was made for", False
+    )
+    overwrite: bool = option("measure again what exists", False)
 
     def __post_init__(self) -> None:
         for name in ("target", "benchmark_dir", "chat_template"):
@@ -110,8 +116,8 @@ class EvaluationSettings:
         for temperature in self.temperatures:
             # refuses settings that no decoding takes
             GenerationConfig(temperature=temperature, **sampling_of(self))
-        for name in ("top_p", "min_p", "repetition_penalty"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for name, off in OFF.items():
+            object.__setattr__(self, name, type(off)(getattr(self, name)))
         named(self.verifier)
         require_backtracking(self.backtracking)
         leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}

@@ -1,16 +1,44 @@
-"""Name the sampling settings other than the temperature, of settings and rows."""
+"""Define the sampling settings other than the temperature, of settings and rows."""
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from stree.generation import GenerationConfig
 
+
+def option(text: str, default: Any = MISSING) -> Any:
+    """Return a field of settings that is an option of the commands; `text` is its help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling settings other than the temperature; at their defaults they are off.
+
+    Rows and samples have a column for each (records.py).
+    """
+
+    top_k: int = option(
+        "sample from the k best tokens only, by every method; 0: all", GenerationConfig.top_k
+    )
+    top_p: float = option(
+        "sample from the best tokens that have this probability together; 1: all",
+        GenerationConfig.top_p,
+    )
+    min_p: float = option(
+        "sample from tokens with at least this share of the best one's probability; 0: all",
+        GenerationConfig.min_p,
+    )
+    repetition_penalty: float = option(
+        "of tokens that prompt or answer has, greedy or not, by every method; 1: none",
+        GenerationConfig.repetition_penalty,
+    )
+
+
 # The values that are off; rows from before these settings were recorded have them
-OFF: dict[str, Any] = {
-    name: getattr(GenerationConfig, name)
-    for name in ("top_k", "top_p", "min_p", "repetition_penalty")
-}
+OFF: dict[str, Any] = {each.name: each.default for each in fields(Sampling)}
 
 
 def sampling_of(holder: Any) -> dict[str, Any]:
