@@ -1,4 +1,4 @@
-"""Many sequences at once: each gets what it would get alone, whatever shares the batch."""
+"""Each of many sequences gets what it would get alone, whatever shares the batch."""
 
 import random
 from dataclasses import replace
@@ -44,7 +44,7 @@ def random_requests(count: int, seed: int, sampled: bool) -> list[Request]:
 
 
 def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
-    """Requests arrive at random times; each output is what its release returns."""
+    """Serve requests that arrive at random times; return what their releases return."""
     rng = random.Random(seed)
     outputs, waiting, served = {}, list(range(len(requests)))[::-1], {}
     while waiting or served:
@@ -72,7 +72,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
 
 
 class AnyTree(AdaptiveTrees):
-    """Another tree each step."""
+    """Chooses another tree each step."""
 
     def choose(self, num_rows):
         self.random = getattr(self, "random", random.Random(3))
@@ -83,7 +83,7 @@ class AnyTree(AdaptiveTrees):
     ("count", "num_rows"), [(24, 9), pytest.param(200, 32, marks=pytest.mark.long)]
 )
 def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
-    """Of all temperatures, lengths and arrival times: token for token as one after the other."""
+    """Requests of all settings and arrival times get the tokens of plain decoding."""
     target = tiny_model(1)
     requests = random_requests(count, 4, sampled=True)
     for at in range(0, count, 2):  # every other one leaves its trees to the decoder
@@ -102,7 +102,7 @@ def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
 
 
 def test_rows_are_clean_when_they_change_hands():
-    """What a row held before, NaN included, is not seen by its next sequence."""
+    """A sequence does not see what its row held before, NaN included."""
     target = tiny_model(1)
     decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=64)
     request = Request([3, 1, 4], GenerationConfig(12))
@@ -297,7 +297,7 @@ DRAFTERS = {
     ),
 )
 def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefixes, monkeypatch):
-    """With their seeds, whichever decoder serves them; the target reads each prompt once."""
+    """The target reads each prompt once, whichever decoder serves its answers."""
     target = tiny_model(1)
     drafter = DRAFTERS[kind](target)
     tree = None if drafter is None else balanced([2, 1])

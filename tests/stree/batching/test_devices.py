@@ -19,7 +19,7 @@ from stree_kernels import ops
 
 
 def call(name: str, model) -> Callable[[], object]:
-    """A public method with arguments."""
+    """Return a public method with arguments."""
     if name in ("tree_hidden", "tree_stream"):
         made = call("tree_call", model)()
         return partial(getattr(model, name), made)
@@ -95,7 +95,7 @@ def kernels(request, monkeypatch):
 @pytest.mark.parametrize("tree", [None, TokenTree.chain(3), TokenTree.paper()], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_both_gpus_decode_alike(tree, temperature, kernels):
-    """In turns, so that each GPU's graphs are captured and replayed beside the other's."""
+    """The GPUs take turns, so that each one's graphs are replayed beside the other's."""
 
     def decoder(device):
         target = tiny_model(1, torch.float32, num_layers=4, attn_layers=(1, 3)).to(device)

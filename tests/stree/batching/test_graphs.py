@@ -59,7 +59,7 @@ def test_graphs_give_what_eager_steps_give(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_prompts_read_by_graphs_are_as_read_in_fp64(models, dtype):
-    """Operations in fp32 are not: cuDNN's convolutions, at least, are of TF32."""
+    """Operations in fp32 differ: cuDNN's convolutions, at least, are of TF32."""
     exact = models[0].double()
     model = tiny_model(1, torch.float32, num_layers=4, attn_layers=(1, 3)).to("cuda", dtype)
     decoder = BatchDecoder(model, num_rows=3, max_length=2000)
@@ -202,7 +202,7 @@ def test_graphs_of_many_trees_free_their_memory(models):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temperature):
-    """A step made long by a spin of the GPU: a generation takes as many as its calls."""
+    """A generation takes as many long steps as it has calls."""
     decoder = Decoder(models[0], max_length=700)
     generation = GenerationConfig(4, temperature=temperature, seed=0)
     decoder.generate([1, 2, 3], generation)

@@ -1,4 +1,4 @@
-"""What is said of a sequence's memory is what one more row takes, tensor by tensor."""
+"""A report says of a sequence's memory what one more row takes, tensor by tensor."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ TARGETS = {
 
 
 def tensors_of(held: object, seen: dict[int, Tensor]) -> dict[int, Tensor]:
-    """All that an object holds but models, by their storage."""
+    """Return all tensors that an object holds but models, by their storage."""
     if isinstance(held, Tensor):
         seen[held.untyped_storage().data_ptr()] = held
     elif isinstance(held, dict | list | tuple):
@@ -49,7 +49,7 @@ def bytes_of(decoder: BatchDecoder) -> int:
 def test_a_sequence_takes_what_one_more_row_takes(
     shape, drafts, backtracking, kernels, monkeypatch
 ):
-    """But for numbers of a row that are no cache: tokens, paths and settings, 200 bytes a node."""
+    """A row takes 200 bytes a node more: tokens, paths and settings, which are no cache."""
     monkeypatch.setattr(ops, "fused", lambda *_: kernels == "fused")  # they keep more of nodes
     target = tiny_model(1, torch.float32, **TARGETS[shape])
     drafter = right_now_and_then(target) if drafts else None

@@ -17,7 +17,7 @@ SYSTEM = [7, 3, 9, 1, 5, 5, 2]
 
 
 def turns(decoder, count: int, generation: GenerationConfig, keep: bool):
-    """A conversation: each turn's prompt is all that came before, and two tokens more."""
+    """Hold a conversation, of which each prompt is all that came before and two tokens more."""
     prompt, outputs = [*SYSTEM, 8], []
     for turn in range(count):
         row = decoder.admit(Request(prompt, generation))
@@ -154,7 +154,7 @@ def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
 
 
 class OnItsWay:
-    """Values that are not there until somebody waits for them."""
+    """Holds values that are not there until somebody waits for them."""
 
     def __init__(self, arrival, asked) -> None:
         self.arrival, self.asked = arrival, asked
@@ -169,7 +169,7 @@ class OnItsWay:
 
 @pytest.mark.parametrize("on_its_way", [False, True])
 def test_no_more_is_held_than_asked_for(on_its_way):
-    """Copies whose lengths nobody has asked for included: each has the memory of a sequence."""
+    """Copies whose lengths nobody has asked for count, too."""
     target = tiny_model(1)
     decoder = BatchDecoder(target, num_rows=1, max_length=64, num_prefixes=3)
     prefixes, asked = decoder.prefixes, []
@@ -186,7 +186,7 @@ def test_no_more_is_held_than_asked_for(on_its_way):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
-    """Of how many tokens it was is known when somebody asks, or more are kept than are held."""
+    """The host learns a prefix's length when it is asked for, or when too many are held."""
     target = tiny_model(1)
     drafter = right_now_and_then(target) if drafts else None
     decoder = BatchDecoder(target, drafter, num_rows=2, max_length=64, num_prefixes=2)

@@ -54,8 +54,7 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
 
 
 def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu, monkeypatch):
-    """A prompt is read, and its row decodes in the next step, without a value from the device; what
-    came after the prompt is told with that step, or before."""
+    """A row decodes in the step after its prompt without a value from the device."""
     target, served = tiny_model(1), mixed_requests(8, TREES, seed=1)
     served.append(Request([3, 4], GenerationConfig(1)))  # ends with its first token
     drafter = right_now_and_then(target)
@@ -106,7 +105,7 @@ def test_a_prompt_after_which_logits_are_bad_ends_with_its_error(captured_on_cpu
 def test_steps_of_fused_kernels_give_the_same_tokens(
     tree, temperature, verifier, monkeypatch, captured_on_cpu
 ):
-    """Two rows of their own trees, the whole step in Triton's interpreter."""
+    """Triton's interpreter runs the whole step of two rows."""
     if torch.cuda.is_available():
         pytest.skip("tests/stree/batching/test_graphs.py compares them on the GPU itself")
     target = tiny_model(1, torch.float32, num_layers=2)
@@ -133,9 +132,7 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
 def test_prompts_read_by_graphs_are_as_read_without(
     captured, longest, captured_on_cpu, monkeypatch
 ):
-    """In chunks, of which one ends, padded, behind the last slot, and behind what was read before,
-    inside of inference mode and outside; with streams taken out, with inputs added, and with an
-    accepted path pending."""
+    """A chunk may be padded, end behind the last slot, and follow a path that is pending."""
     monkeypatch.setattr("stree.batching.prefillers.LONGEST_CHUNK", longest)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
@@ -170,7 +167,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
 
 @pytest.mark.parametrize("drafter", ["model", "grafted", "features"])
 def test_prompts_have_all_of_their_graphs_beforehand(drafter, captured_on_cpu):
-    """Those of drafters, too; and nothing in them is recorded for a gradient."""
+    """Graphs of drafters are captured, too; nothing in any is recorded for a gradient."""
     target = tiny_model(1)
     model = right_now_and_then(target)
     made = {"model": model, "grafted": NGram(2, model=model), "features": reading(target)}
@@ -215,7 +212,7 @@ def test_what_was_read_before_is_no_matter_though_it_was_not_finite(captured_on_
 
 
 def test_a_decoder_that_is_dropped_frees_its_caches_at_once(captured_on_cpu):
-    """Nothing that it has points back at it (but for graphs of the stand-in)."""
+    """Nothing that a decoder has points back at it."""
     target = tiny_model(1)
     decoder = BatchDecoder(target, right_now_and_then(target), TREES[1], num_rows=1, max_length=40)
     caches = [weakref.ref(each) for each in (decoder.cache, decoder.drafter.cache)]
@@ -278,7 +275,7 @@ def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
 
 
 def test_graphs_that_are_captured_again_are_warned_of_once(captured_on_cpu, monkeypatch):
-    """Not for shapes that come once, however many, nor for weights that moved."""
+    """Shapes that come once are no reason to warn, nor are weights that moved."""
     target = tiny_model(1, num_layers=1, attn_layers=())
     monkeypatch.setattr("stree.batching.runners.MAX_KEPT", MAX_KEPT)
     decoder = BatchDecoder(target, target, num_rows=1, max_length=64, max_nodes=20)

@@ -1,4 +1,4 @@
-"""What a row's settings make of logits: `transformers`' distributions, each row its own."""
+"""A row's settings make of logits what transformers' distributions are."""
 
 import pytest
 import torch

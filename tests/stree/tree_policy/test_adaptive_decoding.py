@@ -48,7 +48,7 @@ def test_answers_that_have_not_ended_count():
 
 
 class Alternating(AdaptiveTrees):
-    """A tree, then plain decoding, then another tree, each for some steps."""
+    """Chooses each tree, and plain decoding, for some steps in turn."""
 
     def choose(self, num_rows):
         self.turn = getattr(self, "turn", -1) + 1
@@ -259,7 +259,7 @@ def test_costs_are_measured_while_no_row_is_taken():
 
 
 class NowAndThen(AdaptiveTrees):
-    """Eight plain steps, four drafts, and so on; counts what was chosen."""
+    """Chooses eight plain steps, four drafts, and so on; counts its choices."""
 
     num_chosen = 0
 

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
-    """Tokens and parents by the model's whole-sequence logits, on the host, the best node first."""
+    """Return tokens and parents by the model's whole-sequence logits, the best node first."""
 
     def children(path: list[int]) -> list[tuple[float, int]]:
         logits = model(torch.tensor([context + path]))[0, -1].double()
@@ -70,7 +70,7 @@ def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
     ("name", "layers"), list(zip(NAMES, [(1,), (), (), (1,), (1,)], strict=True)), ids=NAMES
 )
 def test_the_tree_is_the_best_by_the_drafter(name, layers):
-    """Two rows of other prompts and settings; the drafter's states along the beams included."""
+    """Two rows have other prompts and settings, and the drafter has states along the beams."""
     tree = BeamTree.named(name)
     model = tiny_model(3, num_layers=2, attn_layers=layers)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_the_tree_is_the_best_by_the_drafter(name, layers):
 
 @pytest.mark.parametrize("verifier", ["coupled", "naive"])
 def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cpu):
-    """In batches of other lengths and settings, as graphs and without."""
+    """Batches have rows of all lengths and settings, with graphs and without."""
     target = tiny_model(1)
     drafter, rng = right_now_and_then(target), random.Random(2)
     served = [
@@ -148,7 +148,6 @@ def tables(seed: int):
 
 
 def test_drafts_change_nothing_of_what_is_sampled():
-    """Whatever tables, temperatures, top-k and top-p."""
     rng, accepted, calls = random.Random(7), 0, 0
     for seed in range(30):
         target, drafter = tables(seed)
@@ -166,7 +165,7 @@ def test_drafts_change_nothing_of_what_is_sampled():
 
 
 class InTurn(GrowingInTurn):
-    """Its drafts are as good as they were probable."""
+    """Gives its drafts the values of their own probabilities."""
 
     def choose(self, tree_batch, rows, level, logits, finite) -> None:
         super().choose(tree_batch, rows, level, logits, finite)
@@ -179,8 +178,10 @@ class InTurn(GrowingInTurn):
 def block_distribution(
     table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier
 ) -> dict:
-    """Of what one step gives one row, over all draws and coins, by the verifier as it judges trees
-    of one shape: the drafts are given to it in a static tree batch of the shape that has grown."""
+    """Return the distribution of a row's step, over all draws and coins.
+
+    The verifier is given the drafts in a static tree batch of the shape that has grown.
+    """
 
     target = TableTarget(table)
 
@@ -212,7 +213,7 @@ def block_distribution(
 
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_naive_keeps_the_targets_distribution_whatever_grew(relation):
-    """Drafts of real noise: given any of them, what comes out has the target's distribution."""
+    """Given any drafts of real noise, tokens have the target's distribution."""
     for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2-5"]):
         target, drafter, _, setting = related_case(seed, relation, TREES[:1])
         tree = BeamTree.named(name)
@@ -223,7 +224,7 @@ def test_naive_keeps_the_targets_distribution_whatever_grew(relation):
 
 
 def test_coins_would_be_biased_by_trees_that_look_at_what_they_keep():
-    """Why the contract refuses them: the less probable of two drafts is drawn and then left out."""
+    """A verifier that tosses coins is biased if the less probable of two drafts is left out."""
     setting, tree = GenerationConfig(temperature=1.0), BeamTree.of(2, 1, 2)
     for seed in range(3):
         target, drafter, _, _ = random_case(seed, TREES[:1])
@@ -297,8 +298,7 @@ STEEP, FLAT = (
 
 
 def simulated(rates_of_step, num_steps: int, cost) -> tuple[list[TokenTree], float]:
-    """What modes choose where the node of a rank is accepted at a rate, whatever else is; and the
-    expected tokens a second of all that."""
+    """Return the choices where a rank's node is accepted at a rate, and the tokens a second."""
     rng = random.Random(4)
     policy = AdaptiveTrees(
         SIZES, StepTimes({(1, tree): cost(tree) for tree in (PLAIN, *SIZES)})
@@ -321,8 +321,7 @@ def speed_of(tree: TokenTree, rates: list[float], cost) -> float:
 @pytest.mark.parametrize("rates", [STEEP, FLAT], ids=["steep", "flat"])
 @pytest.mark.parametrize("slope", [0.004, 0.012, 0.05])
 def test_the_size_is_the_one_that_pays(slope, rates):
-    """Nearly as fast as the best fixed size, whatever a node costs: a hundredth goes to probes, and
-    what promises less than 1 % more is not changed to."""
+    """Choosing is nearly as fast as the best fixed size, whatever a node costs."""
 
     def cost(tree):
         return 1.0 + slope * (tree.num_nodes - 1)

@@ -78,7 +78,7 @@ def test_the_shipped_files_are_what_their_names_say():
 
 
 def test_names_need_no_files_beside_the_package(tmp_path, monkeypatch):
-    """As after an installation that is not editable."""
+    """An installation that is not editable has no files beside the package."""
     monkeypatch.setattr(Path, "read_text", None)
     monkeypatch.chdir(tmp_path)
     assert TokenTree.load("paper") == TokenTree.paper()

@@ -21,7 +21,7 @@ def test_a_forest_pads_what_its_smaller_trees_lack():
 
 
 def test_trees_of_one_shape_take_each_other_s_place():
-    """What was asked of the first ones' tensors then holds the others', where it was."""
+    """Tensors of a static tree batch hold another's trees, where they were."""
     first = [TokenTree((-1, 0, 0, 1, 1)), TokenTree((-1, 0, 0, 2, 1))]
     second = [TokenTree((-1, 0, 0, 2, 2)), TokenTree((-1, 0, 0, 1, 2))]
     device, width = torch.device("cpu"), tiny_config().d_conv
