@@ -83,8 +83,8 @@ def measure_step_times(
     Raises:
         UsageError: When the decoder's max_length leaves no room for a step.
     """
-    began = time.perf_counter()
     decoder.prefill.prepare_catching_up(0)
+    began = time.perf_counter()
     context = context_of(decoder.max_length) if context is None else context
     counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.tensor(tokens_of_row(0, context, decoder.target.config.vocab_size))
