@@ -7,7 +7,8 @@ one row per sequence, so that one step serves any mixture of settings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -161,9 +162,11 @@ class BatchState:
         self, part: Callable[[Tensor], Tensor], asked: Asked, settings: Tensor | None = None
     ) -> BatchState:
         """Return the state with a part of each tensor."""
-        tensors = (part(getattr(self, each.name)) for each in fields(self)[:NUM_TENSORS])
+        names = [each.name for each in fields(self)]
+        parts: dict[str, Any] = {name: part(getattr(self, name)) for name in names[:NUM_TENSORS]}
+        parts |= zip(names[NUM_TENSORS:], asked, strict=False)
         seen = None if self.seen is None else part(self.seen)
-        return BatchState(*tensors, *asked, seen, settings)
+        return replace(self, **parts, seen=seen, settings=settings)
 
     @property
     def sampling(self) -> Sampling | None:
