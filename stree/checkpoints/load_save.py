@@ -16,21 +16,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stree.checkpoints.configs import (
-    CheckpointConfig,
-    config_files,
-    read_checkpoint_config,
-)
+from stree.checkpoints.configs import CheckpointConfig, config_files, read_checkpoint_config
 from stree.checkpoints.pickled import load_tensors
 from stree.checkpoints.sources import Source
 from stree.checkpoints.tokenizer import fingerprint
@@ -49,6 +46,7 @@ _HEAD_IDS = "head_ids"
 _ALWAYS_FP32 = (".dt_bias", ".A_log", ".D", ".correction_bias")
 _READABLE_FORMATS = ("F64", "F32", "F16", "BF16")
 _READABLE_IDS = ("I64", "I32")
+_LETTERS = {"float": "F", "bfloat": "BF"}  # of formats in safetensors' words
 _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -93,7 +91,8 @@ def load_model(
             _require_equal_head(sources[_EMBEDDING].names[0], stored, directory)
         weights = {}
         for name, source in sources.items():
-            tensor = source.make(*map(stored.read, source.names))[: expected[name][0]]
+            tensor = source.make(*(stored[each].read() for each in source.names))
+            tensor = tensor[: expected[name][0]]  # without the padding of the vocabulary
             weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
     model.load_state_dict(weights, strict=True, assign=True)
     _require_head_ids(model, directory)
@@ -109,9 +108,9 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     """
     digest = hashlib.sha256()
     with _open_weights(Path(path)) as stored:
-        for name in sorted(stored.shapes):
-            numbers = stored.read(name).reshape(-1)
-            digest.update(f"{name} {stored.shapes[name]}\n".encode())
+        for name in sorted(stored):
+            numbers = stored[name].read().reshape(-1)
+            digest.update(f"{name} {stored[name].shape}\n".encode())
             if numbers.numel():
                 places = torch.linspace(0, numbers.numel() - 1, SAMPLED_NUMBERS, dtype=torch.double)
                 sampled = numbers[places.long()].to(torch.bfloat16)
@@ -173,15 +172,15 @@ def save_model(
 def _match(
     checkpoint: CheckpointConfig,
     expected: Mapping[str, tuple[int, ...]],
-    stored: _StoredTensors,
+    stored: Mapping[str, _Stored],
     directory: Path,
 ) -> dict[str, Source]:
     """Return each parameter's source, after checking that names, shapes and formats all fit."""
-    rename = checkpoint.rename(stored.shapes)
+    rename = checkpoint.rename(stored)
     sources = {name: rename(name) for name in expected}
     wanted_names = [each for source in sources.values() for each in source.names]
-    missing = [each for each in dict.fromkeys(wanted_names) if each not in stored.shapes]
-    unexpected = set(stored.shapes) - set(wanted_names)
+    missing = [each for each in dict.fromkeys(wanted_names) if each not in stored]
+    unexpected = stored.keys() - set(wanted_names)
     if checkpoint.model.tie_embeddings:
         unexpected.discard(_HEAD)
     for pattern in (_BUFFERS_OF_OLD_LLAMAS, checkpoint.layout.dropped):
@@ -199,16 +198,17 @@ def _match(
             wanted = (checkpoint.padded_vocab_size, *wanted[1:])
         formats = _READABLE_IDS if name == _HEAD_IDS else _READABLE_FORMATS
         splits = source.splits or ((wanted,) * len(source.names),)
-        fits = tuple(map(stored.shapes.__getitem__, source.names)) in splits
+        fits = tuple(stored[place].shape for place in source.names) in splits
         for place, shape in zip(source.names, splits[0], strict=True):
-            if not fits and stored.shapes[place] != shape:
+            found = stored[place]
+            if not fits and found.shape != shape:
                 raise CheckpointRefused(
-                    f"{place} in {directory} has shape {stored.shapes[place]}, its config wants "
-                    f"{shape}: use weights and config of the same checkpoint"
+                    f"{place} in {directory} has shape {found.shape}, its config wants {shape}: "
+                    "use weights and config of the same checkpoint"
                 )
-            if stored.formats[place] not in formats:
+            if found.number_format not in formats:
                 raise CheckpointRefused(
-                    f"{place} in {directory} is stored as {stored.formats[place]}, wanted one of "
+                    f"{place} in {directory} is stored as {found.number_format}, wanted one of "
                     f"{', '.join(formats)}: use a checkpoint that is not quantised"
                 )
     return sources
@@ -226,11 +226,13 @@ def _require_head_ids(model: HybridModel, directory: Path) -> None:
         )
 
 
-def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path) -> None:
+def _require_equal_head(
+    embedding: str, stored: Mapping[str, _Stored], directory: Path
+) -> None:
     """Refuse a tied checkpoint whose lm_head.weight differs from its embedding."""
-    if _HEAD in stored.shapes and not (
-        stored.shapes[_HEAD] == stored.shapes[embedding]
-        and torch.equal(stored.read(_HEAD), stored.read(embedding))
+    if _HEAD in stored and not (
+        stored[_HEAD].shape == stored[embedding].shape
+        and torch.equal(stored[_HEAD].read(), stored[embedding].read())
     ):
         raise CheckpointRefused(
             f"{directory} says that head and embedding are tied, but {_HEAD} differs from "
@@ -257,69 +259,58 @@ def _some(names: Iterable[str]) -> str:
 # Reading files
 
 
-class _StoredTensors:
-    """Shapes and formats of the tensors in a folder's weight files; `read` loads one's data."""
+class _Stored(NamedTuple):
+    """A tensor of a weight file, whose numbers `read` loads."""
 
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.formats: dict[str, str] = {}
-        self._readers: dict[str, Any] = {}
-
-    def add_safetensors(self, path: Path, stack: ExitStack) -> None:
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise _damaged(path, error) from error
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            header = file.get_slice(name)
-            self._add(path, name, header.get_shape(), header.get_dtype(), file.get_tensor)
-
-    def add_pickle(self, path: Path) -> None:
-        try:
-            tensors = load_tensors(path)
-        except Exception as error:
-            # The unpickler raises whatever a damaged or hostile byte stream makes of it.
-            raise _damaged(path, error) from error
-        for name, tensor in tensors.items():
-            number_format = {"float": "F", "bfloat": "BF"}.get(
-                re.sub(r"\d.*", "", str(tensor.dtype).removeprefix("torch.")), "I"
-            )
-            self._add(
-                path, name, tensor.shape, f"{number_format}{tensor.dtype.itemsize * 8}",
-                tensors.__getitem__,
-            )
-
-    def _add(self, path: Path, name: str, shape: Any, number_format: str, reader: Any) -> None:
-        if name in self.shapes:
-            raise _damaged(path, f"{name} is in another file as well")
-        self.shapes[name] = tuple(shape)
-        self.formats[name] = number_format
-        self._readers[name] = reader
-
-    def read(self, name: str) -> Tensor:
-        return self._readers[name](name)
+    shape: tuple[int, ...]
+    number_format: str  # as safetensors calls it
+    read: Callable[[], Tensor]
 
 
 @contextmanager
-def _open_weights(directory: Path) -> Iterator[_StoredTensors]:
+def _open_weights(directory: Path) -> Iterator[dict[str, _Stored]]:
     """Open a folder's weight files: one file before an index, safetensors before pickles."""
-    stored = _StoredTensors()
-    with ExitStack() as stack:
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            single, index = directory / name, directory / f"{name}.index.json"
-            if not single.is_file() and not index.is_file():
-                continue
-            for path in [single] if single.is_file() else _indexed_files(index):
-                if name.endswith(".safetensors"):
-                    stored.add_safetensors(path, stack)
-                else:
-                    stored.add_pickle(path)
-            yield stored
-            return
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        single, index = directory / name, directory / f"{name}.index.json"
+        if single.is_file() or index.is_file():
+            break
+    else:
         raise CheckpointRefused(
             f"{directory} holds no weights: wanted model.safetensors or pytorch_model.bin, "
             "or the index of their shards"
         )
+    read_file = _safetensors if name.endswith(".safetensors") else _pickle
+    stored: dict[str, _Stored] = {}
+    with ExitStack() as stack:
+        for path in [single] if single.is_file() else _indexed_files(index):
+            for each, tensor in read_file(path, stack):
+                if each in stored:
+                    raise _damaged(path, f"{each} is in another file as well")
+                stored[each] = tensor
+        yield stored
+
+
+def _safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+    for name in file.keys():  # noqa: SIM118 (not a mapping)
+        header = file.get_slice(name)
+        shape, read = tuple(header.get_shape()), partial(file.get_tensor, name)
+        yield name, _Stored(shape, header.get_dtype(), read)
+
+
+def _pickle(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
+    try:
+        tensors = load_tensors(path)
+    except Exception as error:
+        # The unpickler raises whatever a damaged or hostile byte stream makes of it.
+        raise _damaged(path, error) from error
+    for name, tensor in tensors.items():
+        kind = re.sub(r"\d.*", "", str(tensor.dtype).removeprefix("torch."))
+        number_format = f"{_LETTERS.get(kind, 'I')}{tensor.dtype.itemsize * 8}"
+        yield name, _Stored(tuple(tensor.shape), number_format, partial(tensors.__getitem__, name))
 
 
 def _indexed_files(index: Path) -> list[Path]:

@@ -195,7 +195,7 @@ class HybridConfig:
             if not least <= getattr(self, name) <= most or getattr(self, name) == math.inf:
                 limit = "finite" if most == math.inf else f"at most {most}"
                 raise UsageError(
-                    f"{name} is {getattr(self, name)}, it must be at least {least} and {limit}"
+                    f"{name} is {getattr(self, name)}, it must be {limit} and at least {least}"
                 )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:

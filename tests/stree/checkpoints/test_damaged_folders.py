@@ -193,7 +193,7 @@ MAMBA_DAMAGES = {
     "groups": ({"d_xb": 24}, "num_ssm_heads = 4 is no multiple of num_x_groups = 3"),
 }
 MIXER_DAMAGES = {
-    "chunk": ({"chunk_size": 10**8}, "chunk_size is 100000000, .* at most 4096"),
+    "chunk": ({"chunk_size": 10**8}, "chunk_size is 100000000, it must be at most 4096"),
     "mamba-1": ({"layer": "Mamba1"}, "layer = 'Mamba1'; only 'Mamba2'"),
     "bias": ({"bias": True}, "bias = True; only False"),
     "norm": ({"norm_before_gate": True}, "norm_before_gate = True"),
