@@ -18,7 +18,7 @@ from stree.common.errors import CheckpointRefused
 
 def save_changed(source: Path, folder: Path, noise: float = 0.0, made_for: Path | None = None,
                  max_position_embeddings: int | None = None, **how) -> Path:
-    """A checkpoint like `source`, but for noise in its embedding and its record of a target."""
+    """Save a checkpoint like `source`, with noise in its embedding and a record of a target."""
     model = load_model(source)
     with torch.no_grad():
         weight = model.model.embed_tokens.weight
@@ -48,7 +48,7 @@ def test_the_fingerprint_is_of_the_weights_alone(workspace, tmp_path):
 
 
 def test_a_drafter_of_other_weights_is_named_when_it_is_loaded(workspace, tmp_path):
-    """They have one tokenizer and one shape."""
+    """Tokenizer and shape are the same, so only the weights tell them apart."""
     target = workspace / "target"
     other = save_changed(target, tmp_path / "other", noise=0.01)
     drafter = save_changed(target, tmp_path / "drafter", noise=0.1, made_for=target)

@@ -41,7 +41,7 @@ def drafter(target):
 
 @pytest.fixture(params=["whole", "in chunks"])
 def either_way(request, monkeypatch):
-    """How prompts are read; in chunks as on a GPU."""
+    """Read prompts whole, or in chunks as on a GPU."""
     if request.param == "in chunks":
         monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
         monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)
@@ -54,7 +54,7 @@ def features_of(target, tokens):
 
 
 def training_logits(drafter, target, tokens, num_known):
-    """(T, V) as in training, where the features of the first `num_known` tokens are known."""
+    """Return logits (T, V) as in training, with the features of the first `num_known` tokens."""
     known = torch.arange(len(tokens))[None] < num_known
     with torch.no_grad():
         read = features_of(target, tokens)
@@ -63,8 +63,7 @@ def training_logits(drafter, target, tokens, num_known):
 
 
 def watch(*arguments):
-    """A drafter that writes down each draft: the row, how many tokens stand before its tree, the
-    tree, and all logits."""
+    """Return a drafter that notes each draft: its row, position, tree, tokens and logits."""
     drafter = ModelDrafter(*arguments)
     drafter.drafts, draft = [], drafter.draft
 
@@ -106,7 +105,7 @@ def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
 
 
 def test_rows_of_a_batch_have_their_own_features(target, drafter, either_way, monkeypatch):
-    """Prompts read in chunks between steps of others, rows that end and are taken again."""
+    """Rows are taken again, and prompts are read in chunks between steps of others."""
     monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 5)
     monkeypatch.setattr("stree.batching.prefill.FEATURES_CHUNK", 3)
     watched, texts = watch(drafter, 3, 64, 13), []
@@ -181,8 +180,7 @@ def test_graphs_draft_as_eager_steps_do(tree, backtracking, target, drafter, req
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_state_after_commit_is_that_of_the_accepted_path(tree, target, drafter):
-    """The drafter's states equal a recomputation from the target's features of what was accepted,
-    as if it had never drafted."""
+    """The drafter's states are those of the accepted tokens, as if it had never drafted."""
     own = ModelDrafter(drafter, 1, 64, tree.num_nodes)
     decoder = Decoder(target, own, tree, max_length=64)
     row = decoder.batch.admit(Request(PROMPT, GenerationConfig(30)))
@@ -229,7 +227,7 @@ def conversation(target, drafter, num_prefixes, tree):
 
 @pytest.mark.parametrize("tree", [TREES[0], TREES[2]], ids=str)
 def test_prefixes_keep_the_features(tree, target, drafter, either_way):
-    """What is read again after a kept prefix has the features that it had before it."""
+    """Tokens that are read again after a kept prefix have their earlier features."""
     alone, kept = (conversation(target, drafter, each, tree) for each in (0, 3))
     for (drafts, text, _), (_, wanted, _) in zip(kept, alone, strict=True):
         assert text == wanted
@@ -239,7 +237,7 @@ def test_prefixes_keep_the_features(tree, target, drafter, either_way):
 
 
 def test_rows_that_share_a_prefix_have_its_features(target, drafter, either_way):
-    """Those that were kept of one row's prompt, in other rows, beside what each read itself."""
+    """A prefix of one row gives its features to other rows."""
     tree = TREES[2]
     watched = watch(drafter, 3, 64, tree.num_nodes)
     decoder = BatchDecoder(target, watched, tree, num_rows=3, max_length=64, num_prefixes=1)
@@ -262,7 +260,7 @@ def test_rows_that_share_a_prefix_have_its_features(target, drafter, either_way)
 
 
 def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter):
-    """Plain steps keep none for it."""
+    """Plain steps keep no features for the drafter."""
     watched = watch(drafter, 1, 64, 5)
     plain, tree = TokenTree.chain(0, "plain"), TREES[1]
     adaptive_trees = AdaptiveTrees([tree], StepTimes({(1, plain): 1.0, (1, tree): 1e9}))
@@ -332,7 +330,7 @@ def test_other_targets_are_refused(drafter):
 
 
 def hidden_one_by_one(drafter, tokens, read, ahead):
-    """Of each token as the last of drafts of 0 … `ahead` tokens, each draft by itself."""
+    """Return hidden states of each token as the last of drafts of 0 … `ahead` tokens."""
     reader = drafter.model.features
     wanted = torch.zeros(1 + ahead, len(tokens), drafter.config.d_model, dtype=drafter.dtype)
     inputs = reader(read)
@@ -367,7 +365,7 @@ def test_passes_ahead_are_drafts_from_every_token(changes, own):
 
 
 def paths_of(tree_batch, row, tokens):
-    """The tokens from the root down to each node that others were drawn from."""
+    """Return the tokens from the root to each node that others were drawn from."""
     if isinstance(tree_batch, DynamicTreeBatch):
         drawn, by = tree_batch._drawn[row].tolist(), tree_batch._drawn_by.tolist()
         tokens = tree_batch.pool[row].tolist()
@@ -411,7 +409,7 @@ def test_own_features_are_those_of_the_parent_as_in_training(tree):
 
 @pytest.mark.long
 def test_fused_kernels_draft_the_same_from_features(monkeypatch, captured_on_cpu):
-    """Two rows of their own trees, the whole step in Triton's interpreter."""
+    """Triton's interpreter runs the whole step of two rows with trees of their own."""
     if torch.cuda.is_available():
         pytest.skip("tests/stree/batching/test_graphs.py compares them on the GPU itself")
     target, drafter = (model.float() for model in recurrent())

@@ -60,7 +60,7 @@ CONFIGS = {
 
 
 def random_model(config):
-    """An fp64 model with weights so large that every part of it matters in the logits."""
+    """Return an fp64 model with weights so large that every part of it shows in the logits."""
     torch.manual_seed(0)
     model = HybridModel(config).to(torch.float64)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def assert_close(got, wanted, tolerance):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def reference(request):
-    """A config, its fp64 model, tokens and the oracle's logits for every prefix of them."""
+    """Return an fp64 model, its weights, tokens, and the oracle's logits after each of them."""
     torch.manual_seed(1)
     tokens = torch.randint(VOCAB, (2 * CHUNK + 3,))
     model = random_model(CONFIGS[request.param])
@@ -199,7 +199,7 @@ def test_packed_samples_see_nothing_of_each_other(reference, precision, lengths)
 @pytest.mark.parametrize("part", ["rope_theta", "dt_limit", "gated_norm_groups", "d_conv"])
 @torch.no_grad()
 def test_the_oracle_notices(part):
-    """Each of these changes alone must move the oracle away from the model."""
+    """Each of these changes alone moves the oracle away from the model."""
     name, value = {
         "rope_theta": ("half-attention", 2000.0),
         "dt_limit": ("mamba2-no-conv-bias-dt-limit", (0.0, 0.9)),

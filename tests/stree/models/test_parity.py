@@ -47,7 +47,7 @@ def test_transformers_loads_the_attention_models_that_we_save(seed, tmp_path):
 @pytest.mark.parametrize("saved_as", ["safetensors", "bin"])
 @torch.no_grad()
 def test_state_spaces_layout(saved_as, tmp_path):
-    """mamba-ssm's names, its tied head stored twice, its vocabulary rounded up to 16."""
+    """A folder with mamba-ssm's names, its tied head twice and a padded vocabulary loads."""
     size, padded = 97, 112
     theirs = random_reference("mamba2", 6, vocab=padded)
     state = {

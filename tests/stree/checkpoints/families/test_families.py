@@ -33,7 +33,7 @@ TREES = [
 
 
 def cases(default, more=()):
-    """Each family with some seeds, and with more in a long run."""
+    """Return each family with some seeds, and with more in a long run."""
     return [
         pytest.param(family, seed, id=f"{family}-{seed}", marks=marks)
         for family in LAYOUTS
@@ -44,7 +44,7 @@ def cases(default, more=()):
 
 @functools.cache
 def saved(family, seed, root):
-    """A folder that transformers wrote, and the model that it wrote."""
+    """Return a folder that transformers wrote, and its model."""
     theirs = random_reference(family, seed)
     folder = root / f"{family}-{seed}"
     theirs.save_pretrained(folder)
@@ -92,7 +92,7 @@ def in_fp64(root, family, seed):
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 20)))
 @torch.no_grad()
 def test_prefill_trees_and_commits(root, family, seed):
-    """Each tree sees what earlier ones' accepted paths committed, its nodes their ancestors."""
+    """Each tree sees the accepted paths of earlier ones, each node its ancestors."""
     model = in_fp64(root, family, seed)
     draw = torch.Generator().manual_seed(seed)
     prompt = torch.randint(VOCAB, (1, 3 + seed % 4), generator=draw)
@@ -122,8 +122,7 @@ def test_prefill_trees_and_commits(root, family, seed):
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
 @torch.no_grad()
 def test_padded_pieces_of_a_prompt(root, family, seed, backtracking):
-    """One of three sequences reads: its cache is as if there were no padding, whatever lies behind
-    what is committed, and the others' is as before."""
+    """A row that reads padded chunks ends as without padding, and other rows stay."""
     model = in_fp64(root, family, seed)
     draw = torch.Generator().manual_seed(seed)
     prompt = torch.randint(VOCAB, (1, 21), generator=draw)
@@ -157,7 +156,6 @@ def test_padded_pieces_of_a_prompt(root, family, seed, backtracking):
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
 @torch.no_grad()
 def test_sequences_of_a_batch_see_nothing_of_each_other(root, family, seed):
-    """Prompts and accepted paths of different lengths, then a second tree."""
     model, tree = in_fp64(root, family, seed), TokenTree.paper()
     draw = torch.Generator().manual_seed(seed)
     lines = [torch.randint(VOCAB, (1, length), generator=draw) for length in (7, 2)]
@@ -180,7 +178,7 @@ def test_sequences_of_a_batch_see_nothing_of_each_other(root, family, seed):
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 20)))
 @torch.no_grad()
 def test_greedy_trees_are_lossless(root, family, seed):
-    """A drafter cut from the target, and a decoder with a tree: the target's own choices."""
+    """A decoder with a tree and a drafter cut from the target gives the target's own choices."""
     model = in_fp64(root, family, seed)
     prompt, tokens = [1, 2, 3, 4, 5], 64 if seed else 12
     wanted = list(prompt)
@@ -216,8 +214,7 @@ def test_greedy_trees_are_lossless(root, family, seed):
 @pytest.mark.parametrize("family", LAYOUTS)
 @torch.no_grad()
 def test_the_state_after_every_path_is_that_of_its_tokens(root, family, tree, length):
-    """Wherever a tree's path ends that is accepted: keys, tails and states are those of the tokens
-    read at once, and the next token's logits are right, too."""
+    """Keys and states after an accepted path are those of its tokens read at once."""
     model = in_fp64(root, family, length % 2)
     draw = torch.Generator().manual_seed(length)
     prompt = torch.randint(VOCAB, (1, length), generator=draw)
@@ -242,7 +239,7 @@ def test_the_state_after_every_path_is_that_of_its_tokens(root, family, tree, le
 
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 8)))
 def test_packed_training(root, family, seed):
-    """Samples of one row see nothing of each other, and every weight has a gradient."""
+    """Samples of one row see nothing of each other, and every weight gets a gradient."""
     model = in_fp64(root, family, seed)
     lengths = (5, 1, 9)
     samples = [torch.randint(VOCAB, (length,)) for length in lengths]
@@ -258,7 +255,7 @@ def test_packed_training(root, family, seed):
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 8)))
 @torch.no_grad()
 def test_what_we_save_we_load(root, tmp_path, family, seed):
-    """Whole models and cut ones, in our own layout where MambaInLlama's has no words for them."""
+    """Whole models and cut ones load as they were saved, in our own layout if need be."""
     ours = load_model(saved(family, seed, root)[0])
     tokens = torch.randint(VOCAB, (1, 12))
     for model, name in ((ours, "whole"), (slice_drafter(ours, [1]), "cut")):
@@ -286,7 +283,6 @@ def test_sharded_and_narrow_checkpoints(root, tmp_path, family):
 
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_names_are_checked(root, tmp_path, family):
-    """Nothing missing, nothing left over."""
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(saved(family, 0, root)[0], tmp_path / "it")

@@ -86,9 +86,9 @@ def other_values(name, value):
 
 
 def logits_of_theirs(folder, usual, whole):
-    """None when transformers itself refuses the config, or has no weights for what it asks for.
+    """Return None when transformers refuses the config, or lacks weights that it asks for.
 
-    With `whole` it loads the folder itself, which takes it some times longer.
+    With `whole` transformers loads the folder itself, which takes some times longer.
     """
     kind = type(usual)
     try:
@@ -107,7 +107,7 @@ def logits_of_theirs(folder, usual, whole):
 
 
 def keys_of(config, whole):
-    """Some of the keys that the family's class adds to those of all configs, or all of both."""
+    """Return some keys that the family's class adds to those of all configs, or all of both."""
     written = {**{field.name: None for field in dataclasses.fields(config)}, **config.to_dict()}
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     if not whole:
@@ -151,7 +151,7 @@ def test_a_changed_key_changes_what_it_changes_in_transformers_or_is_refused(
 
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_what_transformers_writes_of_its_own_is_not_refused(tmp_path, family):
-    """All its keys with their usual values; or every refusal above would mean nothing."""
+    """All keys with their usual values load; or every refusal above would mean nothing."""
     theirs = random_reference(family, SEEDS.get(family, 0))
     theirs.save_pretrained(tmp_path / "it")
     folder = shutil.copytree(tmp_path / "it", tmp_path / "other")
@@ -215,7 +215,7 @@ LARGE = 2**31 - 1
 )
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_damaged_configs_are_refused_with_a_reason(tmp_path, family, count):
-    """Keys with values of any kind: read, or refused, at once; nothing else escapes."""
+    """Keys with values of any kind are read or refused at once; no other error escapes."""
     random_reference(family, SEEDS.get(family, 0)).save_pretrained(tmp_path)
     path, draw = tmp_path / "config.json", random.Random(family)
     usual = json.loads(path.read_text())

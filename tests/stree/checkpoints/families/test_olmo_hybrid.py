@@ -111,7 +111,7 @@ def as_published(stored):
 @pytest.mark.parametrize("seed", [ROTATES, OF_EQUAL_HEADS])
 @torch.no_grad()
 def test_names_of_published_folders_and_of_loaded_models(tmp_path, seed):
-    """One conv of q, k and v, or three; norms by the names of either."""
+    """The conv of q, k and v may be one or three, and norms may have either name."""
     theirs = random_reference("olmo_hybrid", seed)
     theirs.save_pretrained(tmp_path)
     wanted, path = load_model(tmp_path)(TOKENS), tmp_path / "model.safetensors"

@@ -34,7 +34,7 @@ def relative(got, wanted):
 @functools.cache
 @torch.no_grad()
 def that_also_sees(seed):
-    """transformers' model of images and text around one of our random text models."""
+    """Return transformers' model of images and text around a random text model."""
     text = random_reference("qwen3_5", seed)
     kind, config = (
         (Qwen3_5ForConditionalGeneration, Qwen3_5Config)
@@ -84,7 +84,7 @@ def test_a_text_config_is_read_as_strictly(tmp_path, changes, complaint):
 
 
 def test_published_configs_are_read(tmp_path):
-    """Keys that transformers' classes do not have, or have under other names today."""
+    """Keys that transformers' classes lack, or call otherwise today, are read."""
     random_reference("qwen3_next", 0).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     usual = json.loads(path.read_text())
@@ -125,7 +125,7 @@ def test_experts_in_one_tensor_and_heads_for_further_tokens(tmp_path):
 
 @torch.no_grad()
 def test_norms_stay_in_fp32(tmp_path):
-    """1 + w has more digits than bf16: transformers adds in fp32, too."""
+    """1 + w stays in fp32, in which transformers adds, because bf16 would lose digits."""
     theirs = random_reference("qwen3_5", DENSE)
     for name, weight in theirs.named_parameters():
         if name.endswith("norm.weight"):

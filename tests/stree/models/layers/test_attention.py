@@ -34,7 +34,7 @@ def test_what_the_kernel_takes(head_dim, dtype, takes):
 
 
 def _rows(seed: int, lengths: list[list[int]], vocab_size: int) -> tuple[torch.Tensor, ...]:
-    """Tokens and segment ids (B, T)."""
+    """Return tokens and segment ids (B, T)."""
     torch.manual_seed(seed)
     ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
     segments = torch.stack(ids)
@@ -49,7 +49,7 @@ def _model() -> HybridModel:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_packed_samples_and_their_gradients_are_those_of_each_alone(compiled):
-    """Against fp32 without autocast, which attends by a mask."""
+    """Packed attention equals fp32 without autocast, which attends by a mask."""
     model = _model()
     tokens, segments = _rows(0, LENGTHS, model.config.vocab_size)
     pull = torch.randn(*tokens.shape, model.config.d_model, device=GPU)
