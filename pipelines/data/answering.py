@@ -201,10 +201,7 @@ class Generation:
         return ways[0][2], ways[1][2]
 
     def write(
-        self,
-        decoder: BatchDecoder,
-        workers: Workers,
-        made_with: Mapping[str, Any],
+        self, decoder: BatchDecoder, workers: Workers, made_with: Mapping[str, Any],
         progress: EvaluationProgress,
     ) -> Tally:
         """Write this worker's share of the missing shards; no worker waits for another.

@@ -72,12 +72,7 @@ def held_out_prompts(file: Path, source: str, limit: int, turns: int) -> str:
 
 
 def held_out_prompts_by_length(
-    file: Path,
-    source: str,
-    limit: int,
-    turns: int,
-    lengths: Sequence[int],
-    encoder: ChatEncoder,
+    file: Path, source: str, limit: int, turns: int, lengths: Sequence[int], encoder: ChatEncoder
 ) -> dict[int, str]:
     """Make JSONL prompts by length in tokens: the same questions after other conversations'
     exchanges.

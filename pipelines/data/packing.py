@@ -106,9 +106,7 @@ class Packing:
 
 
 def pack(
-    table: TokenTable,
-    sequence_length: int,
-    order: Sequence[int] | NDArray[np.int64],
+    table: TokenTable, sequence_length: int, order: Sequence[int] | NDArray[np.int64],
     window: int = WINDOW,
 ) -> Packing:
     """Pack the samples, taken in `order`, into rows of `sequence_length` (T) tokens.

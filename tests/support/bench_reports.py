@@ -2,8 +2,15 @@
 
 import json
 
-from stree_pipelines.lab import bench_report
+import torch
 
+from stree_pipelines.lab import bench_report
+from stree_pipelines.lab.benches import models
+
+CPU = torch.device("cpu")
+TINY = models.OWN_SHAPES["tiny"].mixer_shape
+# All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
+TAIL = TINY.tail * TINY.num_channels * 2
 MADE_BY = {"git_sha": "abc", "device": "a GPU"}
 
 

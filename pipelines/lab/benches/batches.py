@@ -38,12 +38,8 @@ TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 
 def steps_of_rows(
-    target: HybridModel,
-    drafter: HybridModel,
-    trees: Sequence[TokenTree],
-    counts: Sequence[int],
-    context: int,
-    repeats: int,
+    target: HybridModel, drafter: HybridModel, trees: Sequence[TokenTree], counts: Sequence[int],
+    context: int, repeats: int,
 ) -> Iterator[Row]:
     """Yield a row per number of rows and tree, plain decoding included: µs of a step's graphs.
 
@@ -73,12 +69,8 @@ def steps_of_rows(
 
 
 def joint_of_rows(
-    target: HybridModel,
-    drafter: HybridModel,
-    trees: Sequence[TokenTree],
-    counts: Sequence[int],
-    context: int,
-    repeats: int,
+    target: HybridModel, drafter: HybridModel, trees: Sequence[TokenTree], counts: Sequence[int],
+    context: int, repeats: int,
 ) -> Iterator[Row]:
     """Yield a row per number of rows and tree: µs of the target's graph under replay and `joint`.
 
@@ -125,12 +117,8 @@ class WithoutPrompts(AdaptiveTrees):
 
 
 def serve_at(
-    target: HybridModel,
-    drafter: HybridModel,
-    counts: Sequence[int],
-    taus: Sequence[float],
-    context: int,
-    num_steps: int,
+    target: HybridModel, drafter: HybridModel, counts: Sequence[int], taus: Sequence[float],
+    context: int, num_steps: int,
 ) -> Iterator[Row]:
     """Yield a row per number of rows and τ: tokens/s of plain decoding, the paper's tree and a
     choice.
@@ -174,13 +162,8 @@ def serve_at(
 
 
 def _decoder(
-    target: HybridModel,
-    drafter: HybridModel,
-    tree: TokenTree | TreePolicy,
-    num_rows: int,
-    max_length: int,
-    verifier: Any = "coupled",
-    backtracking: str = "replay",
+    target: HybridModel, drafter: HybridModel, tree: TokenTree | TreePolicy, num_rows: int,
+    max_length: int, verifier: Any = "coupled", backtracking: str = "replay",
 ) -> BatchDecoder:
     return BatchDecoder(
         target, None if tree == PLAIN else drafter, tree,

@@ -79,11 +79,7 @@ def accepted_for(tau: float, max_depth: int) -> list[int]:
 
 
 def decode_at(
-    target: HybridModel,
-    drafter: HybridModel,
-    taus: list[float],
-    context: int,
-    num_steps: int,
+    target: HybridModel, drafter: HybridModel, taus: list[float], context: int, num_steps: int,
     repeats: int,
 ) -> Iterator[Row]:
     """Yield a row per τ: tokens/s of the paper's tree and of autoregressive decoding, interleaved.
@@ -119,12 +115,8 @@ def decode_at(
 
 
 def graphs(
-    target: HybridModel,
-    drafter: HybridModel,
-    context: int,
-    repeats: int,
-    verifiers: Sequence[str] = ("coupled",),
-    num_rows: Sequence[int] = (1,),
+    target: HybridModel, drafter: HybridModel, context: int, repeats: int,
+    verifiers: Sequence[str] = ("coupled",), num_rows: Sequence[int] = (1,),
 ) -> Iterator[Row]:
     """Time a step's two graphs in µs: the draft, and the target's call with acceptance.
 

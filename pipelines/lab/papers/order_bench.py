@@ -80,7 +80,8 @@ def _ways(config: HybridConfig, call: OpCall) -> dict[str, Callable[[], object]]
         return {"naive": lambda: [naive.attend_tree(*each) for each in sets]}
     from stree_kernels.attention.tree_attention import attend_tree
 
+    kernel: Callable[..., object] = attend_tree
     return {
-        "dense": lambda: [attend_tree(*each, skips=False) for each in sets],
-        "sparse": lambda: [attend_tree(*each, skips=True) for each in sets],
+        "dense": lambda: [kernel(*each, skips=False) for each in sets],
+        "sparse": lambda: [kernel(*each, skips=True) for each in sets],
     }

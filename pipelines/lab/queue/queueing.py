@@ -113,12 +113,8 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> NDArray[np.float64]:
 
 
 def serve(
-    decoder: BatchDecoder,
-    requests: Sequence[Request],
-    arrivals: Sequence[float],
-    policy: Policy,
-    clock: Clock,
-    on_finished: Callable[[Served], object] = lambda _: None,
+    decoder: BatchDecoder, requests: Sequence[Request], arrivals: Sequence[float], policy: Policy,
+    clock: Clock, on_finished: Callable[[Served], object] = lambda _: None,
 ) -> Traffic:
     """Admit each request when its policy says so, after its arrival, and step until all are done.
 

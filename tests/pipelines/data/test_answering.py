@@ -182,7 +182,7 @@ def test_what_is_there_is_not_made_again(workspace, whole, monkeypatch, capsys):
 
 @pytest.mark.parametrize("seed", ["7", "8"])
 def test_a_second_command_waits_and_looks_again(workspace, whole, tmp_path, monkeypatch, seed):
-    """The first one fills the folder while the second one waits: by its settings or by others."""
+    """The second command waits while the first fills the folder, then compares the settings."""
     first, said = ExitStack(), []
     first.enter_context(Workers().locked(tmp_path / "data", pytest.fail))
 
@@ -315,7 +315,7 @@ def test_every_name_of_a_drafter_gives_the_target_s_answers(form, workspace, who
 def test_a_verifier_is_of_the_description_and_greedy_answers_are_the_same(
     workspace, whole, tmp_path
 ):
-    """Folders from before it was an option name none, and are of the first one."""
+    """Folders without a named verifier were written by `coupled`."""
     data = generate(workspace, tmp_path / "data", "--verifier", "multi_step")
     described, first = map(description, (data, whole))
     assert described["verifier"] == "multi_step" and "verifier" not in first

@@ -93,7 +93,7 @@ def test_ranks_partition_the_global_batch(paths, world_size):
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 4), (4, 1), (2, 2)])
 def test_totals_are_those_of_the_global_batch(paths, world_size, accumulate):
-    """Every rank is told in each micro-batch what counting the tensors of all of them gives."""
+    """Each micro-batch has the token counts of all ranks' tensors of its step."""
     data = module(paths)
     ranks = [data.micro_batches(rank, world_size, accumulate) for rank in range(world_size)]
     for step in range(30):
@@ -135,7 +135,7 @@ def test_permutation_is_pinned():
 
 
 class Recorder(pl.LightningModule):
-    """Writes down what each training and validation step was given."""
+    """Module that records the batch of each training and validation step."""
 
     def __init__(self, save_at=(), folder=None, asks_early=False):
         super().__init__()
@@ -254,7 +254,7 @@ def test_validation_has_the_same_batches_every_time(paths):
 def test_ranks_validate_the_same_rows_in_equally_many_batches(
     paths, batch_size, world_size, accumulate
 ):
-    """12 rows a step whoever shares them; 2 such batches are more rows than there are."""
+    """The ranks share 12 rows a step; two such batches have more rows than the data."""
     whole = [
         row for batch in module(paths, batch_size=12).val_dataloader() for row in rows_of(batch)
     ]
@@ -271,7 +271,7 @@ def test_ranks_validate_the_same_rows_in_equally_many_batches(
 
 
 def rows_of(batch):
-    """The rows that count."""
+    """Return the rows that count."""
     return [row.tolist() for row in batch["tokens"][batch["loss_mask"].any(dim=1)]]
 
 

@@ -113,7 +113,7 @@ def tokenizer(tmp_path_factory):
 
 
 def metaspace_tokenizer():
-    """One that puts a space before every text, as SentencePiece ones do."""
+    """Make a tokenizer that puts a space before every text, as SentencePiece does."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -132,7 +132,7 @@ def encode(tokenizer, turns, template=None):
 
 
 def spoken(chat, tokenizer):
-    """Texts of the runs of masked tokens."""
+    """Return the texts of the runs of masked tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.assistant, [0]])))
     runs = zip(edges[::2], edges[1::2], strict=True)
     return [tokenizer.decode(chat.tokens[start:stop]) for start, stop in runs]
@@ -199,7 +199,7 @@ def conversation(rng, num_answers, is_thoughtful):
 
 @pytest.mark.parametrize("name", UNMARKED)
 def test_looked_up_answers_are_those_of_renderings_of_each(tokenizer, name, monkeypatch):
-    """Conversations above and below the number of answers that are rendered one by one."""
+    """Masks are the same if each answer is rendered, or if answers are looked up in few renderings."""
     rng = np.random.default_rng(len(name))
     encoder = ChatEncoder(tokenizer, UNMARKED[name])
 
@@ -285,7 +285,7 @@ def test_control_tokens_in_a_text_stay_text(tokenizer, template):
 
 
 def test_a_template_that_splits_messages_at_a_control_token_keeps_its_own(tokenizer):
-    """Only one side of each fence is left."""
+    """The template leaves only one side of each fence in place."""
     cutting = STREE_CHAT.replace(
         "message.content + '<|end|>'", "message.content.split('<|end|>')[-1] + '<|end|>'"
     )
@@ -370,7 +370,7 @@ def test_truncation_stored_with_the_tokenizer_does_not_cut(tokenizer):
 
 
 def test_the_date_of_a_template_is_fixed_where_it_reads_one(tokenizer):
-    """Today's, as transformers' sandbox has it, for a template that reads no `date_string`."""
+    """A template that reads no `date_string` gets today's date, as in transformers."""
     asks = "strftime_now('%d %b %Y')"
     dated = f"{{{{- date_string if date_string is defined else {asks} -}}}}"
     assert tokenizer.decode(encode_prompt(tokenizer, TURNS[:2], dated)) == "26 Jul 2024"

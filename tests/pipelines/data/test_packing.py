@@ -9,7 +9,7 @@ PAD = -7
 
 
 def random_table(seed, num_samples=300, longest=90):
-    """Samples of unique tokens, so that a token tells where it came from."""
+    """Make samples of unique tokens, so that a token tells its sample."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest, num_samples)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bench_reports import CPU, TAIL, TINY
 from families import FAMILIES, random_reference
 from torch import nn
 
@@ -27,11 +28,6 @@ from stree_pipelines.lab.benches.buffers import OpCall
 from stree_pipelines.lab.papers import order_bench as orders
 from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import num_parameters
-
-CPU = torch.device("cpu")
-TINY = models.OWN_SHAPES["tiny"].mixer_shape
-# All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
-TAIL = TINY.tail * TINY.num_channels * 2
 
 
 @torch.no_grad()
@@ -78,7 +74,7 @@ def test_rows(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_kernels_are_timed_beside_their_twins(monkeypatch):
-    """As on a GPU, where only the optional package of single updates may be missing."""
+    """The ways that a GPU has are timed, without the optional package of single updates."""
     monkeypatch.setattr(OpCall, "fused", True)
     monkeypatch.setattr(bench_kernels, "side_by_side", lambda functions, *_: {
         name: {"median": 8.0} for name, call in functions.items() if call() is not NotImplemented
@@ -93,7 +89,7 @@ def test_kernels_are_timed_beside_their_twins(monkeypatch):
 
 
 def test_bytes_of_a_cache_without_keys():
-    """What is estimated, and what its tensors are."""
+    """The estimated bytes are those of the tensors."""
     config = models.OWN_SHAPES["tiny"].replace(attn_layers=())
     cache = models.random_model(config, CPU).new_cache(20, 13)
     held = sum(layer.rows.nbytes + layer.state.nbytes for layer in cache.layers)
@@ -102,7 +98,7 @@ def test_bytes_of_a_cache_without_keys():
 
 @torch.no_grad()
 def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
-    """A Transformer's cache grows by its keys and values, a Mamba-2's not at all; no target."""
+    """A Transformer's cache grows with the context, a Mamba-2's does not; no target is made."""
     monkeypatch.setattr(bench_decode, "random_target", lambda *_: pytest.fail("it takes time"))
     options = SimpleNamespace(
         what=["draft_lengths"], lengths=[8, 40], context=8, repeats=2,
@@ -140,7 +136,7 @@ def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
 
 
 def test_attention_by_the_order_of_nodes(monkeypatch):
-    """By the twin, and by the kernel with and without what it leaves out."""
+    """Attention is timed by the twin, or by the kernel with and without skipping."""
     monkeypatch.setattr(orders, "LAYERS", 1)
     config = models.OWN_SHAPES["tiny"]
     plain = list(orders.orders(config, [40, 3], 4, 1, CPU))
@@ -160,7 +156,7 @@ def test_attention_by_the_order_of_nodes(monkeypatch):
 
 
 def test_decoding_on_a_cpu_beside_transformers(tmp_path):
-    """The same weights, so the same tokens; both layouts, and how much a tree's call takes."""
+    """The same weights give the same tokens in both layouts, and rows have ratios by turn."""
     shape = SimpleNamespace(
         layouts=bench_cpu.LAYOUTS, width=64, layers=2, vocabulary=97, context=5, new_tokens=7,
         repeats=2,
@@ -188,7 +184,7 @@ def test_decoding_on_a_cpu_beside_transformers(tmp_path):
 
 
 def test_a_ratio_is_paired_by_turn():
-    """The machine was busy in some turns, for both: the ratio does not waver with it."""
+    """The ratio does not waver where the machine is busy in some turns for both."""
     busy = [1.0, 9.0, 1.0, 4.0, 2.0, 7.0]
     ratio = timing.ratio_by_turn([3 * each for each in busy], busy)
     assert ratio == dict.fromkeys(("median", "p20", "p80", "low", "high"), 3.0)

@@ -3,18 +3,13 @@
 import json
 
 import pytest
-import torch
-from bench_reports import report
+from bench_reports import CPU, TAIL, report
 
 from stree.common.errors import BadData
 from stree.trees.token_tree import as_tree
 from stree_pipelines.lab import bench_report
 from stree_pipelines.lab.benches import batches, calls, models, profiles, steps, timing
 
-CPU = torch.device("cpu")
-TINY = models.OWN_SHAPES["tiny"].mixer_shape
-# All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
-TAIL = TINY.tail * TINY.num_channels * 2
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 

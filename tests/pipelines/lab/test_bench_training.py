@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_reports import report
+from bench_reports import CPU, report
 from process_group import run_together
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,8 +19,6 @@ from stree_pipelines.lab.benches import models, timing, training_step
 from stree_pipelines.resources.estimates import ModelPlan, distillation_operations
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.long
@@ -122,7 +120,7 @@ def test_a_target_is_gone_where_a_cache_stands_for_it(short_conversations, monke
 
 
 def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
-    """The head's too, where it is not the embedding."""
+    """All weights have gradients, the head's too if it is not the embedding."""
     config = bench_training.TINY.replace(tie_embeddings=False)
     updated, step = [], torch.optim.AdamW.step
 
@@ -154,8 +152,8 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)
 def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
-    """Those of the products with weights that PyTorch counts in a step; the head's gradient is
-    summed in place, and chunks' and heads' own products are batched, and others."""
+    """The operations are those of the products with weights, as PyTorch counts a step's `mm` and
+    in-place `addmm_`; batched products are others."""
     target = models.random_model(bench_training.TINY, CPU)
     features = FeatureConfig([0, 3]) if teacher == "live" else None
     table = training_step._conversations(target.config, 2, 40)

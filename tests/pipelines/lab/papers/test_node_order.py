@@ -17,7 +17,7 @@ def random_tree(size: int, seed: int) -> tuple[int, ...]:
 
 
 def shape(parents) -> tuple:
-    """Of a tree, whatever the order of its nodes and of siblings."""
+    """Return a tree's shape, which does not depend on the order of nodes and siblings."""
     below = [[] for _ in parents]
     for node in range(len(parents) - 1, 0, -1):
         below[parents[node]].append(tuple(sorted(below[node])))
@@ -65,7 +65,7 @@ def test_blocks_are_counted_as_in_the_mask(size, width):
 
 
 def test_fewer_blocks_than_as_they_were_drawn():
-    """And a chain has the whole triangle, whatever the order."""
+    """Depth-first orders leave fewer blocks; a chain has the whole triangle in any order."""
     for size in (256, 1024):
         drawn = random_tree(size, 0)
         first, heavy = num_blocks(depth_first(drawn)), num_blocks(heavy_path(drawn))

@@ -61,8 +61,8 @@ def printed(capsys, *arguments) -> str:
 
 
 def test_blocks_by_node_order_are_about_the_papers(capsys):
-    """Its reordered trees have between what depth-first and random orders leave of ours; beside
-    them stands what attention took."""
+    """The paper's reordered trees have about the blocks of our depth-first orders; the times of
+    attention are the rows'."""
     rows = [row for row in read_rows(STEP) if row.get("what") == "orders"]
     text = printed(capsys, "dyspec-table-5")
     for size in ("256", "512", "1024", "2048"):
@@ -77,7 +77,7 @@ def test_blocks_by_node_order_are_about_the_papers(capsys):
 
 
 def line_of(text: str, label: str) -> list[str]:
-    """The cells of the table's line that begins with this one."""
+    """Return the other cells of the table's line that begins with this one."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     (found,) = [cells for cells in lines if cells and cells[0] == label]
     return found[1:]
@@ -150,7 +150,7 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
 
 
 def test_a_drafter_with_its_head_in_8_bits_is_none_of_the_papers(compared, tmp_path, capsys):
-    """Nor is one whose drafts are handed over as text, or drawn otherwise, however fast."""
+    """Drafters of another form, sampling or text count in no table, however fast they are."""
     lines = (compared / "results.jsonl").read_text().splitlines()
     trees = [
         row for row in map(json.loads, lines)
@@ -206,7 +206,7 @@ def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
 
 
 def test_attention_s_share_and_beams(tmp_path, capsys):
-    """Speed-up/τ is a plain step over a drafted one, and speed what makes of the paper's τ."""
+    """Speed-up/τ is a plain step over a drafted one; speed follows from the paper's τ."""
     step = {"what": "graphs", "temperature": 1.0, "num_rows": 1, "verifier": "multi_step"}
     rows = []
     for shape in ("8b", "8b-0"):
@@ -300,7 +300,7 @@ def test_the_pages_are_what_the_command_writes(tmp_path):
 
 
 def test_a_drafter_of_another_tokenizer_is_beside_the_papers(capsys):
-    """Committed rows: text costs nothing greedily, another tokenizer does."""
+    """The committed rows have three arms, whose τ the table repeats."""
     folder = REPOSITORY / ENTRIES["drafters-table-4"].rows
     rows = {row.method: row for row in ResultStore(folder).results() if row.temperature == 0}
     text = printed(capsys, "drafters-table-4")

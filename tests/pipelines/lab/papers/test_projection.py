@@ -1,4 +1,4 @@
-"""What recorded acceptance would be worth at other step times: by hand, and of committed rows."""
+"""Recorded acceptance at other step times: by hand, and of committed rows."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ def test_a_choice_is_between_the_worst_and_the_best_of_its_trees():
 
 
 def test_the_committed_table_is_made_by_its_command(tmp_path, capsys):
-    """As docs/results/h200-policies has it."""
     out = tmp_path / "table.md"
     main([
         str(RESULTS / "h200-policies/features"), "--times",

@@ -57,8 +57,8 @@ class SecondsLong(BatchDecoder):
 
 
 def served(lengths, arrivals, policy, **parts):
-    """Traffic of requests of so many tokens: a request of n takes n steps, the first of which reads
-    its prompt."""
+    """Serve requests of these lengths: one of n tokens takes n steps, and the first reads its
+    prompt."""
     decoder = SecondsLong(Clock(), **parts)
     requests = [Request([1, 2], GenerationConfig(n, ignore_eos=True)) for n in lengths]
     return serve(decoder, requests, arrivals, policy, decoder.clock), decoder
@@ -221,7 +221,7 @@ def test_a_method_that_drafts_wants_a_drafter(world, tmp_path):
 
 
 def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):
-    """Of prompts of all sizes and steps of all numbers of rows."""
+    """Prompts of all sizes and steps of all numbers of rows have their graphs."""
     decoder = BatchDecoder(tiny_model(0, 64), num_rows=4, max_length=64)
     requests = [
         Request(list(range(1, 1 + count)), GenerationConfig(4, ignore_eos=True))
