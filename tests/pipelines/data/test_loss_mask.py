@@ -199,7 +199,7 @@ def conversation(rng, num_answers, is_thoughtful):
 
 @pytest.mark.parametrize("name", UNMARKED)
 def test_looked_up_answers_are_those_of_renderings_of_each(tokenizer, name, monkeypatch):
-    """Masks are the same if each answer is rendered, or if answers are looked up in few renderings."""
+    """Answers looked up in a few renderings are those of a rendering of each."""
     rng = np.random.default_rng(len(name))
     encoder = ChatEncoder(tokenizer, UNMARKED[name])
 
