@@ -58,6 +58,9 @@ class LogMetrics(pl.Callback):
         if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
             return
         self._pace.note(step)
+        eta, bar = self._pace.eta(step, trainer.max_steps), trainer.progress_bar_callback
+        if isinstance(bar, TrainingBar):
+            bar.advance_to(step, eta)
         if not self._told_peak and pl_module.device.type == "cuda" and trainer.is_global_zero:
             peak = size(torch.cuda.max_memory_allocated(pl_module.device))
             say(f"peak of GPU memory in the first step: {peak} (--dry_run has the estimate)")
@@ -72,8 +75,16 @@ class LogMetrics(pl.Callback):
         row["tokens_seen"] = pl_module.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics(row, step)
-        if trainer.is_global_zero:
-            self._show(trainer, step, row)
+        if not trainer.is_global_zero:
+            return
+        figures = (
+            f"loss {row['loss']:.4f}  {_acceptance(row, 'simulated_acceptance')}"
+            f"{row['tokens_per_second']:,.0f} tok/s"
+        )
+        if isinstance(bar, TrainingBar):
+            bar.show(figures)
+        elif bar is None:
+            print(f"step {step}/{trainer.max_steps}  {figures}  ETA {eta}", flush=True)
 
     def _rate(self, pl_module: Training) -> float:
         """Compute tokens per second since the last row, without exports, evaluations and
@@ -83,18 +94,6 @@ class LogMetrics(pl.Callback):
         self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
         busy_s = (now - then) - (pl_module.untimed_s - untimed)
         return (pl_module.tokens_seen - tokens) / max(busy_s, 1e-9)
-
-    def _show(self, trainer: pl.Trainer, step: int, row: dict[str, float]) -> None:
-        figures = (
-            f"loss {row['loss']:.4f}  {_acceptance(row, 'simulated_acceptance')}"
-            f"{row['tokens_per_second']:,.0f} tok/s"
-        )
-        bar = trainer.progress_bar_callback
-        if isinstance(bar, TrainingBar):
-            bar.show(figures)
-        elif bar is None:
-            eta = self._pace.eta(step, trainer.max_steps)
-            print(f"step {step}/{trainer.max_steps}  {figures}  ETA {eta}", flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
         self._validation_start = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
@@ -44,7 +43,6 @@ class TrainingBar(ProgressBar):
         super().__init__()
         self._is_enabled = True
         self._bar: _Bar | None = None
-        self._pace = Pace(0)
 
     def enable(self) -> None:
         self._is_enabled = True
@@ -58,37 +56,24 @@ class TrainingBar(ProgressBar):
         if self._bar is not None:
             self._bar.figures = figures
 
+    def advance_to(self, step: int, eta: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task, completed=step, eta=eta)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_enabled:
-            self._pace = Pace(trainer.global_step)
             self._bar = _Bar(trainer.global_step, trainer.max_steps)
             self._bar.start()
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        index: int,
-    ) -> None:
-        if self._bar is not None:
-            step = trainer.global_step
-            self._pace.note(step)
-            self._bar.advance_to(step, self._pace.eta(step, trainer.max_steps))
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self.on_train_end(trainer, pl_module)
 
 
 class _Bar(Progress):
@@ -105,9 +90,6 @@ class _Bar(Progress):
             expand=True,
         )
         self.task = self.add_task("", total=max_steps, completed=step, eta="?")
-
-    def advance_to(self, step: int, eta: str) -> None:
-        self.update(self.task, completed=step, eta=eta)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from stree_pipelines.training import module
-from stree_pipelines.training.run import callbacks
+from stree_pipelines.training.run import callbacks, progress
 from stree_pipelines.training.run.callbacks import LogMetrics
+from stree_pipelines.training.run.progress import Pace
 
 TOKENS, STEP_S = 100, 2.0  # of a step
 
@@ -19,7 +20,7 @@ class Rehearsal:
 
     def __init__(self, monkeypatch, num_steps, interval, device="cpu"):
         self.now, self.rows = 1000.0, {}
-        for each in (callbacks, module):
+        for each in (callbacks, module, progress):
             monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=lambda: self.now))
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
         waits = SimpleNamespace(_should_accumulate=lambda: False)
@@ -85,11 +86,15 @@ def test_a_training_on_a_gpu_says_its_peak_once(monkeypatch, capsys):
     assert capsys.readouterr().out.count("peak of GPU memory in the first step: 3.0 GiB") == 1
 
 
-def test_a_line_fits_80_columns(capsys):
-    trainer = SimpleNamespace(progress_bar_callback=None, max_steps=100_000)
-    row = {"loss": 10.12345, "simulated_acceptance": 0.7231, "tokens_per_second": 123_456.7}
-    lines = LogMetrics()
-    lines._pace._then -= 36_000
-    lines._show(trainer, 50_000, row)
-    line = capsys.readouterr().out.rstrip()
-    assert line.endswith("ETA 10:00:00") and len(line) <= 80
+def test_a_line_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1)
+    training = Rehearsal(monkeypatch, 100_000, 1, device="cuda")
+    row = {"loss": 10.12345, "simulated_acceptance": 0.7231}
+    training.model.global_step_metrics = lambda: row
+    training.trainer.global_step = 49_999
+    training.callback._pace = Pace(0)
+    training.now += 36_000 - STEP_S
+    training.model.tokens_seen = 123_456 * 36_000
+    training.step()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith("123,456 tok/s  ETA 10:00:00") and len(line) <= 80
