@@ -9,7 +9,6 @@ wherever PyTorch sees a GPU; any other part when it is named with --need.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,41 +20,33 @@ from stree_pipelines.resources import machine_checks as machine
 OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 
 
-@dataclass(frozen=True)
-class Check:
-    """A line of the answer; `look` returns a finding or raises Absent."""
-
-    name: str
-    needed: bool
-    look: Callable[[], str]
-
-
 def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> list[str]:
     """Print a line per check and return the names of needed ones that fail.
 
     Raises the target's own errors when its config cannot be read.
     """
     config = load_config(target) if target is not None else None
-    checks = [
-        Check("torch", True, machine.check_torch),
-        Check("cuda", "cuda" in need, machine.check_cuda),
-        Check("triton", machine.HAS_CUDA, machine.check_triton),
-        Check("mamba-ssm", "mamba-ssm" in need, machine.check_mamba_ssm),
-        Check("nccl", "nccl" in need, partial(machine.check_backend, "nccl")),
-        Check("gloo", "gloo" in need, partial(machine.check_backend, "gloo")),
-        Check("slurm", "slurm" in need, machine.check_slurm),
-        Check("disk", True, partial(machine.check_disk, Path(run_dir), config)),
-    ]
+    checks: dict[str, Callable[[], str]] = {
+        "torch": machine.check_torch,
+        "cuda": machine.check_cuda,
+        "triton": machine.check_triton,
+        "mamba-ssm": machine.check_mamba_ssm,
+        "nccl": partial(machine.check_backend, "nccl"),
+        "gloo": partial(machine.check_backend, "gloo"),
+        "slurm": machine.check_slurm,
+        "disk": partial(machine.check_disk, Path(run_dir), config),
+    }
     if config is not None:
-        checks.append(Check("memory", True, partial(machine.check_memory, config)))
+        checks["memory"] = partial(machine.check_memory, config)
+    needed = {"torch", "disk", "memory", *need, *(["triton"] if machine.HAS_CUDA else [])}
     failed = []
-    for check in checks:
+    for name, look in checks.items():
         try:
-            print(f"ok    {check.name:10} {check.look()}")
+            print(f"ok    {name:10} {look()}")
         except machine.Absent as absent:
-            mark = "FAILS" if check.needed else "-    "
-            print(f"{mark} {check.name:10} {absent.found}: {absent.advice}")
-            failed += [check.name] * check.needed
+            mark = "FAILS" if name in needed else "-    "
+            print(f"{mark} {name:10} {absent.found}: {absent.advice}")
+            failed += [name] * (name in needed)
     return failed
 
 

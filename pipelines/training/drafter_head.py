@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, require_fitting
 from stree_pipelines.data.packing import TokenTable
 
 
@@ -29,10 +29,11 @@ class HeadConfig:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"model.head.{name} is {value}, wanted at least 1, or null")
+        wanted = "at least 1, or null"
+        require_fitting(self, {
+            "vocab_size": (self.vocab_size is None or self.vocab_size >= 1, wanted),
+            "rank": (self.rank is None or self.rank >= 1, wanted),
+        }, "model.head.")
 
 
 def count_tokens(table: TokenTable, vocab_size: int) -> NDArray[np.int64]:

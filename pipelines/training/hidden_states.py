@@ -86,18 +86,6 @@ class FeatureConfig:
         """
         return drafter.reading(self.layers_of(target), target, self.own)
 
-    def require_possible(self, drafter: HybridConfig) -> None:
-        """Raise UsageError for a drafter that cannot be trained with these features."""
-        self.require_sensible()
-        if self.ahead:
-            require_ahead(drafter)
-        if drafter.own_features != self.own:
-            raise UsageError(
-                f"model.features.own is {self.own}, the drafter of model.start_from "
-                f"{'reads' if drafter.own_features else 'does not read'} its own hidden states: "
-                "train it as it was (model.features.own and model.features.ahead)"
-            )
-
     def known(self, shape: Sequence[int], chance: torch.Generator) -> Tensor:
         """Draw the tokens read with features, (B, T) bool; unknown runs have 1 to `longest_run`."""
         drawn: dict[str, Any] = dict(device=chance.device, generator=chance)
@@ -155,7 +143,15 @@ def features_of(
     if not drafter.feature_layers:
         return None
     features = given or FeatureConfig()
-    features.require_possible(drafter)
+    features.require_sensible()
+    if features.ahead:
+        require_ahead(drafter)
+    if drafter.own_features != features.own:
+        raise UsageError(
+            f"model.features.own is {features.own}, the drafter of model.start_from "
+            f"{'reads' if drafter.own_features else 'does not read'} its own hidden states: "
+            "train it as it was (model.features.own and model.features.ahead)"
+        )
     if teacher_cache is not None:
         raise UsageError(
             "model.teacher_cache has the target's distribution and no features of it: leave it "

@@ -254,7 +254,11 @@ class TargetTraining(Training):
         )
         super().__init__(optimizer, loss_spec, activation_checkpointing)
         self.loss_on = loss_on
-        require_whole_vocabulary(architecture)
+        if architecture.head_vocab_size:
+            raise UsageError(
+                f"model.architecture.head_vocab_size is {architecture.head_vocab_size}: a target "
+                "needs all of its vocabulary, only drafters do with less; leave it out"
+            )
         self.exported = HybridModel(architecture)
 
     def counted_mask(self, batch: Batch) -> Tensor:
@@ -272,14 +276,6 @@ class TargetTraining(Training):
         return chunked_cross_entropy(
             hidden, self.exported.head_weight, shift_left(batch["tokens"]), mask, self.loss_spec,
             normalizer,
-        )
-
-
-def require_whole_vocabulary(target: HybridConfig) -> None:
-    if target.head_vocab_size:
-        raise UsageError(
-            f"model.architecture.head_vocab_size is {target.head_vocab_size}: a target needs all "
-            "of its vocabulary, only drafters do with less; leave it out"
         )
 
 

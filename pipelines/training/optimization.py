@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from stree.common.errors import UsageError, require_fitting
+from stree.common.errors import require_fitting, require_owned
 
 OptimizerKind = Literal["adamw", "muon"]
 
@@ -50,17 +50,11 @@ class OptimizerConfig:
     momentum: float | None = None
 
     def __post_init__(self) -> None:
-        owners = {
+        require_owned(self, {
             "decay_steps": ("schedule", "cosine"),
             "decay_share": ("schedule", "wsd"),
             "momentum": ("kind", "muon"),
-        }
-        for name, (key, owner) in owners.items():
-            if getattr(self, name) is not None and getattr(self, key) != owner:
-                raise UsageError(
-                    f"model.optimizer.{name} is an option of {owner}, model.optimizer.{key} is "
-                    f"{getattr(self, key)}: leave one of them out"
-                )
+        }, "model.optimizer.")
         share, momentum = self.decay_share, self.momentum
         require_fitting(self, {
             "lr": (self.lr > 0, "above 0"),

@@ -52,6 +52,20 @@ def require_fitting(
             raise UsageError(f"{prefix}{name} is {getattr(values, name)}, wanted {what}")
 
 
+def require_owned(values: object, owners: Mapping[str, tuple[str, str]], prefix: str = "") -> None:
+    """Raise UsageError for an attribute that is given though its owner is not chosen.
+
+    owners: by attribute's name, the attribute that chooses, and the choice that the first is an
+    option of; an attribute that is None is not given. prefix: as in `require_fitting`.
+    """
+    for name, (key, owner) in owners.items():
+        if getattr(values, name) is not None and getattr(values, key) != owner:
+            raise UsageError(
+                f"{prefix}{name} is an option of {owner}, {prefix}{key} is {getattr(values, key)}: "
+                "leave one of them out"
+            )
+
+
 class NotFound(UsageError):
     """A named file or folder that does not exist (a wrong one has the error of its kind)."""
 

@@ -157,6 +157,8 @@ class Exports(pl.Callback):
                     "loss": metrics["loss"],
                     **more,
                 }
+                names = ("config_hash", "tokenizer_fingerprint", TARGET_WEIGHTS)
+                kept = {name: provenance[name] for name in names if name in provenance}
                 if "simulated_acceptance" in metrics:
                     provenance["simulated_acceptance"] = metrics["simulated_acceptance"]
                 save_model(
@@ -165,18 +167,11 @@ class Exports(pl.Callback):
                     tokenizer=self.tokenizer,
                     extra_files={"provenance.json": json.dumps(provenance, indent=2) + "\n"},
                     dtype=self.dtype,
-                    manifest_extra=self._manifest_extra(step),
+                    manifest_extra={"step": step, **kept},
                     overwrite=True,
                 )
             point_to(path.parent / "latest", path.name)
         trainer.strategy.barrier("export")
-
-    def _manifest_extra(self, step: int) -> Mapping[str, object]:
-        names = ("config_hash", "tokenizer_fingerprint", TARGET_WEIGHTS)
-        return {
-            "step": step,
-            **{name: self.provenance[name] for name in names if name in self.provenance},
-        }
 
     def _exists(self, path: Path) -> bool:
         """Return True when a valid export of this run is there already, from before a resume."""

@@ -170,13 +170,6 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: decode_state(item, tensors) for key, item in tree.items()}
 
 
-def _require_training_state(state: Any) -> dict[str, Any]:
-    missing = [name for name in STATE_KEYS if not isinstance(state, dict) or name not in state]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
-    return state
-
-
 class SafeCheckpointIO(CheckpointIO):
     """Writer and reader of Lightning's checkpoint dict as a published directory.
 
@@ -211,7 +204,10 @@ class SafeCheckpointIO(CheckpointIO):
         verify_manifest(folder)
         try:
             tree = read_json(folder / TREE_NAME)
-            return _require_training_state(decode_state(tree, load_file(folder / TENSORS_NAME)))
+            state: dict[str, Any] = decode_state(tree, load_file(folder / TENSORS_NAME))
+            if missing := [name for name in STATE_KEYS if name not in state]:
+                raise ValueError(f"it lacks {', '.join(missing)}")
+            return state
         except _UNREADABLE as error:
             raise CheckpointRefused(
                 f"{folder} holds no training state of this program ({error}): resume from a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stree.common.errors import UsageError, require_fitting
+from stree.common.errors import require_fitting, require_owned
 from stree_pipelines.training.losses.divergences import (
     LK,
     Divergence,
@@ -15,9 +15,8 @@ from stree_pipelines.training.losses.divergences import (
     TotalVariation,
 )
 
-# Defaults of the options that only some kinds have.
-DEFAULTS = {"beta": 0.5, "eta": 3.0}
-OPTIONS_OF = {"jsd": ("beta",), "lk": ("eta",)}
+# Options that only some kinds have
+OWNERS = {"beta": ("kind", "jsd"), "eta": ("kind", "lk")}
 
 
 @dataclass(frozen=True)
@@ -37,29 +36,19 @@ class LossConfig:
     eta: float | None = None
 
     def __post_init__(self) -> None:
-        for name in DEFAULTS:
-            owners = [kind for kind, names in OPTIONS_OF.items() if name in names]
-            if getattr(self, name) is not None and self.kind not in owners:
-                raise UsageError(
-                    f"model.loss.{name} is an option of {' and '.join(owners)}, model.loss.kind is "
-                    f"{self.kind}: leave one of them out"
-                )
+        require_owned(self, OWNERS, "model.loss.")
         require_fitting(self, {
-            "beta": (0 < self.option("beta") < 1, "between 0 and 1"),
-            "eta": (self.option("eta") >= 0, "at least 0"),
+            "beta": (self.beta is None or 0 < self.beta < 1, "between 0 and 1"),
+            "eta": (self.eta is None or self.eta >= 0, "at least 0"),
         }, "model.loss.")
-
-    def option(self, name: str) -> float:
-        value = getattr(self, name)
-        return DEFAULTS[name] if value is None else value
 
     @property
     def divergence(self) -> Divergence:
         kinds: dict[str, Divergence] = {
             "forward_kl": ForwardKL(),
             "reverse_kl": ReverseKL(),
-            "jsd": JensenShannon(self.option("beta")),
+            "jsd": JensenShannon(0.5 if self.beta is None else self.beta),
             "tv": TotalVariation(),
-            "lk": LK(self.option("eta")),
+            "lk": LK(3.0 if self.eta is None else self.eta),
         }
         return kinds[self.kind]

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from stree.common.errors import Interrupted, StreeError, UsageError
+from stree.common.errors import Interrupted, StreeError, require_owned
 from stree.common.words import size
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.launch import start_process, submit_job
@@ -153,17 +153,11 @@ class EvaluateExports(pl.Callback):
                 ["--gpus-per-node=1", "--time=30"].
         """
         super().__init__()
-        own = {
-            "visible_devices": ("process", visible_devices),
-            "sbatch_options": ("slurm", sbatch_options),
-        }
-        for name, (owner, value) in own.items():
-            if value is not None and mode != owner:
-                raise UsageError(
-                    f"evaluation.{name} is for mode {owner}, and evaluation.mode is {mode}"
-                )
         self.mode, self.config, self.batch_size = mode, config, batch_size
-        self.visible_devices, self.sbatch_options = visible_devices, sbatch_options or []
+        self.visible_devices, self.sbatch_options = visible_devices, sbatch_options
+        require_owned(self, {
+            "visible_devices": ("mode", "process"), "sbatch_options": ("mode", "slurm"),
+        }, "evaluation.")
         # Set by the entry point before `fit`.
         self.exports: Exports | None = None
         self.target: str = ""
@@ -259,7 +253,7 @@ class EvaluateExports(pl.Callback):
             assert self.out is not None
             with pl_module.untimed():
                 name = f"eval-{self.out.resolve().parent.name}"
-                told, submitted = submit_job(arguments, self.sbatch_options, name)
+                told, submitted = submit_job(arguments, self.sbatch_options or [], name)
             if submitted:
                 print(f"evaluation of {path}: {told}", flush=True)
             else:

@@ -28,15 +28,6 @@ def loaded_dtype(dtype: TargetDtype) -> torch.dtype:
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 
-def require_placeable(dtype: TargetDtype, placement: Placement) -> None:
-    """Raise UsageError where a target of that dtype cannot lie there."""
-    if dtype == "float8" and placement == "sharded":
-        raise UsageError(
-            "model.target_dtype float8 does not go with model.target_placement sharded: take "
-            "bfloat16, or replicated"
-        )
-
-
 class FrozenTarget:
     """Target that is not trained.
 
@@ -47,7 +38,11 @@ class FrozenTarget:
         self, model: HybridModel, placement: Placement, dtype: TargetDtype = "float32"
     ) -> None:
         """Freeze `model`; dtype "float8" rounds its bf16 weights in place."""
-        require_placeable(dtype, placement)
+        if dtype == "float8" and placement == "sharded":
+            raise UsageError(
+                "model.target_dtype float8 does not go with model.target_placement sharded: take "
+                "bfloat16, or replicated"
+            )
         self.model = model.eval().requires_grad_(False)
         self.placement = placement
         self.in_float8 = dtype == "float8"

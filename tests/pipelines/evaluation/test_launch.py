@@ -197,7 +197,7 @@ def test_an_inline_evaluation_is_on_the_gpu_that_trains(
 
 
 def test_options_of_one_mode_are_refused_in_another():
-    with pytest.raises(UsageError, match=r"evaluation\.visible_devices is for mode process"):
+    with pytest.raises(UsageError, match=r"evaluation\.visible_devices is an option of process"):
         EvaluateExports(mode="inline", visible_devices="1")
-    with pytest.raises(UsageError, match=r"evaluation\.sbatch_options is for mode slurm"):
+    with pytest.raises(UsageError, match=r"evaluation\.sbatch_options is an option of slurm"):
         EvaluateExports(mode="process", sbatch_options=["--time=1"])
