@@ -27,13 +27,13 @@ from stree_pipelines.console.input_checks import of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
-from stree_pipelines.resources.dry_run import (
+from stree_pipelines.resources.estimates import (
     MemoryEstimate,
     config_lines,
+    forward_memory,
     model_line,
     require_writable,
 )
-from stree_pipelines.resources.estimates import forward_memory
 from stree_pipelines.training.distillation import Distillation, require_own_target
 from stree_pipelines.training.parallel.float8 import require_float8, round_products
 from stree_pipelines.training.parallel.precision import supported_precision

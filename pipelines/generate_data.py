@@ -42,13 +42,15 @@ from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, re
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
-from stree_pipelines.resources.dry_run import (
+from stree_pipelines.resources.estimates import (
     MemoryEstimate,
+    cache_bytes,
+    head_in_8_bits_bytes,
     model_line,
+    num_parameters,
     require_disk,
     require_writable,
 )
-from stree_pipelines.resources.estimates import cache_bytes, head_in_8_bits_bytes, num_parameters
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
 

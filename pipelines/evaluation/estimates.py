@@ -16,18 +16,16 @@ from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_l
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DRAFTING, ChosenTree, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 from stree_pipelines.evaluation.sampling import told_sampling
-from stree_pipelines.resources.dry_run import (
-    MemoryEstimate,
-    config_lines,
-    model_line,
-    require_disk,
-    require_writable,
-)
 from stree_pipelines.resources.estimates import (
+    MemoryEstimate,
     cache_bytes,
+    config_lines,
     decoding_memory,
     head_in_8_bits_bytes,
+    model_line,
     num_parameters,
+    require_disk,
+    require_writable,
 )
 
 # Bytes in a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the

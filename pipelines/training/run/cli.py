@@ -31,8 +31,12 @@ from stree_pipelines.console.command_line import SUBCOMMAND, input_path, program
 from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.evaluation.context import describe_code
-from stree_pipelines.resources.dry_run import config_lines, model_line, require_writable
-from stree_pipelines.resources.estimates import ModelPlan
+from stree_pipelines.resources.estimates import (
+    ModelPlan,
+    config_lines,
+    model_line,
+    require_writable,
+)
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import (
     SafeCheckpointIO,

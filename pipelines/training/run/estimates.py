@@ -16,12 +16,14 @@ from stree_pipelines.console.progress import clock
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import count_rows
-from stree_pipelines.resources.dry_run import MemoryEstimate, model_line, require_disk
 from stree_pipelines.resources.estimates import (
     PEAKS,
+    MemoryEstimate,
     ModelPlan,
     checkpoint_bytes,
     distillation_operations,
+    model_line,
+    require_disk,
     training_disk,
     training_memory,
 )

@@ -34,7 +34,7 @@ from stree_pipelines import (
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.lab import study
-from stree_pipelines.resources import dry_run, estimates
+from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation
 from stree_pipelines.training.run import estimates as needs
@@ -295,7 +295,7 @@ def test_memory_that_is_too_small_is_code_71(
     command, workspace, finished, tmp_path, monkeypatch, capsys
 ):
     """The command ends after its last line, and the error says how much is wanted and free."""
-    monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
+    monkeypatch.setattr(estimates, "free_memory_bytes", lambda on_cuda: 1000)
     target, train = str(workspace / "target"), str(workspace / "train.jsonl")
     checkpoint = str(finished / "drafter/step-00000008")
     main, arguments = {
@@ -326,7 +326,7 @@ def test_without_a_gpu_a_training_that_is_not_for_the_cpu_is_not_judged(
     workspace, tmp_path, capsys, monkeypatch
 ):
     """A recipe for a GPU can be looked at on a laptop."""
-    monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
+    monkeypatch.setattr(estimates, "free_memory_bytes", lambda on_cuda: 1000)
     auto = ("--trainer.accelerator", "auto", "--dry_run")
     distill.main(options_of(workspace, tmp_path / "run", *auto))
     said = capsys.readouterr().out
