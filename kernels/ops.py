@@ -21,15 +21,10 @@ from stree_kernels import naive
 from stree_kernels.contracts import (
     CacheState,
     Derived,
-    Drafts,
     GatedDeltaShape,
-    GatedDeltaWeights,
     MixerShape,
-    MixerWeights,
-    Sampling,
     Scaled,
     Stream,
-    Topology,
 )
 
 P = ParamSpec("P")
@@ -119,8 +114,19 @@ def _source(stream: Stream, *_: Any, **__: Any) -> Tensor:
     return stream.source
 
 
+def _of_weight(x: Tensor | Stream, weight: Tensor | Scaled, *_: Any, **__: Any) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight
+    return x if isinstance(x, Tensor) else x.source
+
+
 def _no_dim(*_: Any, **__: Any) -> int:
     return 0
+
+
+def _of_shape(*args: Any, **_: Any) -> int:
+    shapes = (each for each in args if isinstance(each, MixerShape | GatedDeltaShape))
+    return next(shapes).largest_dim
 
 
 def _with_kernel(
@@ -167,6 +173,7 @@ sigmoid_gated = _pointwise(naive.sigmoid_gated)
 activated = _pointwise(naive.activated)
 
 norm = _with_kernel("products.short", _source)(naive.norm)
+linear = _with_kernel("products.short", _of_weight)(naive.linear)
 linear_parts = _short(naive.linear_parts)
 linear_swiglu = _short(naive.linear_swiglu)
 linear_wide = _linear(naive.linear_wide)
@@ -180,6 +187,8 @@ attend_tree = _with_kernel(
     "attention.tree_attention", largest_dim=lambda qkv, keys, *_, **__: keys.shape[3]
 )(naive.attend_tree)
 short_conv_tree = _with_kernel("conv.short_conv")(naive.short_conv_tree)
+mamba_tree = _with_kernel("mamba.tree_scan", largest_dim=_of_shape)(naive.mamba_tree)
+gated_delta_tree = _with_kernel("gated_delta.tree", largest_dim=_of_shape)(naive.gated_delta_tree)
 
 choose_best = _top(naive.choose_best)
 choose_children = _top(naive.choose_children)
@@ -188,109 +197,12 @@ pick_level = _dynamic(naive.pick_level)
 pick_tree = _dynamic(naive.pick_tree)
 norm_at = _with_kernel("gather")(naive.norm_at)
 take_roots = _with_kernel("gather", _source)(naive.take_roots)
+draw_children = _with_kernel("products.head", _of_weight)(naive.draw_children)
 accept_choices = _with_kernel("sampling.accept", _second, torch.float32)(naive.accept_choices)
-
-
-def mamba_tree(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived | None,
-    state: Tensor,
-    weights: MixerWeights,
-    shape: MixerShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Run `naive.mamba_tree`; `derived` is from `new_derived`."""
-    arguments = (state, weights, shape, topology, cache_state)
-    if not fused(projected.device, projected.dtype, shape.largest_dim):
-        return naive.mamba_tree(projected, rows, *arguments, first, out)
-    if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
-        chain = _kernel("mamba.chain_scan", "mamba_chain")
-        return chain(projected, rows, derived, *arguments, out)
-    tree = _kernel("mamba.tree_scan", "mamba_tree")
-    return tree(projected, rows, derived, *arguments, first, out)
-
-
-def gated_delta_tree(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived | None,
-    updates: Tensor,
-    state: Tensor,
-    weights: GatedDeltaWeights,
-    shape: GatedDeltaShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-) -> Tensor:
-    """Run `naive.gated_delta_tree`; `derived` is from `new_derived`."""
-    arguments = (updates, state, weights, shape, topology, cache_state, first)
-    if not fused(projected.device, projected.dtype, shape.largest_dim):
-        return naive.gated_delta_tree(projected, rows, *arguments)
-    if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
-        chain = _kernel("gated_delta.chain", "gated_delta_chain")
-        return chain(projected, rows, derived, *arguments[:-1])
-    tree = _kernel("gated_delta.tree", "gated_delta_tree")
-    return tree(projected, rows, derived, *arguments)
-
-
-def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
-    """Run `naive.linear`; a weight in 8 bits has a kernel of its own."""
-    if isinstance(weight, Scaled):
-        x = norm(x) if isinstance(x, Stream) else x
-        serves, module = fused(x.device, x.dtype), "products.scaled"
-    else:
-        serves, module = fused(weight.device, weight.dtype), "products.short"
-    return (_kernel(module, "linear") if serves else naive.linear)(x, weight)
+accept_drafts = _with_kernel("sampling.verification", _second)(naive.accept_drafts)
 
 
 def advance(cache_state: CacheState, like: Tensor) -> None:
     """Run `naive.advance`; `like` is a tensor of the call that ends."""
     serves = fused(like.device, like.dtype)
     (_kernel("pointwise", "advance") if serves else naive.advance)(cache_state)
-
-
-def draw_children(
-    x: Tensor | Stream,
-    weight: Tensor | Scaled,
-    depths: Tensor,
-    sampling: Sampling | None,
-    places: Tensor,
-    tokens: Tensor,
-    finite: Tensor,
-    nodes: Tensor | None = None,
-    values: Tensor | None = None,
-    ids: Tensor | None = None,
-) -> Tensor:
-    """Run `naive.draw_children`, in the launches of the head's product where the head is small."""
-    if isinstance(weight, Tensor) and fused(weight.device, weight.dtype):
-        head = importlib.import_module("stree_kernels.products.head")
-        if head.fits(x, weight, places, values):
-            return head.draw_children(x, weight, depths, sampling, places, tokens, finite, ids)
-    logits = linear(x, weight)
-    choose_children(logits, depths, sampling, places, tokens, finite, nodes, values, ids)
-    return logits
-
-
-def accept_drafts(
-    rule: str,
-    logits: Tensor,
-    drafts: Drafts,
-    sampling: Sampling,
-    active: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    root: Tensor,
-    report: Tensor,
-    choose: naive.Choose | None = None,
-) -> None:
-    """Run `naive.accept_drafts`. A given `choose` makes all random choices, in plain PyTorch."""
-    committed = (active, path, path_length, block, root, report)
-    if choose is not None or not fused(logits.device, logits.dtype):
-        naive.accept_drafts(rule, logits, drafts, sampling, *committed, choose=choose)
-        return
-    _kernel("sampling.verification", "accept_drafts")(rule, logits, drafts, sampling, *committed)

@@ -16,7 +16,7 @@ The last tree's inputs are still read while the new tree's are written: hence tw
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -39,50 +39,6 @@ BLOCK_CHANNELS, BLOCK_NODES = 64, 16  # that a program convolves
 MANY, MOST_CHANNELS = 8, 256  # sequences from which on few nodes have wider blocks, at most so wide
 BLOCK_HEAD = 32  # channels of a head whose state a program advances
 PATH_BLOCK = tl.constexpr(16)  # nodes of an accepted path that a program takes at a time
-
-
-class ScanArgs(NamedTuple):
-    """Tensors of a Mamba-2 scan; strides are of all dims but the last."""
-
-    C: Any
-    C_strides: Any
-    state: Any
-    state_strides: Any
-    y: Any
-    y_strides: Any
-    gate: Any
-    gate_strides: Any
-    A_log: Any
-    D: Any
-
-
-def replay_and_convolve(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    state: Tensor,
-    weights: MixerWeights,
-    shape: MixerShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    out: Tensor | None,
-    *,
-    replays: bool = True,
-) -> ScanArgs:
-    """Call `convolve` for a Mamba-2 layer; without `replays` the scan advances the state.
-
-    Returns what the scan reads, and y, which it writes.
-    """
-    kept = projected[..., shape.d_inner :]
-    replayed = state if replays else None
-    C = convolve(kept, rows, derived, replayed, weights, shape, topology, cache_state, first)
-    y = projected.new_empty(*projected.shape[:2], shape.d_inner) if out is None else out
-    assert y.stride(2) == projected.stride(2) == 1
-    return ScanArgs(
-        C, C.stride()[:2], state, state.stride()[:3], y, y.stride()[:2],
-        projected if shape.gated else None, projected.stride()[:2], weights.A_log, weights.D,
-    )
 
 
 class ConvShape(NamedTuple):

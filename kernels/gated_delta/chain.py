@@ -8,44 +8,29 @@ launch as for a tree. The naive twin is `naive.gated_delta_tree`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from stree_kernels.contracts import (
-    CacheState,
-    Derived,
-    GatedDeltaShape,
-    GatedDeltaWeights,
-    Topology,
-)
-from stree_kernels.gated_delta.tree import begin, rule_shape
+from stree_kernels.contracts import CacheState, Derived, GatedDeltaWeights
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 
 BLOCK_VALUES = 32  # of a head that a program advances: not yet compared on a GPU
 
 
-def gated_delta_chain(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    updates: Tensor,
-    state: Tensor,
-    weights: GatedDeltaWeights,
-    shape: GatedDeltaShape,
-    topology: Topology,
+def advance_chain(
+    args: Any, derived: Derived, weights: GatedDeltaWeights, dims: Any, num_heads: int,
     cache_state: CacheState,
-) -> Tensor:
-    """Compute `naive.gated_delta_tree` of chains in two launches; `topology` must be of chains."""
-    batch, num_new, _ = projected.shape
-    args = begin(projected, rows, derived, updates, state, weights, shape, topology, cache_state, 0)
-    block_v = min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim))
-    gated_delta_chain_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
+) -> None:
+    """Apply the rule to new chains, by a `RuleArgs` and a `RuleShape`."""
+    batch, num_new, _ = args.y.shape
+    block_v = min(BLOCK_VALUES, triton.next_power_of_2(dims.value_dim))
+    gated_delta_chain_kernel[(triton.cdiv(dims.value_dim, block_v), num_heads, batch)](
         derived.args, args, weights.A_log, cache_state.args, num_new,
-        SHAPE=rule_shape(shape), BLOCK_K=triton.next_power_of_2(shape.key_dim), BLOCK_V=block_v,
-        num_warps=4, **overlapping(projected),
+        SHAPE=dims, BLOCK_K=triton.next_power_of_2(dims.key_dim), BLOCK_V=block_v,
+        num_warps=4, **overlapping(args.y),
     )
-    return args.y
 
 
 @triton.jit

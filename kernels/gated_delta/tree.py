@@ -31,6 +31,7 @@ from stree_kernels.contracts import (
     Topology,
 )
 from stree_kernels.conv.tree_conv import PATH_BLOCK, convolve
+from stree_kernels.gated_delta.chain import advance_chain
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.naive.gated_delta import NORM_EPS
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of, product
@@ -53,40 +54,33 @@ def gated_delta_tree(
     topology: Topology,
     cache_state: CacheState,
     first: int,
+    as_chain: bool | None = None,
 ) -> Tensor:
     """Compute `naive.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype.
 
-    More than `FEW` and at most `MOST_PAIRED` nodes take three launches.
+    More than `FEW` and at most `MOST_PAIRED` nodes take three launches. With `as_chain` trees are
+    chains, whose nodes come step by step; None: in an ordinary step, of one token a sequence.
     """
-    batch, num_new, _ = projected.shape
-    args = begin(
-        projected, rows, derived, updates, state, weights, shape, topology, cache_state, first
+    if as_chain is None:
+        as_chain = first == 0 and topology.depths.shape[1] == 1
+    _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
+    v = convolve(kept, rows, derived, None, weights, shape, topology, cache_state, first)
+    y = torch.empty_like(v)
+    assert state.stride(3) == updates.stride(3) == 1
+    assert updates.shape[1] >= first + projected.shape[1]
+    args = RuleArgs(
+        v, v.stride()[:2], b, b.stride()[:2], updates, updates.stride()[:3],
+        state, state.stride()[:3], y, y.stride()[:2],
     )
-    rule: dict[str, Any] = dict(
-        SHAPE=rule_shape(shape), REPLAY=first == 0,
-        BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_N=BLOCK_NODES,
-        PRECISION=precision_of(projected), num_stages=1, **overlapping(projected),
+    dims = RuleShape(
+        shape.key_dim, shape.value_dim, shape.num_heads // shape.num_key_heads,
+        shape.conv_dims[0], shape.key_dim**-0.5, NORM_EPS, shape.negative_eigenvalues,
     )
-    pairs = None
-    if FEW < num_new <= MOST_PAIRED:
-        num_blocks = triton.cdiv(num_new, BLOCK_NODES)
-        num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
-        size = 2, batch, shape.num_heads, num_new, first + num_new
-        pairs = torch.empty(size, device=projected.device)
-        pairs_kernel[(num_blocks * num_columns, shape.num_heads, batch)](
-            derived.args, args.b, args.b_strides, pairs, pairs.stride(0), topology.args,
-            cache_state.variant, cache_state.parity, first, num_new, num_columns,
-            num_warps=2, **rule,
-        )
-    block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
-    gated_delta_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
-        derived.args, args, pairs, 0 if pairs is None else pairs.stride(0), topology.args,
-        cache_state.args, first, num_new,
-        min(derived.xb.shape[2], derived.steps.shape[3], updates.shape[1]),
-        BLOCK_V=block_v, BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(projected.dtype),
-        num_warps=2 if num_new <= FEW else 4, **rule,
-    )
-    return args.y
+    if as_chain:
+        advance_chain(args, derived, weights, dims, shape.num_heads, cache_state)
+    else:
+        _advance_tree(args, derived, dims, shape.num_heads, topology, cache_state, first)
+    return y
 
 
 class RuleArgs(NamedTuple):
@@ -116,34 +110,34 @@ class RuleShape(NamedTuple):
     negative: bool
 
 
-def rule_shape(shape: GatedDeltaShape) -> RuleShape:
-    return RuleShape(
-        shape.key_dim, shape.value_dim, shape.num_heads // shape.num_key_heads,
-        shape.conv_dims[0], shape.key_dim**-0.5, NORM_EPS, shape.negative_eigenvalues,
+def _advance_tree(
+    args: RuleArgs, derived: Derived, dims: RuleShape, num_heads: int, topology: Topology,
+    cache_state: CacheState, first: int,
+) -> None:
+    batch, num_new, _ = args.y.shape
+    rule: dict[str, Any] = dict(
+        SHAPE=dims, REPLAY=first == 0,
+        BLOCK_K=max(16, triton.next_power_of_2(dims.key_dim)), BLOCK_N=BLOCK_NODES,
+        PRECISION=precision_of(args.y), num_stages=1, **overlapping(args.y),
     )
-
-
-def begin(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    updates: Tensor,
-    state: Tensor,
-    weights: GatedDeltaWeights,
-    shape: GatedDeltaShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-) -> RuleArgs:
-    """Convolve; return what the rule reads, and y, which it writes."""
-    _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
-    v = convolve(kept, rows, derived, None, weights, shape, topology, cache_state, first)
-    y = torch.empty_like(v)
-    assert state.stride(3) == updates.stride(3) == 1
-    assert updates.shape[1] >= first + projected.shape[1]
-    return RuleArgs(
-        v, v.stride()[:2], b, b.stride()[:2], updates, updates.stride()[:3],
-        state, state.stride()[:3], y, y.stride()[:2],
+    pairs = None
+    if FEW < num_new <= MOST_PAIRED:
+        num_blocks = triton.cdiv(num_new, BLOCK_NODES)
+        num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
+        size = 2, batch, num_heads, num_new, first + num_new
+        pairs = torch.empty(size, device=args.y.device)
+        pairs_kernel[(num_blocks * num_columns, num_heads, batch)](
+            derived.args, args.b, args.b_strides, pairs, pairs.stride(0), topology.args,
+            cache_state.variant, cache_state.parity, first, num_new, num_columns,
+            num_warps=2, **rule,
+        )
+    block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(dims.value_dim)))
+    gated_delta_kernel[(triton.cdiv(dims.value_dim, block_v), num_heads, batch)](
+        derived.args, args, pairs, 0 if pairs is None else pairs.stride(0), topology.args,
+        cache_state.args, first, num_new,
+        min(derived.xb.shape[2], derived.steps.shape[3], args.updates.shape[1]),
+        BLOCK_V=block_v, BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(args.y.dtype),
+        num_warps=2 if num_new <= FEW else 4, **rule,
     )
 
 

@@ -9,42 +9,25 @@ naive twin is `naive.mamba_tree`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
-from stree_kernels.conv.tree_conv import replay_and_convolve
+from stree_kernels.contracts import CacheState, Derived, MixerShape
 from stree_kernels.launch import follow, load_kept, overlapping
-from stree_kernels.mamba.streamed_scan import gated_by_silu, mamba_streamed, streams
+from stree_kernels.mamba.streamed_scan import gated_by_silu
 
 
-def mamba_chain(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    state: Tensor,
-    weights: MixerWeights,
-    shape: MixerShape,
-    topology: Topology,
-    cache_state: CacheState,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute `naive.mamba_tree` of new chains in two launches; `topology` must be of chains."""
-    batch, num_new, _ = projected.shape
-    if streams(state, num_new):
-        where = (weights, shape, topology, cache_state, out)
-        return mamba_streamed(projected, rows, derived, state, *where, as_chain=True)
-    scan = replay_and_convolve(
-        projected, rows, derived, state, weights, shape, topology, cache_state, 0, out
-    )
+def scan_chain(scan: Any, derived: Derived, shape: MixerShape, cache_state: CacheState) -> None:
+    """Scan new chains, by a `ScanArgs`."""
+    batch, num_new, _ = scan.y.shape
     block_p = max(16, min(32, triton.next_power_of_2(shape.head_dim)))
     chain_scan_kernel[(triton.cdiv(shape.head_dim, block_p), shape.num_heads, batch)](
         derived.args, scan, cache_state.parity, num_new,
         SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
-        num_warps=4, **overlapping(projected),
+        num_warps=4, **overlapping(scan.y),
     )
-    return scan.y
 
 
 @triton.jit

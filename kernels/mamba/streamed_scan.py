@@ -10,18 +10,19 @@ writes no state, is the same launch as in the other scans. The naive twin is `na
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerShape, Topology
 from stree_kernels.conv.tree_conv import (
     PATH_BLOCK,
     advanced,
     advanced_along,
     path_inputs,
     path_weights,
-    replay_and_convolve,
 )
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.products.linear import (
@@ -57,32 +58,16 @@ def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
     )
 
 
-def mamba_streamed(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    state: Tensor,
-    weights: MixerWeights,
-    shape: MixerShape,
-    topology: Topology,
-    cache_state: CacheState,
-    out: Tensor | None = None,
-    *,
-    as_chain: bool = False,
-) -> Tensor:
-    """Compute `naive.mamba_tree` of whole trees in two launches; y (B, Q, H·P).
-
-    Chains go step by step. y is in projected's dtype.
-    """
-    batch, num_new, _ = projected.shape
-    scan = replay_and_convolve(
-        projected, rows, derived, state, weights, shape, topology, cache_state, 0, out,
-        replays=False,
-    )
+def scan_streamed(
+    scan: Any, derived: Derived, shape: MixerShape, topology: Topology, cache_state: CacheState,
+    as_chain: bool,
+) -> None:
+    """Replay the accepted paths and scan whole trees, by a `ScanArgs`; chains go step by step."""
+    batch, num_new, _ = scan.y.shape
     block_s = max(16, triton.next_power_of_2(shape.d_state))
     block_p = max(16, min(BLOCK // block_s, triton.next_power_of_2(shape.head_dim)))
-    stages, registers, wide = STAGES, None, projected.element_size() == 4
-    multiprocessors, shared_bytes = device_of(projected)
+    stages, registers, wide = STAGES, None, scan.y.element_size() == 4
+    multiprocessors, shared_bytes = device_of(scan.y)
     if shape.num_heads * batch > 3 * multiprocessors and num_new <= FEW_NODES and not wide:
         stages, registers = MANY_STAGES, MANY_REGISTERS
     if shared_bytes < (SHARED_BYTES if wide else LEAST_SHARED):
@@ -93,10 +78,9 @@ def mamba_streamed(
         SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=block_s,
         BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES, STAGES=stages,
         CHAIN=num_new if as_chain else 0, LONG_PATHS=cache_state.path.shape[1] > PATH_BLOCK.value,
-        PRECISION=precision_of(projected), MIXED=mixed_precision_of(projected.dtype),
-        num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(projected),
+        PRECISION=precision_of(scan.y), MIXED=mixed_precision_of(scan.y.dtype),
+        num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(scan.y),
     )
-    return scan.y
 
 
 @triton.jit

@@ -9,15 +9,18 @@ waits for it. Many sequences go another way (`streamed_scan.py`). The naive twin
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
-from stree_kernels.conv.tree_conv import replay_and_convolve
+from stree_kernels.conv.tree_conv import convolve
 from stree_kernels.launch import follow, load_kept, overlapping
-from stree_kernels.mamba.streamed_scan import gated_by_silu, mamba_streamed, pair_scores, streams
+from stree_kernels.mamba.chain_scan import scan_chain
+from stree_kernels.mamba.streamed_scan import gated_by_silu, pair_scores, scan_streamed, streams
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
@@ -36,18 +39,56 @@ def mamba_tree(
     cache_state: CacheState,
     first: int,
     out: Tensor | None = None,
+    as_chain: bool | None = None,
 ) -> Tensor:
-    """Compute `naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
+    """Compute `naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype.
+
+    With `as_chain` trees are chains, whose nodes come step by step; None: in an ordinary step, of
+    one token a sequence.
+    """
     batch, num_new, _ = projected.shape
-    if streams(state, num_new, first):
-        return mamba_streamed(
-            projected, rows, derived, state, weights, shape, topology, cache_state, out
-        )
+    if as_chain is None:
+        as_chain = first == 0 and topology.depths.shape[1] == 1
+    streamed, kept = streams(state, num_new, first), projected[..., shape.d_inner :]
+    replayed = None if streamed else state  # else the scan advances the state
+    C = convolve(kept, rows, derived, replayed, weights, shape, topology, cache_state, first)
+    y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
+    assert y.stride(2) == projected.stride(2) == 1
+    scan = ScanArgs(
+        C, C.stride()[:2], state, state.stride()[:3], y, y.stride()[:2],
+        projected if shape.gated else None, projected.stride()[:2], weights.A_log, weights.D,
+    )
+    if streamed:
+        scan_streamed(scan, derived, shape, topology, cache_state, as_chain)
+    elif as_chain:
+        scan_chain(scan, derived, shape, cache_state)
+    else:
+        _scan_tree(scan, derived, shape, topology, cache_state, first)
+    return y
+
+
+class ScanArgs(NamedTuple):
+    """Tensors of a scan; strides are of all dims but the last."""
+
+    C: Any
+    C_strides: Any
+    state: Any
+    state_strides: Any
+    y: Any
+    y_strides: Any
+    gate: Any
+    gate_strides: Any
+    A_log: Any
+    D: Any
+
+
+def _scan_tree(
+    scan: ScanArgs, derived: Derived, shape: MixerShape, topology: Topology,
+    cache_state: CacheState, first: int,
+) -> None:
+    batch, num_new, _ = scan.y.shape
     block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
     query_blocks = triton.cdiv(num_new, block_q)
-    scan = replay_and_convolve(
-        projected, rows, derived, state, weights, shape, topology, cache_state, first, out
-    )
     block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
     num_nodes = first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
@@ -57,12 +98,11 @@ def mamba_tree(
         first, num_new, query_blocks,
         SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n, NEW_HALF=first == 0,
-        PRECISION=precision_of(projected), MIXED=mixed_precision_of(projected.dtype),
+        PRECISION=precision_of(scan.y), MIXED=mixed_precision_of(scan.y.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
-        num_stages=1 if projected.dtype == torch.float32 else 3,
-        num_warps=num_warps, **overlapping(projected),
+        num_stages=1 if scan.y.dtype == torch.float32 else 3,
+        num_warps=num_warps, **overlapping(scan.y),
     )
-    return scan.y
 
 
 @triton.jit

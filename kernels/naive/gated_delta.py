@@ -20,7 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, GatedDeltaShape, GatedDeltaWeights, Topology
+from stree_kernels.contracts import (
+    CacheState,
+    Derived,
+    GatedDeltaShape,
+    GatedDeltaWeights,
+    Topology,
+)
 from stree_kernels.naive.conv import tree_conv
 from stree_kernels.naive.dtypes import accumulation_dtype
 
@@ -176,6 +182,7 @@ def replay_updates(
 def gated_delta_tree(
     projected: Tensor,
     rows: Tensor,
+    derived: Derived | None,
     updates: Tensor,
     state: Tensor,
     weights: GatedDeltaWeights,
@@ -194,6 +201,7 @@ def gated_delta_tree(
         projected: (B, Q, H·V + C + 2·H), z, the inputs that `rows` keeps, and b.
         rows: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and a of [conv state, nodes];
             `cache_state.parity` names the last tree's, and the caller flips it after all layers.
+        derived: Written by the kernels (`ops.new_derived`); plain PyTorch needs none.
         updates: (B, N, H, V), u of the tree's nodes; the replay reads them before they are written.
         state: (B, H, K, V).
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, MixerShape, MixerWeights, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
 from stree_kernels.index_plan import ancestors_of, conv_places, path_places
 from stree_kernels.naive.conv import convolve, held_at, kept_of, seen_of, write_kept
 from stree_kernels.naive.dtypes import as_dtype, widened
@@ -215,6 +215,7 @@ def _repeated(grouped: Tensor, repeats: int) -> Tensor:
 def mamba_tree(
     projected: Tensor,
     rows: Tensor,
+    derived: Derived | None,
     state: Tensor,
     weights: MixerWeights,
     shape: MixerShape,
@@ -233,6 +234,7 @@ def mamba_tree(
         projected: (B, Q, H·P + C + H), z, and the inputs that `rows` keeps.
         rows: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and dt of [conv state, nodes];
             `cache_state.parity` names the last tree's, and the caller flips it after all layers.
+        derived: Written by the kernels (`ops.new_derived`); plain PyTorch needs none.
         state: (B, H, P, S).
         out: (B, Q, H·P), written; None returns a new tensor.
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Sampling, Stream
+from stree_kernels.contracts import Sampling, Scaled, Stream
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.pointwise import normed, with_parts
 from stree_kernels.products import short as short_products
@@ -26,23 +26,22 @@ from stree_kernels.sampling.uniforms import token_noise
 
 
 def fits(x: Tensor | Stream, weight: Tensor, places: Tensor, values: Tensor | None) -> bool:
-    """Return True if `draw_children` serves: small head, few children, paths not rated."""
+    """Return True if one product chooses, too: small head, few children, paths not rated."""
     few = places.shape[2] <= top.MOST_UNROLLED and values is None
     embeds = isinstance(x, Stream) and x.tokens is not None
     return few and not embeds and short_products.fits(x, weight)
 
 
 def draw_children(
-    x: Tensor | Stream,
-    weight: Tensor,
-    depths: Tensor,
-    sampling: Sampling | None,
-    places: Tensor,
-    tokens: Tensor,
-    finite: Tensor,
-    ids: Tensor | None = None,
+    x: Tensor | Stream, weight: Tensor | Scaled, depths: Tensor, sampling: Sampling | None,
+    places: Tensor, tokens: Tensor, finite: Tensor, nodes: Tensor | None = None,
+    values: Tensor | None = None, ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute `naive.draw_children` in two launches."""
+    """Compute `naive.draw_children`, in two launches where it fits."""
+    if isinstance(weight, Scaled) or not fits(x, weight, places, values):
+        logits = short_products.linear(x, weight)
+        top.choose_children(logits, depths, sampling, places, tokens, finite, nodes, values, ids)
+        return logits
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
     if isinstance(x, Stream) and x.normed is not None:
         x = x.normed
@@ -54,11 +53,7 @@ def draw_children(
 
 
 def _multiply(
-    x: Tensor | Stream,
-    weight: Tensor,
-    depths: Tensor,
-    sampling: Sampling | None,
-    count: int,
+    x: Tensor | Stream, weight: Tensor, depths: Tensor, sampling: Sampling | None, count: int,
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits (B, n, K), and the `count` best scores and tokens of each row and program."""

@@ -21,10 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels import gather, pointwise
-from stree_kernels.contracts import Gated, Stream
+from stree_kernels.contracts import Gated, Scaled, Stream
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, silu_times, with_parts
 from stree_kernels.products import linear as products
+from stree_kernels.products import scaled
 from stree_kernels.products import tiled as tiled_products
 from stree_kernels.products.linear import device_of, precision_of, product
 
@@ -35,8 +36,10 @@ TOGETHER = 2  # programs of 4 warps a multiprocessor; of 8 it is one. 4 would fi
 SPLIT = 4  # parts of a sum
 
 
-def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
-    """Compute `naive.linear` in one launch if it fits."""
+def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
+    """Compute `naive.linear` in one launch if it fits; a weight in 8 bits has its own kernel."""
+    if isinstance(weight, Scaled):
+        return scaled.linear(norm(x) if isinstance(x, Stream) else x, weight)
     x = _as_normed(x)
     if fits(x, weight):
         return _product(x, weight)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels import contracts as shapes
+from stree_kernels import naive
 from stree_kernels.contracts import Drafts, JudgedTrees, LogitRows, PathOutputs, Sampling
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.sampling.uniforms import uniform
@@ -36,18 +37,18 @@ WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more
 
 
 def accept_drafts(
-    rule: str,
-    logits: Tensor,
-    drafts: Drafts,
-    sampling: Sampling,
-    active: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    root: Tensor,
-    report: Tensor,
+    rule: str, logits: Tensor, drafts: Drafts, sampling: Sampling, active: Tensor, path: Tensor,
+    path_length: Tensor, block: Tensor, root: Tensor, report: Tensor,
+    choose: naive.Choose | None = None,
 ) -> None:
-    """Compute `naive.accept_drafts`; last strides are 1, trees' tensors but tokens contiguous."""
+    """Compute `naive.accept_drafts`; last strides are 1, trees' tensors but tokens contiguous.
+
+    A given `choose` makes all random choices, in plain PyTorch.
+    """
+    if choose is not None:
+        committed = (active, path, path_length, block, root, report)
+        naive.accept_drafts(rule, logits, drafts, sampling, *committed, choose)
+        return
     batch, num_nodes, vocabulary = logits.shape
     widest = drafts.children.shape[2]
     drawn = None if rule == "naive" else drafts.logits

@@ -97,9 +97,9 @@ def _scan(call: OpCall, shape: MixerShape) -> Calls:
         sets.append((projected, rows, Derived(xb, steps), rest))
     if not call.fused:
         return _mixer_calls(sets, naive.mamba_tree)
-    from stree_kernels.mamba import chain_scan, tree_scan
+    from stree_kernels.mamba.tree_scan import mamba_tree
 
-    ways = _mixer_calls(sets, naive.mamba_tree, tree_scan.mamba_tree, chain_scan.mamba_chain)
+    ways = _mixer_calls(sets, naive.mamba_tree, mamba_tree)
     update = _mamba_ssm_update()
     if update is not None:
         updates = [_one_token(call, state, shape) for state in states]
@@ -128,21 +128,21 @@ def _gated_delta(call: OpCall, shape: GatedDeltaShape) -> Calls:
         sets.append((projected, rows, Derived(qk, steps), rest))
     if not call.fused:
         return _mixer_calls(sets, naive.gated_delta_tree)
-    from stree_kernels.gated_delta.chain import gated_delta_chain
     from stree_kernels.gated_delta.tree import gated_delta_tree
 
-    return _mixer_calls(sets, naive.gated_delta_tree, gated_delta_tree, gated_delta_chain)
+    return _mixer_calls(sets, naive.gated_delta_tree, gated_delta_tree)
 
 
 def _mixer_calls(
-    sets: list[MixerSet], twin: Callable[..., object],
-    tree: Callable[..., object] | None = None, chain: Callable[..., object] | None = None,
+    sets: list[MixerSet], twin: Callable[..., object], kernel: Callable[..., object] | None = None
 ) -> Calls:
-    """Return calls of a mixer's twin and, if there are any, of its kernels for trees and chains."""
-    calls: Calls = {"naive": lambda: [twin(a, b, *rest) for a, b, _, rest in sets]}
-    if tree is not None and chain is not None:
-        calls["fused"] = lambda: [tree(a, b, c, *rest) for a, b, c, rest in sets]
-        calls["multi_step"] = lambda: [chain(a, b, c, *rest[:-1]) for a, b, c, rest in sets]
+    """Return calls of a mixer's twin and, if there is one, of its kernel for trees and chains."""
+    calls: Calls = {"naive": lambda: [twin(a, b, c, *rest) for a, b, c, rest in sets]}
+    if kernel is not None:
+        calls["fused"] = lambda: [kernel(a, b, c, *rest, as_chain=False) for a, b, c, rest in sets]
+        calls["multi_step"] = lambda: [
+            kernel(a, b, c, *rest, as_chain=True) for a, b, c, rest in sets
+        ]
     return calls
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -388,13 +388,9 @@ def _prefill_call(
 
 def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Wrap a call over chains, with the multi-step update in place of the tree scan."""
-    from stree_kernels.mamba import chain_scan
+    from stree_kernels.mamba.tree_scan import mamba_tree
 
-    def chain(*arguments: Any) -> Tensor:
-        *rest, first, out = arguments
-        assert first == 0
-        rest.append(out)
-        return chain_scan.mamba_chain(*rest)
+    chain = partial(mamba_tree, as_chain=True)
 
     def swapped() -> Tensor:
         own = vars(ops)["mamba_tree"]

@@ -33,7 +33,6 @@ from toys import random_tree
 from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
 from stree_kernels.contracts import Derived, GatedDeltaShape, GatedDeltaWeights
-from stree_kernels.gated_delta import chain as gated_delta_chain
 from stree_kernels.gated_delta import tree as gated_delta_tree
 
 SHAPES = {
@@ -72,13 +71,13 @@ class Case:
     def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         """Through the kernels, or in fp64 through the twin."""
         projected = self.projected[number][:, nodes]
-        rest = (self.updates, self.state, self.weights, shape, topology, cache_state, first)
+        arguments = (
+            projected, self.rows, self.derived, self.updates, self.state, self.weights, shape,
+            topology, cache_state, first,
+        )
         if self.state.dtype == torch.float64:
-            return naive.gated_delta_tree(projected, self.rows, *rest)
-        arguments = (projected, self.rows, self.derived, *rest)
-        if self.as_chain:
-            return gated_delta_chain.gated_delta_chain(*arguments[:-1])
-        return gated_delta_tree.gated_delta_tree(*arguments)
+            return naive.gated_delta_tree(*arguments)
+        return gated_delta_tree.gated_delta_tree(*arguments, as_chain=self.as_chain)
 
 
 def nothing(*dims, dtype=torch.float32):
@@ -264,10 +263,23 @@ def test_the_state_after_5000_tokens(through):
             case.call(call % 7, shape, topology, cache_state)
         else:
             naive.gated_delta_tree(
-                case.projected[call % 7], case.rows, case.updates, case.state, case.weights, shape,
-                topology, cache_state, 0,
+                case.projected[call % 7], case.rows, None, case.updates, case.state, case.weights,
+                shape, topology, cache_state, 0,
             )
         path = longest[: min(left, 1 + call % len(longest))]
         left, call = left - len(path), call + 1
     assert exact.state.norm() > 1
     assert relative_error(case.state, exact.state) < 1e-4
+
+
+@pytest.mark.parametrize("num_nodes, first, steps", [(1, 0, True), (2, 0, False), (2, 1, False)])
+def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, steps):
+    """The chain's kernel takes one token, but not where a tree grows by one node."""
+    asked, shape = [], SHAPES["grouped"]
+    monkeypatch.setattr(gated_delta_tree, "advance_chain", lambda *_: asked.append(True))
+    monkeypatch.setattr(gated_delta_tree, "_advance_tree", lambda *_: asked.append(False))
+    case = make(shape, num_nodes, torch.float32, as_chain=None)
+    cache_state = cache_state_of([0, 0], [[], []], 1, 4)
+    topology = topology_of([TokenTree.chain(num_nodes - 1)])
+    case.call(0, shape, topology, cache_state, first, slice(first, num_nodes))
+    assert asked == [steps]

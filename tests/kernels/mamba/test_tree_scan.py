@@ -35,7 +35,7 @@ from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.contracts import Derived, MixerShape, MixerWeights
 from stree_kernels.conv import tree_conv
-from stree_kernels.mamba import chain_scan, streamed_scan, tree_scan
+from stree_kernels.mamba import streamed_scan, tree_scan
 
 SHAPES = {
     "grouped": MixerShape(4, 16, 16, 2, 1, 4, 4),
@@ -74,12 +74,13 @@ class Case:
     def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
         """Through the kernels, or in fp64 through the twin."""
         projected = self.projected[number][:, nodes]
-        rest = (self.state, self.weights, shape, topology, cache_state, first)
+        arguments = (
+            projected, self.rows, self.derived, self.state, self.weights, shape, topology,
+            cache_state, first,
+        )
         if self.state.dtype == torch.float64:
-            return naive.mamba_tree(projected, self.rows, *rest)
-        if self.as_chain:
-            return chain_scan.mamba_chain(projected, self.rows, self.derived, *rest[:-1])
-        return tree_scan.mamba_tree(projected, self.rows, self.derived, *rest)
+            return naive.mamba_tree(*arguments)
+        return tree_scan.mamba_tree(*arguments, as_chain=self.as_chain)
 
 
 def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True, as_chain=False):

@@ -95,7 +95,7 @@ def test_trees_are_their_paths(tree, name, bias):
             expected, _ = along(shape, weights, projected[number - 1, 0], expected, path)
         cache_state = cache_state_of([0], [path], 1, tree.num_nodes + 1, parity=number % 2)
         y = naive.gated_delta_tree(
-            projected[number], rows, updates, state, weights, shape, topology, cache_state, 0
+            projected[number], rows, None, updates, state, weights, shape, topology, cache_state, 0
         )
         torch.testing.assert_close(
             state[0], torch.from_numpy(expected["delta"]).to(DEVICE), rtol=0, atol=1e-11
@@ -117,7 +117,8 @@ def test_growing_a_tree_in_pieces(pieces):
     def call(held, nodes, parity):
         cache_state = cache_state_of([0, 0], [[], []], 1, 3, parity=parity)
         return naive.gated_delta_tree(
-            projected[:, nodes], *held, weights, shape, topology, cache_state, nodes.start
+            projected[:, nodes], held[0], None, *held[1:], weights, shape, topology, cache_state,
+            nodes.start,
         )
 
     wanted = call(whole, slice(0, 6), 1)
@@ -137,14 +138,13 @@ def test_a_tree_per_sequence_and_uncounted_slots():
     rows, updates, state = buffers(shape, 13, batch=3)
     projected = [on_device(3, 13, shape.num_projected, seed=seed) for seed in (1, 2)]
     first = cache_state_of([0] * 3, [[]] * 3, 3, 5, parity=1)
-    naive.gated_delta_tree(projected[0], rows, updates, state, weights, shape, topology, first, 0)
+    held = rows, None, updates, state, weights, shape, topology
+    naive.gated_delta_tree(projected[0], *held, first, 0)
     for row, path in enumerate(paths):
         others = [node for node in range(13) if node not in path]
         updates[row, others] = rows[0, row, [shape.tail + node for node in others]] = torch.nan
     second = cache_state_of([0] * 3, paths, 3, 5, parity=0)
-    y = naive.gated_delta_tree(
-        projected[1], rows, updates, state, weights, shape, topology, second, 0
-    )
+    y = naive.gated_delta_tree(projected[1], *held, second, 0)
     for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
         empty = oracle.empty_gated_delta_state(shape)
         expected, _ = along(shape, weights, projected[0][row], empty, path)

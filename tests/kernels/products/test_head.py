@@ -33,7 +33,7 @@ def drawn(draw, x, temperatures, count, ids=None):
 
 
 def by(weight):
-    return lambda x, *others, ids: head.draw_children(x, weight, *others, ids)
+    return lambda x, *others, ids: head.draw_children(x, weight, *others, ids=ids)
 
 
 @pytest.mark.parametrize("temperatures", [None, (1.0, 0.0, 0.7)], ids=str)
