@@ -368,10 +368,12 @@ def attend_kernel(
     head = kv_head * SHAPE.shared + row % SHAPE.shared
     low, high = _halves(at_query + head * head_dim, known, half, head_dim)
     q_low, q_high = _rotated(low, high, length + depth, known, half, call, head_dim)
-    highest = tl.full([BLOCK.M], -float("inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK.M], dtype=tl.float32)
-    out = tl.zeros([BLOCK.M, 2 * BLOCK.HALF], dtype=tl.float32)
-    everyone = tl.full([BLOCK.M, 1], 1, dtype=tl.int1)
+    block_m: tl.constexpr = BLOCK.M  # Triton 3.6 wants constants, not numbers, in lists
+    block_d: tl.constexpr = 2 * BLOCK.HALF
+    highest = tl.full([block_m], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([block_m], dtype=tl.float32)
+    out = tl.zeros([block_m, block_d], dtype=tl.float32)
+    everyone = tl.full([block_m, 1], 1, dtype=tl.int1)
     for start in tl.range(begin, end, BLOCK.L, num_stages=STAGES):
         slot = start + tl.arange(0, BLOCK.L)
         used = slot < end

@@ -312,7 +312,9 @@ def _keep_channels(
     q = tile * BLOCK.Q + tl.arange(0, BLOCK.Q)
     known = q < num_new
     node = first + q
-    y = tl.zeros([BLOCK.Q, BLOCK.C], dtype=tl.float32)
+    block_q: tl.constexpr = BLOCK.Q  # Triton 3.6 wants constants, not numbers, in lists
+    block_c: tl.constexpr = BLOCK.C
+    y = tl.zeros([block_q, block_c], dtype=tl.float32)
     if conv_bias is not None:
         y += load_kept(conv_bias + channel, in_conv).to(tl.float32)[None, :]
     at_new, taps = (), ()
@@ -390,7 +392,9 @@ def _keep_steps(
     at = steps + node[:, None] * steps_stride + head[None, :]
     store_kept(at, _positive_dt(raw, bias[None, :], CONV.dt_min, CONV.dt_max), mine)
 
-    total = tl.zeros([BLOCK.STEPS, BLOCK.H], dtype=tl.float32)
+    block_q: tl.constexpr = BLOCK.STEPS
+    block_h: tl.constexpr = BLOCK.H
+    total = tl.zeros([block_q, block_h], dtype=tl.float32)
     for start in range(0, first + tl.minimum((tile + 1) * BLOCK.STEPS, num_new), BLOCK.STEPS):
         other = start + tl.arange(0, BLOCK.STEPS)
         fresh = other - first
