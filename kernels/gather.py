@@ -18,13 +18,8 @@ from stree_kernels.pointwise import normed, two_sums, warps, with_parts
 
 
 def embed_norm(
-    weight: Tensor,
-    tokens: Tensor,
-    nodes: Tensor | None,
-    scale: Tensor,
-    eps: float,
-    written: bool = False,
-    added: Tensor | None = None,
+    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float,
+    written: bool = False, added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `naive.embed_norm` in one launch; weight, tokens and added with unit last stride."""
     assert weight.stride(1) == tokens.stride(1) == 1

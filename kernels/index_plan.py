@@ -84,12 +84,7 @@ class ConvPlaces:
 
 
 def conv_places(
-    rows: Tensor,
-    tail: int,
-    topology: Topology,
-    cache_state: CacheState,
-    start: int,
-    first: int,
+    rows: Tensor, tail: int, topology: Topology, cache_state: CacheState, start: int, first: int,
     num_new: int,
 ) -> ConvPlaces:
     """Return the plan of nodes first … first + num_new − 1, with windows of those from `start`.
@@ -186,14 +181,8 @@ class AttentionPlaces:
 
 
 def attention_places(
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    num_new: int,
-    bound: int,
-    rotary: Tensor,
-    num_heads: tuple[int, int],
-    dtype: torch.dtype,
+    topology: Topology, cache_state: CacheState, first: int, num_new: int, bound: int,
+    rotary: Tensor, num_heads: tuple[int, int], dtype: torch.dtype,
 ) -> AttentionPlaces:
     """Return the plan of a call with the arguments of `naive.attend_tree`.
 

@@ -130,9 +130,7 @@ def _of_shape(*args: Any, **_: Any) -> int:
 
 
 def _with_kernel(
-    module: str,
-    decided_by: Callable[..., Tensor] = _first,
-    dtype: torch.dtype | None = None,
+    module: str, decided_by: Callable[..., Tensor] = _first, dtype: torch.dtype | None = None,
     largest_dim: Callable[..., int] = _no_dim,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a naive op: calls go to the kernel of its name where that serves.

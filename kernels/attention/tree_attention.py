@@ -40,17 +40,9 @@ WRITE_DIMS = tl.constexpr(32)  # of each half of a head, written by one program 
 
 
 def attend_tree(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rotary: Tensor,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    bound: int,
-    scale: float | None = None,
-    out: Tensor | None = None,
-    skips: bool | None = None,
+    qkv: Tensor, keys: Tensor, values: Tensor, rotary: Tensor, topology: Topology,
+    cache_state: CacheState, first: int, bound: int, scale: float | None = None,
+    out: Tensor | None = None, skips: bool | None = None,
 ) -> Tensor:
     """Compute `naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype, `bound` unused.
 

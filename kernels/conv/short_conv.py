@@ -21,13 +21,8 @@ BLOCK_NODES = 16
 
 
 def short_conv_tree(
-    projected: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
+    projected: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology,
+    cache_state: CacheState, first: int,
 ) -> Tensor:
     """Compute `naive.short_conv_tree` in one launch; projected's and rows' last strides are 1."""
     batch, num_new, channels = *projected.shape[:2], len(weight)

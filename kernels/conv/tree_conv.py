@@ -70,15 +70,9 @@ class ConvBlock(NamedTuple):
 
 
 def convolve(
-    kept: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    state: Tensor | None,
-    weights: MixerWeights | GatedDeltaWeights,
-    shape: MixerShape | GatedDeltaShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
+    kept: Tensor, rows: Tensor, derived: Derived, state: Tensor | None,
+    weights: MixerWeights | GatedDeltaWeights, shape: MixerShape | GatedDeltaShape,
+    topology: Topology, cache_state: CacheState, first: int,
 ) -> Tensor:
     """Replay the accepted path into a state, if any, and convolve nodes first … first + Q − 1.
 

@@ -29,15 +29,8 @@ def flash_linear_attention_kernel() -> Callable[..., tuple[Tensor, Tensor]] | No
 
 
 def gated_delta_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    *,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *, chunk_size: int = 64,
+    initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `naive.gated_delta_scan`, by flash-linear-attention's kernel on CUDA in 16 bits.
 

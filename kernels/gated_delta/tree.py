@@ -44,17 +44,9 @@ MOST_PAIRED = 256  # nodes: the buffer of pairs grows with their square, 25 MB f
 
 
 def gated_delta_tree(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    updates: Tensor,
-    state: Tensor,
-    weights: GatedDeltaWeights,
-    shape: GatedDeltaShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    as_chain: bool | None = None,
+    projected: Tensor, rows: Tensor, derived: Derived, updates: Tensor, state: Tensor,
+    weights: GatedDeltaWeights, shape: GatedDeltaShape, topology: Topology, cache_state: CacheState,
+    first: int, as_chain: bool | None = None,
 ) -> Tensor:
     """Compute `naive.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype.
 

@@ -27,16 +27,8 @@ def mamba_ssm_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, *,
+    chunk_size: int = 64, initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `naive.chunk_scan`, by mamba-ssm's kernel on CUDA in 16 or 32 bits if installed.
 

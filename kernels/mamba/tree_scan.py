@@ -29,17 +29,9 @@ FEW, MANY = (16, 32, 4), (32, 64, 8)
 
 
 def mamba_tree(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived,
-    state: Tensor,
-    weights: MixerWeights,
-    shape: MixerShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    out: Tensor | None = None,
-    as_chain: bool | None = None,
+    projected: Tensor, rows: Tensor, derived: Derived, state: Tensor, weights: MixerWeights,
+    shape: MixerShape, topology: Topology, cache_state: CacheState, first: int,
+    out: Tensor | None = None, as_chain: bool | None = None,
 ) -> Tensor:
     """Compute `naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype.
 

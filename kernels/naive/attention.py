@@ -18,15 +18,8 @@ from stree_kernels.naive.dtypes import as_dtype
 
 
 def attend_tree(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rotary: Tensor,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    bound: int,
-    scale: float | None = None,
+    qkv: Tensor, keys: Tensor, values: Tensor, rotary: Tensor, topology: Topology,
+    cache_state: CacheState, first: int, bound: int, scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute attention between a layer's projections, for nodes first … first + Q − 1 of trees.
@@ -74,15 +67,8 @@ def attend_tree(
 
 
 def _attend_rows(
-    qkv: Tensor,
-    caches: tuple[Tensor, Tensor],
-    rotary: Tensor,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
-    bound: int,
-    scale: float | None,
-    out: Tensor | None,
+    qkv: Tensor, caches: tuple[Tensor, Tensor], rotary: Tensor, topology: Topology,
+    cache_state: CacheState, first: int, bound: int, scale: float | None, out: Tensor | None,
 ) -> Tensor:
     """Compute `attend_tree` of some sequences of a cache, on copies with a slot for each node."""
     rows, count = cache_state.rows, caches[0].shape[2]
@@ -104,11 +90,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tree_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    unused: Tensor | None,
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, unused: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
     """Compute attention of tree nodes to the committed keys and to their ancestors.

@@ -71,13 +71,8 @@ def convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def short_conv_tree(
-    projected: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
+    projected: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology,
+    cache_state: CacheState, first: int,
 ) -> Tensor:
     """Compute the gated convolution C·conv(B·x) of nodes first … first + Q − 1 of trees.
 

@@ -34,15 +34,8 @@ NORM_EPS = 1e-6  # of q's and k's L2 norm, as published models have it
 
 
 def gated_delta_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    *,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *, chunk_size: int = 64,
+    initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to a sequence, in chunks (Yang et al. 2024, section 3; 2025, section 3.3).
 
@@ -114,14 +107,8 @@ def gated_delta_scan(
 
 
 def tree_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    ancestors: Tensor,
-    state: Tensor,
-    updates: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, ancestors: Tensor,
+    state: Tensor, updates: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute outputs and updates u of a tree's last Q nodes, from one state, which stays.
 
@@ -180,15 +167,8 @@ def replay_updates(
 
 
 def gated_delta_tree(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived | None,
-    updates: Tensor,
-    state: Tensor,
-    weights: GatedDeltaWeights,
-    shape: GatedDeltaShape,
-    topology: Topology,
-    cache_state: CacheState,
+    projected: Tensor, rows: Tensor, derived: Derived | None, updates: Tensor, state: Tensor,
+    weights: GatedDeltaWeights, shape: GatedDeltaShape, topology: Topology, cache_state: CacheState,
     first: int,
 ) -> Tensor:
     """Compute conv and delta rule between a layer's projections, for nodes first … first + Q − 1.
@@ -236,12 +216,8 @@ def gated_delta_tree(
 
 
 def gated_delta_replay(
-    rows: Tensor,
-    updates: Tensor,
-    state: Tensor,
-    weights: GatedDeltaWeights,
-    shape: GatedDeltaShape,
-    cache_state: CacheState,
+    rows: Tensor, updates: Tensor, state: Tensor, weights: GatedDeltaWeights,
+    shape: GatedDeltaShape, cache_state: CacheState,
 ) -> Tensor:
     """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
 

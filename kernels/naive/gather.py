@@ -16,13 +16,8 @@ from stree_kernels.naive.pointwise import add_rms_norm, advance, rms_norm
 
 
 def embed_norm(
-    weight: Tensor,
-    tokens: Tensor,
-    nodes: Tensor | None,
-    scale: Tensor,
-    eps: float,
-    written: bool = False,
-    added: Tensor | None = None,
+    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float,
+    written: bool = False, added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return rows of a weight at tokens, and their norm, both (B, N or Q, D).
 

@@ -25,16 +25,8 @@ from stree_kernels.naive.pointwise import gated
 
 
 def chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, *,
+    chunk_size: int = 64, initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute Mamba-2's recurrence over a sequence, in chunks (SSD: Dao and Gu 2024, section 6).
 
@@ -118,13 +110,7 @@ def _per_head(grouped: Tensor, num_heads: int) -> Tensor:
 
 
 def tree_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    ancestors: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, ancestors: Tensor,
     state: Tensor,
 ) -> Tensor:
     """Compute the outputs of the last Q nodes of a token tree from one state (STree, Eq. 5-6).
@@ -213,15 +199,8 @@ def _repeated(grouped: Tensor, repeats: int) -> Tensor:
 
 
 def mamba_tree(
-    projected: Tensor,
-    rows: Tensor,
-    derived: Derived | None,
-    state: Tensor,
-    weights: MixerWeights,
-    shape: MixerShape,
-    topology: Topology,
-    cache_state: CacheState,
-    first: int,
+    projected: Tensor, rows: Tensor, derived: Derived | None, state: Tensor, weights: MixerWeights,
+    shape: MixerShape, topology: Topology, cache_state: CacheState, first: int,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute conv and scan between a Mamba-2 layer's projections, for nodes first … first + Q − 1.

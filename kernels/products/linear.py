@@ -148,14 +148,8 @@ def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
 
 
 def _by_shares(
-    x: Tensor,
-    weight: Tensor,
-    outputs: int,
-    *,
-    gated: str | None = None,
-    parts: int = 1,
-    adapter: tuple[Tensor | None, Tensor | None] = (None, None),
-    dtype: torch.dtype | None = None,
+    x: Tensor, weight: Tensor, outputs: int, *, gated: str | None = None, parts: int = 1,
+    adapter: tuple[Tensor | None, Tensor | None] = (None, None), dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute a product by shares.
 

@@ -14,18 +14,9 @@ from stree_kernels.launch import follow, overlapping
 
 
 def accept_choices(
-    best: Tensor,
-    highest: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    finite: Tensor | None,
-    active: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    position: Tensor,
-    root: Tensor,
-    report: Tensor,
+    best: Tensor, highest: Tensor, tokens: Tensor, parents: Tensor, finite: Tensor | None,
+    active: Tensor, path: Tensor, path_length: Tensor, block: Tensor, position: Tensor,
+    root: Tensor, report: Tensor,
 ) -> None:
     """Compute `naive.accept_choices` in one launch; last strides are 1.
 

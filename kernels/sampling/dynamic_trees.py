@@ -49,14 +49,8 @@ def pick_level(
 
 
 def pick_tree(
-    values: Tensor,
-    drawn_by: Tensor,
-    drawn: Tensor,
-    pool_depths: Tensor,
-    pool_tokens: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
+    values: Tensor, drawn_by: Tensor, drawn: Tensor, pool_depths: Tensor, pool_tokens: Tensor,
+    tokens: Tensor, parents: Tensor, depths: Tensor,
 ) -> None:
     """Compute `naive.pick_tree` in one launch; last strides are 1, depths' row strides tokens'."""
     numbers = torch.empty(values.shape, dtype=torch.int32, device=values.device)

@@ -33,14 +33,8 @@ def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tu
 
 
 def choose_children(
-    logits: Tensor,
-    depths: Tensor,
-    sampling: Sampling | None,
-    places: Tensor,
-    tokens: Tensor,
-    finite: Tensor,
-    nodes: Tensor | None = None,
-    values: Tensor | None = None,
+    logits: Tensor, depths: Tensor, sampling: Sampling | None, places: Tensor, tokens: Tensor,
+    finite: Tensor, nodes: Tensor | None = None, values: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> None:
     """Compute `naive.choose_children` in the same two launches; depths, places, ids contiguous."""
@@ -55,17 +49,9 @@ def choose_children(
 
 
 def _choose(
-    logits: Tensor,
-    depths: Tensor,
-    sampling: Sampling | None,
-    count: int,
-    places: Tensor | None,
-    tokens: Tensor,
-    highest: Tensor | None,
-    finite: Tensor | None,
-    nodes: Tensor | None = None,
-    paths: Tensor | None = None,
-    ids: Tensor | None = None,
+    logits: Tensor, depths: Tensor, sampling: Sampling | None, count: int, places: Tensor | None,
+    tokens: Tensor, highest: Tensor | None, finite: Tensor | None, nodes: Tensor | None = None,
+    paths: Tensor | None = None, ids: Tensor | None = None,
 ) -> None:
     batch, per_row, vocabulary = logits.shape
     assert logits.stride(2) == 1 and depths.is_contiguous()
@@ -90,17 +76,9 @@ def _choose(
 
 
 def merge(
-    values: Tensor,
-    candidates: Tensor,
-    sampling: Sampling | None,
-    places: Tensor | None,
-    tokens: Tensor,
-    highest: Tensor | None,
-    finite: Tensor | None,
-    per_row: int,
-    sums: Tensor | None = None,
-    nodes: Tensor | None = None,
-    paths: Tensor | None = None,
+    values: Tensor, candidates: Tensor, sampling: Sampling | None, places: Tensor | None,
+    tokens: Tensor, highest: Tensor | None, finite: Tensor | None, per_row: int,
+    sums: Tensor | None = None, nodes: Tensor | None = None, paths: Tensor | None = None,
 ) -> None:
     """Merge each row's `count` best scores per piece into the `count` best of all.
 

@@ -7,18 +7,9 @@ from torch import Tensor
 
 
 def accept_choices(
-    best: Tensor,
-    highest: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    finite: Tensor | None,
-    active: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    position: Tensor,
-    root: Tensor,
-    report: Tensor,
+    best: Tensor, highest: Tensor, tokens: Tensor, parents: Tensor, finite: Tensor | None,
+    active: Tensor, path: Tensor, path_length: Tensor, block: Tensor, position: Tensor,
+    root: Tensor, report: Tensor,
 ) -> None:
     """Follow the target's own choices down each tree, and write the accepted path.
 

@@ -55,14 +55,8 @@ def pick_level(
 
 
 def pick_tree(
-    values: Tensor,
-    drawn_by: Tensor,
-    drawn: Tensor,
-    pool_depths: Tensor,
-    pool_tokens: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
+    values: Tensor, drawn_by: Tensor, drawn: Tensor, pool_depths: Tensor, pool_tokens: Tensor,
+    tokens: Tensor, parents: Tensor, depths: Tensor,
 ) -> None:
     """Pick the nodes of each pool with the largest values as a tree, the largest first.
 

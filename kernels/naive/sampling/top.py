@@ -59,14 +59,8 @@ def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tu
 
 
 def choose_children(
-    logits: Tensor,
-    depths: Tensor,
-    sampling: Sampling | None,
-    places: Tensor,
-    tokens: Tensor,
-    finite: Tensor,
-    nodes: Tensor | None = None,
-    values: Tensor | None = None,
+    logits: Tensor, depths: Tensor, sampling: Sampling | None, places: Tensor, tokens: Tensor,
+    finite: Tensor, nodes: Tensor | None = None, values: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> None:
     """Write the best tokens after some nodes to their children, without waiting for the device.

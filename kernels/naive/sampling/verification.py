@@ -22,17 +22,8 @@ Choose = Callable[[Tensor, Tensor], Tensor]
 
 
 def accept_drafts(
-    rule: str,
-    logits: Tensor,
-    drafts: Drafts,
-    sampling: Sampling,
-    active: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    root: Tensor,
-    report: Tensor,
-    choose: Choose | None = None,
+    rule: str, logits: Tensor, drafts: Drafts, sampling: Sampling, active: Tensor, path: Tensor,
+    path_length: Tensor, block: Tensor, root: Tensor, report: Tensor, choose: Choose | None = None,
 ) -> None:
     """Judge drafted trees by a rule, and write the accepted path.
 
@@ -257,11 +248,7 @@ def accept_traversal(
 
 
 def share_out(
-    share: Tensor,
-    nodes: Tensor,
-    places: Tensor,
-    logits: Tensor,
-    drafts: Drafts,
+    share: Tensor, nodes: Tensor, places: Tensor, logits: Tensor, drafts: Drafts,
     temperature: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Divide the share (B, n) of nodes (B, n) among their children.
