@@ -84,8 +84,8 @@ class MixerShape:
 
     @functools.cached_property
     def scan(self) -> ScanShape:
-        heads_a_group = (self.num_heads // groups for groups in self.scan_groups)
-        return ScanShape(self.head_dim, self.d_state, *heads_a_group, self.conv_dims[0])
+        x, b, c = (self.num_heads // groups for groups in self.scan_groups)
+        return ScanShape(self.head_dim, self.d_state, x, b, c, self.conv_dims[0])
 
 
 @dataclass(frozen=True)

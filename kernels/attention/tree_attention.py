@@ -359,6 +359,7 @@ def attend_kernel(
     at_query = qkv + query * call.qkv_strides[1]
     head = kv_head * SHAPE.shared + row % SHAPE.shared
     low, high = _halves(at_query + head * head_dim, known, half, head_dim)
+    # Halves of the queries, (M, D / 2) each; keys come as (L, D / 2) twice, values as (L, D)
     q_low, q_high = _rotated(low, high, length + depth, known, half, call, head_dim)
     block_m: tl.constexpr = BLOCK.M  # Triton 3.6 wants constants, not numbers, in lists
     block_d: tl.constexpr = 2 * BLOCK.HALF
@@ -436,7 +437,7 @@ def combine_kernel(
         first_row = (part * tl.num_programs(1) + sequence_head).to(tl.int64) * call.num_rows
         at = first_row[:, None] + row[None, :]
         follow(OVERLAPS)
-        out = tl.load(
+        out = tl.load(  # (parts, rows, D)
             call.outs + at[:, :, None] * head_dim + d[None, None, :],
             mask=used[:, :, None] & in_d[None, None, :], other=0.0,
         )

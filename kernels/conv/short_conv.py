@@ -74,7 +74,7 @@ def short_conv_kernel(
         new = start + tl.arange(0, BLOCK_Q)
         known = new < num_new
         here = known[:, None] & mine[None, :]
-        sums = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
+        sums = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)  # (nodes, channels)
         if bias is not None:
             sums += load_kept(bias + channel, mine).to(tl.float32)[None, :]
         at_new, taps = (), ()

@@ -180,6 +180,7 @@ def up_kernel(
         others = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
         for start in range(0, width, BLOCK_INPUTS):
             values = input_tile(to_row, start + k, width, known)
+            # (outputs, rows) += (outputs, inputs) @ (inputs, rows)
             sums += product(weight_tile(weight, start + k, width, mine), values, PRECISION)
             if GATED:
                 tile = weight_tile(weight + inner * width, start + k, width, mine)

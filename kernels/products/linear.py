@@ -245,6 +245,7 @@ def share_kernel(
         tile = weight_tile(weight, start + k, end, mine)
         if INPUTS_APART:
             later = input_tile(to_x, start + BLOCK_INPUTS + k, end, known)
+        # (outputs, rows) += (outputs, inputs) @ (inputs, rows)
         sums += product(tile, values, PRECISION)
         if GATED is not None:
             tile = weight_tile(weight + to_up, start + k, end, mine)

@@ -115,6 +115,7 @@ def scaled_kernel(
         tile = tl.load(to_tile, mask=wanted, other=0.0, eviction_policy="evict_first")
         # Through fp32: from fp16 to bf16 in one step takes four times as long
         tile = tile.to(tl.float16).to(tl.float32).to(values.dtype)
+        # (outputs, rows) += (outputs, inputs) @ (inputs, rows)
         sums = tl.where(start == 0, 0.0, sums) + product(tile, values, PRECISION)
         if start + BLOCK_INPUTS >= inputs:
             output = first + at

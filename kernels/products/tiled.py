@@ -85,6 +85,7 @@ def tiled_kernel(
     ups = tl.zeros([BLOCK_ROWS, BLOCK_OUTPUTS], dtype=tl.float32)
     for start in range(0, inputs, BLOCK_INPUTS):
         values = all_values.load([0, start])
+        # (rows, outputs) += (rows, inputs) @ (inputs, outputs)
         gates += product(values, all_weights.load([first, start]).T, PRECISION)
         ups += product(values, all_weights.load([outputs + first, start]).T, PRECISION)
     dtype = out.dtype.element_ty

@@ -62,9 +62,9 @@ from stree_pipelines.lab.benches.timing import Row, release_memory
 from stree_pipelines.lab.papers.order_bench import orders
 
 TESTS = [
-    "kernels/attention", "kernels/conv", "kernels/gated_delta", "kernels/mamba",
-    "kernels/products", "kernels/sampling", "kernels/test_gather.py", "kernels/test_pointwise.py",
-    "stree/batching/test_graphs.py",
+    "kernels/attention", "kernels/conv", "kernels/products", "kernels/sampling",
+    "kernels/test_gather.py", "kernels/test_mixers.py", "kernels/test_pointwise.py",
+    "kernels/test_scans.py", "stree/batching/test_graphs.py",
 ]
 PROFILED_NODES = (1, 16, 64)
 ORDER_NODES = [256, 512, 1024, 2048]

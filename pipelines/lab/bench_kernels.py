@@ -49,7 +49,9 @@ HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
 MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width and inner width
 SHAPES = sorted({*MIXERS, *GATED_DELTAS})
 NODES = [1, 2, 4, 5, 8, 10, 13, 16, 32, 64, 128]
-TESTS = ["kernels/attention", "kernels/gated_delta", "kernels/mamba", "kernels/products"]
+TESTS = [
+    "kernels/attention", "kernels/products", "kernels/test_mixers.py", "kernels/test_scans.py",
+]
 LESS = "fewer --nodes or --layers, or a smaller --context, need less"
 
 Calls = dict[str, Callable[[], object]]  # by way: "fused", "naive", …

@@ -44,22 +44,19 @@ def test_a_scale_in_more_bits_is_not_rounded():
 
 
 @each_dtype
-@pytest.mark.parametrize("groups", [1, 3])
-def test_gated_rms_norm(groups, dtype):
-    y, wide = normal(2, 5, 90, dtype=dtype), normal(2, 5, 133, seed=1, dtype=dtype)
-    gate, weight = wide[..., :90], normal(90, seed=2, dtype=dtype)
-    got = pointwise.gated_rms_norm(y, gate, weight, 1e-5, groups)
-    wanted = naive.gated_rms_norm(y, gate, weight, 1e-5, groups)
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
-
-
-@each_dtype
-@pytest.mark.parametrize("heads, width", [(1, 90), (5, 18)])
-def test_gate_normed(heads, width, dtype):
-    y, wide = normal(2, 5, 90, dtype=dtype), normal(2, 5, 133, seed=1, dtype=dtype)
-    gate, weight = wide[..., :90], normal(width, seed=2, dtype=dtype)
-    got = pointwise.gate_normed(y, gate, weight, 1e-5)
-    wanted = naive.gate_normed(y, gate, weight, 1e-5)
+@pytest.mark.parametrize(
+    ("name", "width", "norm"),
+    [
+        *(("gated_rms_norm", 90, (90, 1e-5, groups)) for groups in (1, 3)),
+        *(("gate_normed", 90, (head_dim, 1e-5)) for head_dim in (90, 18)),
+        *((name, width, ()) for name in ("gated", "sigmoid_gated") for width in (7, 1100)),
+    ],
+)
+def test_gates(name, width, norm, dtype):
+    y, wide = normal(2, 5, width, dtype=dtype), normal(2, 5, width + 43, seed=1, dtype=dtype)
+    weight = (normal(norm[0], seed=2, dtype=dtype), *norm[1:]) if norm else ()
+    arguments = y, wide[..., 9:-34], *weight
+    got, wanted = (getattr(module, name)(*arguments) for module in (pointwise, naive))
     assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
@@ -74,16 +71,6 @@ def test_norm_heads(num_q, num_k, width, dtype):
     values = num_k * width
     assert torch.equal(got[..., -values:], wide[..., -values - 9 : -9])
     assert not torch.equal(got[..., :width], wide[..., :width])
-
-
-@each_dtype
-@pytest.mark.parametrize("name", ["gated", "sigmoid_gated"])
-@pytest.mark.parametrize("width", [7, 1100])
-def test_gates(width, name, dtype):
-    y, wide = normal(2, 3, width, dtype=dtype), normal(2, 3, width + 9, seed=1, dtype=dtype)
-    arguments = y, wide[..., 9:]
-    got, wanted = (getattr(module, name)(*arguments) for module in (pointwise, naive))
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
 @each_dtype
