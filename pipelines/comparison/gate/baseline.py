@@ -79,15 +79,12 @@ class Baseline:
         Raises UsageError when it is missing, or several checkpoints have one.
         """
         place = f"{job.method} on {job.benchmark.name} at T = {job.temperature:g}"
-        drafting = [row for row in stored if row.checkpoint]
-        found = [row for row in drafting if row.key[1:] == job.result_key[1:]]
+        found = [row for row in stored if row.checkpoint and row.key[1:] == job.result_key[1:]]
         if not found:
-            why = "not at all"
-            if (job.method, job.benchmark.name) in {(r.method, r.benchmark) for r in drafting}:
-                why = "only with another target, tree, prompts or decoding options"
             raise UsageError(
-                f"{self.results} has {place} {why}: use its options (and --limit), or give the "
-                "baseline's checkpoint, which is then measured"
+                f"{self.results} does not have {place} of this target, tree, prompts and decoding "
+                "options: use its options (and --limit), or give the baseline's checkpoint, which "
+                "is then measured"
             )
         if len({row.checkpoint_sha256 for row in found}) > 1:
             steps = ", ".join(str(row.step) for row in found)

@@ -87,12 +87,13 @@ class Answerer:
         if self.settings.batch_size > 1:
             yield from self._answers_in_batches(job, prompts)
             return
-        for conversation in map(Conversation, prompts):
+        for prompt in prompts:
+            conversation = Conversation(prompt)
             while not conversation.is_over:
-                prompt_ids = self._next_prompt_ids(conversation)
+                prompt_ids = self.decoders.prompt_ids(prompt, conversation.turns)
                 with _naming(job, conversation):
                     decoder = self.decoders.warm(job, prompt_ids)
-                    output = decoder.generate(prompt_ids, self._next_generation(job, conversation))
+                    output = decoder.generate(prompt_ids, self._generation(job, conversation))
                 self._add_turn(conversation, len(prompt_ids), output)
             yield self._sample(job, conversation)
 
@@ -104,11 +105,11 @@ class Answerer:
         waiting = deque(map(Conversation, prompts))
         under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
         failure: StreeError | None = None
-        batch = Batch(self.decoders.warm(job, self._next_prompt_ids(waiting[0])))
+        batch = Batch(self.decoders.warm(job, self.decoders.prompt_ids(prompts[0])))
         try:
             while waiting or under_way:
                 while waiting and not batch.is_full:
-                    prompt_ids = self._next_prompt_ids(waiting[0])
+                    prompt_ids = self.decoders.prompt_ids(waiting[0].prompt, waiting[0].turns)
                     if not self.decoders.has_room(job, len(prompt_ids)):
                         if under_way:
                             break  # they still need the decoder
@@ -116,7 +117,7 @@ class Answerer:
                         batch = Batch(self.decoders.warm(job, prompt_ids))
                     conversation = waiting.popleft()
                     request = Request(
-                        prompt_ids, self._next_generation(job, conversation),
+                        prompt_ids, self._generation(job, conversation),
                         keep_prompt=conversation.goes_on,
                     )
                     under_way[batch.admit(request)] = conversation, len(prompt_ids)
@@ -201,12 +202,13 @@ class Answerer:
             position = metrics.first_difference(mine.tokens, theirs.tokens)
             if position is None:
                 continue
-            prefix = [*self.decoders.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
+            before = Conversation(prompt, list(turns[:index]))
+            prefix = [*self.decoders.prompt_ids(prompt, before.turns), *mine.tokens[:position]]
             tokens = _at(mine.tokens, position), _at(theirs.tokens, position)
             return Divergence(
                 prompt_id=prompt.id, turn=index, position=position,
                 token=tokens[0], autoregressive_token=tokens[1],
-                logit_gap=self._logit_gap(prefix, self._generation(job, prompt, index), tokens),
+                logit_gap=self._logit_gap(prefix, self._generation(job, before), tokens),
             )
         return None
 
@@ -237,19 +239,13 @@ class Answerer:
         first, second = scores(logits_BTV).topk(2).values.tolist()
         return (first - second) * (generation.temperature or 1.0)
 
-    def _next_prompt_ids(self, conversation: Conversation) -> list[int]:
-        turns = conversation.turns
-        return self.decoders.prompt_ids(conversation.prompt, turns, len(turns))
-
-    def _next_generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
-        return self._generation(job, conversation.prompt, len(conversation.turns))
-
-    def _generation(self, job: Job, prompt: BenchmarkPrompt, index: int) -> GenerationConfig:
-        """Return the settings of a turn of a prompt."""
+    def _generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
+        """Return the settings of a conversation's next turn."""
+        prompt_id, turn = conversation.prompt.id, len(conversation.turns)
         return GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens, ignore_eos=self.settings.ignore_eos,
             temperature=job.temperature, **sampling_of(self.settings),
-            seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
+            seed=prompt_seed(job.seed, job.benchmark.name, prompt_id, turn),
         )
 
 

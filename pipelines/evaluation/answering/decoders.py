@@ -140,13 +140,10 @@ class Decoders:
                 "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
             )
 
-    def prompt_ids(
-        self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
-    ) -> list[int]:
-        """Return the ids of the conversation up to user turn `index`, with the model's earlier
-        answers."""
+    def prompt_ids(self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = ()) -> list[int]:
+        """Return the ids of the conversation after these turns, up to the user's next one."""
         conversation = [*prompt.history, ("user", prompt.turns[0])]
-        for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
+        for answer, question in zip(turns, prompt.turns[1:], strict=False):
             conversation += [("assistant", answer.text), ("user", question)]
         return encode_prompt(self.tokenizer, conversation, self.settings.chat_template)
 
@@ -173,8 +170,7 @@ class Decoders:
 
     def _count(self, prompt: BenchmarkPrompt) -> int:
         silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
-        last = len(prompt.turns) - 1
-        return len(self.prompt_ids(prompt, [silence] * last, last))
+        return len(self.prompt_ids(prompt, [silence] * (len(prompt.turns) - 1)))
 
     @property
     def dtypes(self) -> dict[str, str]:

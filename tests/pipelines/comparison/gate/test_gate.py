@@ -196,7 +196,7 @@ def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     others = [[*same, name, value] for name, value in
               (("--max_new_tokens", "9"), ("--batch_size", "2"), ("--top_p", "0.9"))]
     for given in (*others, [each for each in same if each != "--ignore_eos"]):
-        with pytest.raises(UsageError, match="only with another target, tree, prompts or decoding"):
+        with pytest.raises(UsageError, match="of this target, tree, prompts and decoding options"):
             benchmark_checkpoint(given)
     with pytest.raises(UsageError, match="of several checkpoints"):
         judge(world, "better", baseline=world / "out")
