@@ -25,8 +25,7 @@ from stree_pipelines.reports.settings import SHOW_HELP
 
 
 def write_profile(
-    data: RunData, drafter: Path, figures: dict[str, str], num_nodes: int | None = None,
-    shown: Sequence[str] = (),
+    data: RunData, drafter: Path, figures: dict[str, str], shown: Sequence[str]
 ) -> SpeculationProfile:
     """Write the run's profile of a drafter, and the card with its figures, into its folder.
 
@@ -36,7 +35,7 @@ def write_profile(
     run = data.folder
     sweep_leftovers(drafter.resolve().parent)
     sha256 = checkpoint_sha256(drafter)
-    profile = profile_of(open_results(run), run, sha256, num_nodes, shown)
+    profile = profile_of(open_results(run), run, sha256, shown)
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
     if (Path(profile.target) / "config.json").is_file():
@@ -57,7 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("run", type=str, help="run folder, or an evaluation's or a comparison's folder")
     add("--drafter", type=str, nargs="+", default=[],
         help="drafter folders (default: RUN/drafter/step-*)")
-    add("--nodes", type=int | None, help="of the suggested tree (default: as many as measured)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     options = parser.parse_args(arguments)
     run = Path(options.run)
@@ -71,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     failures: list[StreeError] = []
     for drafter in drafters:
         try:
-            profiles.append(write_profile(data, drafter, figures, options.nodes, options.show))
+            profiles.append(write_profile(data, drafter, figures, options.show))
         except StreeError as error:
             failures.append(error)
             print(f"{drafter} has no new profile: {error}")

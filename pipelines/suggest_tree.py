@@ -4,8 +4,8 @@
     python pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml
     python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # measures it
 
-Acceptance rates and step times come from the run's rows. With --fastest the fastest tree of each
-number of levels is printed, too.
+Acceptance rates and step times come from the rows of the drafter that was distilled longest. With
+--fastest the fastest tree of each number of levels is printed, too.
 """
 
 from __future__ import annotations
@@ -28,21 +28,17 @@ from stree_pipelines.reports.run_data import open_results, without_replaced
 from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
 
 
-def rows_of_step(
-    store: ResultStore, step: int | None, shown: Sequence[str] = ()
-) -> list[ResultRow]:
-    """Return the rows of one drafter, by default the one distilled longest.
+def rows_of_last_step(store: ResultStore, shown: Sequence[str] = ()) -> list[ResultRow]:
+    """Return the rows of the drafter that was distilled longest.
 
     Raises UsageError when there is none, or they are of several decoding settings.
     """
-    rows = chosen(store.results(), shown, store.directory)
-    rows = [row for row in without_replaced(rows) if row.checkpoint is not None]
-    steps = sorted({row.step for row in rows if row.step is not None})
-    wanted = step if step is not None else (steps[-1] if steps else None)
-    found = [row for row in rows if row.step == wanted]
-    if not found:
-        there = ", ".join(map(str, steps)) or "none"
-        raise UsageError(f"{store.directory} has no rows of step {wanted}, only of: {there}")
+    rows = without_replaced(chosen(store.results(), shown, store.directory))
+    drafted = [row for row in rows if row.checkpoint is not None]
+    if not drafted:
+        raise UsageError(f"{store.directory} has no rows of a drafter: evaluate one first")
+    last = max((row.step for row in drafted if row.step is not None), default=None)
+    found = [row for row in drafted if row.step == last]
     require_one({str(store.directory): found})
     return found
 
@@ -71,12 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--fastest", action="store_true",
         help="the tree with the most predicted tokens a second, by what steps of the rows took; "
         "--nodes and --depth are the most then")
-    add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
     options = parser.parse_args(arguments)
     store = open_results(Path(options.run))
-    rows = rows_of_step(store, options.step, options.show)
+    rows = rows_of_last_step(store, options.show)
     nodes, depth, by_levels = options.nodes, options.depth, []
     if options.fastest:
         by_levels = fastest(rows, options.temperature, nodes, depth)

@@ -50,14 +50,12 @@ def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = (
 
 
 def profile_of(
-    store: ResultStore, folder: Path, sha256: str, num_nodes: int | None = None,
-    shown: Sequence[str] = (),
+    store: ResultStore, folder: Path, sha256: str, shown: Sequence[str] = ()
 ) -> SpeculationProfile | None:
     """Make the profile of the drafter with this checkpoint hash; None when no row is about it.
 
     Args:
         store: the evaluation of the run `folder`.
-        num_nodes: size of the suggested trees, by default of the largest that was measured.
         shown: NAME=VALUE pairs that choose the decoding setting.
 
     Raises UsageError when the rows of a place have several decoding settings.
@@ -87,7 +85,7 @@ def profile_of(
             _measurement(_with_paired_speed(row, mine)) for data in places for row in data.rows
         ),
         recommendations=tuple(each for data in places for each in _recommendations(data)),
-        suggested_trees=tuple(_suggestions(store, last, num_nodes)),
+        suggested_trees=tuple(_suggestions(store, last)),
     )
 
 
@@ -182,9 +180,7 @@ def _costs(data: RunData, won: ResultRow, temperature: float) -> StepTimesRecord
     return next((row.costs for row in rows if row.costs is not None), None)
 
 
-def _suggestions(
-    store: ResultStore, rows: Sequence[ResultRow], num_nodes: int | None
-) -> Iterator[SuggestedTree]:
+def _suggestions(store: ResultStore, rows: Sequence[ResultRow]) -> Iterator[SuggestedTree]:
     """Suggest trees from the place that was measured last, a tree per temperature.
 
     When a comparison's arms sample with several verifiers, the first one's rows count. Temperatures
@@ -194,4 +190,4 @@ def _suggestions(
     for temperature in sorted({row.temperature for row in told}):
         here = [row for row in told if row.temperature == temperature]
         alike = [row for row in here if temperature == 0 or row.verifier == here[0].verifier]
-        yield suggest(alike, temperature, num_nodes, store.samples)
+        yield suggest(alike, temperature, None, store.samples)

@@ -11,6 +11,7 @@ from hand_made_run import make_row, make_run, make_sample
 from stree.common.errors import UsageError
 from stree.speculation_profile import Tree
 from stree.trees.token_tree import TokenTree, balanced
+from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.profiles.tree_suggestion import (
     Acceptance,
     AcceptanceRates,
@@ -278,5 +279,7 @@ def test_the_command_writes_a_file_that_tree_reads(tmp_path, capsys):
     main([str(tmp_path), "--nodes", "9", "--depth", "2", "--out", str(tmp_path / "tree.yaml")])
     shallow = TokenTree.load(tmp_path / "tree.yaml")
     assert shallow.max_depth == 2 < tree.max_depth and shallow.num_nodes <= 9
-    with pytest.raises(UsageError, match="no rows of step 7, only of: 100, 1000, 10000"):
-        main([str(tmp_path), "--step", "7"])
+    plain = [row for row in ResultStore(tmp_path / "eval").results() if row.checkpoint is None]
+    write_rows(tmp_path / "eval" / RESULTS_NAME, plain)
+    with pytest.raises(UsageError, match="no rows of a drafter: evaluate one first"):
+        main([str(tmp_path)])
