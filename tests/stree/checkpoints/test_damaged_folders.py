@@ -14,7 +14,6 @@ from checkpoint_folders import (
     mamba_in_llama,
     write_json,
 )
-from damage import flip_last_byte
 
 from stree.checkpoints.load_save import load_config, load_model, save_model
 from stree.common.errors import CheckpointRefused, NotFound
@@ -112,13 +111,6 @@ def test_damaged_shards_are_refused(tmp_path, damage, reason):
     (tmp_path / "step" / MANIFEST_NAME).unlink()
     damage(tmp_path / "step")
     with pytest.raises(CheckpointRefused, match=reason):
-        load_model(tmp_path / "step")
-
-
-def test_a_flipped_bit_is_refused_by_the_manifest(tmp_path):
-    save_model(HybridModel(ROUND_TRIPS["hybrid"]), tmp_path / "step")
-    flip_last_byte(tmp_path / "step" / "model.safetensors")
-    with pytest.raises(CheckpointRefused, match=r"model\.safetensors has sha256"):
         load_model(tmp_path / "step")
 
 

@@ -262,20 +262,6 @@ def test_bin_files_are_read(tmp_path, split, zipped):
     assert_same_model(load_model(tmp_path), wanted)
 
 
-class Hostile:
-    def __reduce__(self):
-        return print, ("code from a checkpoint ran",)
-
-
-def test_a_pickle_with_code_is_refused_unrun(tmp_path, capfd):
-    mamba_in_llama(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": Hostile()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointRefused, match=r"pytorch_model\.bin cannot be read"):
-        load_model(tmp_path)
-    assert "ran" not in capfd.readouterr().out
-
-
 def test_a_repeated_equal_head_and_old_buffers_are_fine(tmp_path):
     mamba_in_llama(tmp_path, tied=True)
     wanted = load_model(tmp_path)

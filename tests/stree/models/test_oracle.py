@@ -14,7 +14,6 @@ from torch import nn
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
-from stree_kernels import naive
 
 CHUNK = 8
 VOCAB = 41
@@ -156,44 +155,6 @@ def test_trees_one_after_another(reference, precision, prompt):
         path = oracle.path_to(int(chooser.integers(tree.num_nodes)), tree.parents)
         cache.commit(path)
         committed += nodes[path].tolist()
-
-
-def test_states_after_commits(reference):
-    model, weights, tokens, _ = reference
-    cache = model.new_cache(max_length=64, max_nodes=13)
-    model.prefill(tokens[None, :2], cache)
-    committed = tokens[:2].tolist()
-    for path in ([0], [0, 1, 4, 7, 11], [0, 2, 6]):
-        nodes = tokens[:13].flip(0)
-        model.tree_forward(nodes[None], TokenTree.paper(), cache)
-        cache.commit(path)
-        committed += nodes[path].tolist()
-    model.apply_path(cache)
-    _, states = oracle.run(model.config, weights, committed)
-    for layer, state in zip(cache.layers, states, strict=True):
-        if "ssm" in state:
-            assert_close(layer.state[0], state["ssm"], 1e-9)
-            tail = naive.conv_channels(layer.conv_state[0], layer.shape)
-            assert_close(tail, np.stack(state["conv_inputs"]), 1e-9)
-        else:
-            for name in ("keys", "values"):
-                kept = getattr(layer, name)[0, :, : len(committed)].transpose(0, 1)
-                assert_close(kept, np.stack(state[name]), 1e-9)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("lengths", [(1, 2, 3, 13), (8, 8, 3), (7, 1, 9, 2)], ids=str)
-@torch.no_grad()
-def test_packed_samples_see_nothing_of_each_other(reference, precision, lengths):
-    dtype, tolerance = PRECISIONS[precision]
-    _, weights, _, _ = reference
-    model = in_precision(reference, dtype)
-    torch.manual_seed(sum(lengths))
-    samples = [torch.randint(VOCAB, (length,)) for length in lengths]
-    segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    packed = model(torch.cat(samples)[None], segment_ids[None])[0]
-    alone = [oracle.logits_of_sequence(model.config, weights, sample) for sample in samples]
-    assert_close(packed, np.concatenate(alone), tolerance)
 
 
 @pytest.mark.parametrize("part", ["rope_theta", "dt_limit", "gated_norm_groups", "d_conv"])
