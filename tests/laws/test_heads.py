@@ -167,7 +167,7 @@ def test_cutting_a_head_keeps_its_rows_and_the_best_approximation_of_its_rank():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"head_vocab_size": 62}, "head_vocab_size is 62, it must be from 0 to 61"),
+        ({"head_vocab_size": 62}, "head_vocab_size is 62, it must be at most 61"),
         ({"head_rank": -1}, "head_rank is -1"),
         ({"head_rank": 4, "tie_embeddings": True}, "set tie_embeddings to false"),
     ],
