@@ -18,63 +18,12 @@ from stree.models.model import HybridModel
 from stree.models.slicing import headed
 from stree_pipelines.console.command_line import read_yaml
 
-PUBLISHED = read_yaml(Path(__file__).with_name("published.yaml"))
-
-_MAMBA_IN_LLAMA = HybridConfig(
-    vocab_size=128256, d_model=4096, num_layers=32, attn_layers=tuple(range(1, 32, 2)),
-    intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=500000.0,
-    num_ssm_heads=32, ssm_head_dim=128, d_state=128, num_x_groups=8, num_b_groups=8,
-    num_c_groups=32, gated_norm_groups=32, max_position_embeddings=131072,
-)
-_MAMBA2 = HybridConfig(
-    vocab_size=50288, d_model=2560, num_layers=64, tie_embeddings=True,
-    num_ssm_heads=80, ssm_head_dim=64, d_state=128, num_x_groups=80, num_b_groups=1,
-    num_c_groups=1, gated_norm_groups=1,
-)
-_CHAT = HybridConfig(
-    vocab_size=16384, d_model=1024, num_layers=6, attn_layers=(1, 3, 5),
-    intermediate_size=2048, tie_embeddings=True, num_heads=16, num_kv_heads=4, head_dim=64,
-    num_ssm_heads=16, ssm_head_dim=64, d_state=64, num_x_groups=4, num_b_groups=4,
-    num_c_groups=16, gated_norm_groups=16,
-)
-_TINY = _CHAT.replace(
-    vocab_size=64, d_model=32, num_layers=2, attn_layers=(1,), intermediate_size=48,
-    num_heads=2, num_kv_heads=1, head_dim=16, num_ssm_heads=2, ssm_head_dim=16, d_state=16,
-    num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2,
-)
-
-
-def _mamba2(width: int, num_layers: int) -> HybridConfig:
-    heads = 2 * width // _MAMBA2.ssm_head_dim
-    return _MAMBA2.replace(
-        d_model=width, num_layers=num_layers, num_ssm_heads=heads, num_x_groups=heads
-    )
-
-
-_MAMBA2_SIZES = {  # 7B to 23B were not published: the papers give no more than the size
-    "mamba2-1.3b": _mamba2(2048, 48), "mamba2-2.7b": _MAMBA2, "mamba2-7b": _mamba2(4096, 64),
-    "mamba2-13b": _mamba2(5120, 80), "mamba2-23b": _mamba2(7680, 64),
-}
-_SHARES = {  # of attention layers, a quarter and none instead of half
-    "8b-25": _MAMBA_IN_LLAMA.replace(attn_layers=tuple(range(3, 32, 4))),
-    "8b-0": _MAMBA_IN_LLAMA.replace(attn_layers=()),
-}
-OWN_SHAPES = {
-    "8b": _MAMBA_IN_LLAMA, **_SHARES, **_MAMBA2_SIZES, "chat": _CHAT, "tiny": _TINY,
-}
+_HERE = Path(__file__).parent
+PUBLISHED = read_yaml(_HERE / "published.yaml")
+_SHAPES = read_yaml(_HERE / "shapes.yaml")
+OWN_SHAPES = {name: HybridConfig.from_dict(each) for name, each in _SHAPES["targets"].items()}
+DRAFTERS: dict[str, dict[str, int]] = _SHAPES["drafters"]
 SHAPES = (*OWN_SHAPES, *PUBLISHED)
-_OF_MAMBA2 = dict(d_model=1024, num_ssm_heads=32, num_x_groups=32)
-_OF_8B = dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
-              num_b_groups=2, num_c_groups=8, gated_norm_groups=8)
-DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
-    **dict.fromkeys(("8b", *_SHARES), _OF_8B),
-    **dict.fromkeys(_MAMBA2_SIZES, _OF_MAMBA2),
-    "chat": dict(d_model=384, intermediate_size=768, num_ssm_heads=6, num_x_groups=2,
-                 num_b_groups=2, num_c_groups=6, gated_norm_groups=6),
-    "tiny": dict(d_model=16, intermediate_size=24),
-}
-
-
 OWN = "own"  # the unchanged drafter of a shape
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
 ATTENTION = "attention"  # a Transformer in its place
