@@ -237,7 +237,7 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
         "--benchmarks starter --tree configs/trees/paper.yaml --limit 1 --max_new_tokens 4 "
         "--temperatures 0 --out eval"
     )
-    typed = ("doctor", "corpus data", evaluation, "report eval")
+    typed = ("doctor", "corpus data", "papers --list", evaluation, "report eval")
     told = run(str(installed / "python"), "-c", SESSION, *typed)
     assert "Everything that is needed works." in told
     assert all(Path(each).is_relative_to(installed.parent) for each in told.splitlines()[-3:])
