@@ -58,70 +58,6 @@ class Served:
         return self.output
 
 
-def serve(
-    decoder: BatchDecoderLike, requests: Iterable[Request | None],
-    on_admitted: Callable[[int], object] = lambda row: None,
-) -> Generator[Served, None, None]:
-    """Serve requests, as many at once as there are rows, and yield each one after each report.
-
-    A request is drawn when a row is free. None says that no request is there now: the next is
-    asked for after the next step, or at once where nothing is under way. A finished request is
-    released after it was yielded, unless its `release` was called. All rows are free again when
-    the generator ends, is closed, or raises.
-
-    Args:
-        decoder: Whose rows are used; all reports must be of requests that are served here.
-        requests: Any number of them, drawn one by one.
-        on_admitted: Called with each new row, before the step that follows.
-
-    Raises:
-        UsageError: For a request that cannot be served, and for rows that are not served here.
-        StreeError: The error of a request that ends with one, unless the caller released it.
-    """
-    under_way: dict[int, Served] = {}
-
-    def release(served: Served) -> GenerationOutput:
-        del under_way[served.row]
-        return decoder.release(served.row, keep=served.request.keep_prompt)
-
-    drawn, number, is_drained = iter(requests), 0, False
-    try:
-        while under_way or not is_drained:
-            while not is_drained and decoder.num_free_rows:
-                try:
-                    request = next(drawn)
-                except StopIteration:
-                    is_drained = True
-                    break
-                if request is None:
-                    break
-                row = decoder.admit(request)
-                under_way[row] = Served(number, request, row, StepOutput(row, []), _release=release)
-                number += 1
-                on_admitted(row)
-            if not under_way:
-                continue
-            before = dict(under_way)
-            for report in decoder.step():
-                if report.row not in before:
-                    raise UsageError(
-                        f"row {report.row} was admitted by another caller, wanted none while "
-                        "requests are served: give it to serve, too"
-                    )
-                served = before[report.row]
-                if served.output is not None:
-                    continue  # released by the caller between two reports
-                served.report = report
-                yield served
-                if report.finish_reason and served.output is None:
-                    served.release()
-                    if report.error is not None:
-                        raise report.error
-    finally:
-        for row in under_way:
-            decoder.release(row)
-
-
 class RequestServer(BatchDecoderLike):
     """Methods of a batch decoder that serve whole requests, by its rows and steps.
 
@@ -240,15 +176,21 @@ class RequestServer(BatchDecoderLike):
         self, requests: Iterable[Request | None],
         on_admitted: Callable[[int], object] = lambda row: None,
     ) -> Generator[Served, None, None]:
-        """Serve requests and yield each one after each of its reports (`batching.serve`).
+        """Serve requests, as many at once as there are rows, and yield each one after each report.
+
+        A request is drawn when a row is free. None says that no request is there now: the next is
+        asked for after the next step, or at once where nothing is under way. A finished request is
+        released after it was yielded, unless its `release` was called. All rows are free again when
+        the generator ends, is closed, or raises.
 
         Args:
-            requests: Any number of them, drawn one by one; None says that none is there now.
+            requests: Any number of them, drawn one by one.
             on_admitted: Called with each new row, before the step that follows.
 
         Raises:
-            UsageError: When rows are taken, or for a request that cannot be served.
-            StreeError: The error of a request that ends with one.
+            UsageError: When rows are taken, also by another caller meanwhile, or for a request that
+                cannot be served.
+            StreeError: The error of a request that ends with one, unless the caller released it.
 
         Example:
             >>> import stree
@@ -264,7 +206,49 @@ class RequestServer(BatchDecoderLike):
             1 2
         """
         self._require_free()
-        yield from serve(self, requests, on_admitted)
+        under_way: dict[int, Served] = {}
+
+        def release(served: Served) -> GenerationOutput:
+            del under_way[served.row]
+            return self.release(served.row, keep=served.request.keep_prompt)
+
+        drawn, number, is_drained = iter(requests), 0, False
+        try:
+            while under_way or not is_drained:
+                while not is_drained and self.num_free_rows:
+                    try:
+                        request = next(drawn)
+                    except StopIteration:
+                        is_drained = True
+                        break
+                    if request is None:
+                        break
+                    row = self.admit(request)
+                    nothing = StepOutput(row, [])
+                    under_way[row] = Served(number, request, row, nothing, _release=release)
+                    number += 1
+                    on_admitted(row)
+                if not under_way:
+                    continue
+                before = dict(under_way)
+                for report in self.step():
+                    if report.row not in before:
+                        raise UsageError(
+                            f"row {report.row} was admitted by another caller, wanted none while "
+                            "requests are served: give it to serve, too"
+                        )
+                    served = before[report.row]
+                    if served.output is not None:
+                        continue  # released by the caller between two reports
+                    served.report = report
+                    yield served
+                    if report.finish_reason and served.output is None:
+                        served.release()
+                        if report.error is not None:
+                            raise report.error
+        finally:
+            for row in under_way:
+                self.release(row)
 
     def _require_free(self) -> None:
         if taken := self.num_rows - self.num_free_rows:

@@ -61,14 +61,9 @@ class Step:
 
         Args:
             target: A `HybridModel`, or another model with `new_cache` and `tree_batch_forward`.
-            drafter: A drafter, or the specification of one (`DrafterSpec`), which is made here;
-                None for autoregressive decoding.
-            verifier: Accepts or rejects the drafts.
+            drafter: A drafter, or the specification of one (`DrafterSpec`), which is made here.
             trees: All trees that steps may have.
-            num_rows: Rows of the caches.
-            max_length: Tokens of the longest sequence.
-            max_nodes: Nodes of the largest tree.
-            backtracking: "replay" or "joint" (`HybridCache`).
+            verifier, num_rows, max_length, max_nodes, backtracking: As in `BatchDecoder`.
 
         Raises:
             UsageError: For a drafter or verifier that cannot take one of the trees, and for joint

@@ -86,8 +86,10 @@ class TreeBatch:
     """Trees of B rows as tensors; `FixedTreeBatch` and `dynamic.DynamicTreeBatch` are its kinds.
 
     Attributes:
+        trees: The tree of each row.
         parents: (B, N), −1 for the root and −2 for padding.
         depths: (B, N) int32.
+        children: (B, N, K), of each node, −1 for none.
         drawn_by: (B, N), index of a node with children among those of all `levels`.
         levels: Nodes with children, the root's level first.
         device: Of the tensors.
@@ -95,23 +97,15 @@ class TreeBatch:
         values: (B, P) fp32 values of the drawn nodes; None where no value is needed.
     """
 
+    trees: tuple[TokenTree, ...]
     parents: Tensor
     depths: Tensor
+    children: Tensor
     drawn_by: Tensor
     levels: tuple[Level, ...]
     device: torch.device
     pool: Tensor | None = None
     values: Tensor | None = None
-
-    @property
-    def trees(self) -> tuple[TokenTree, ...]:
-        """The tree of each row."""
-        raise NotImplementedError
-
-    @property
-    def children(self) -> Tensor:
-        """Children (B, N, K) of each node, −1 for none."""
-        raise NotImplementedError
 
     @property
     def shape(self) -> Hashable:
@@ -218,16 +212,8 @@ class FixedTreeBatch(TreeBatch):
         self, trees: tuple[TokenTree, ...], parents: Tensor, depths: Tensor, children: Tensor,
         drawn_by: Tensor, levels: tuple[Level, ...],
     ) -> None:
-        self._trees, self._children, self.device = trees, children, parents.device
+        self.trees, self.children, self.device = trees, children, parents.device
         self.parents, self.depths, self.drawn_by, self.levels = parents, depths, drawn_by, levels
-
-    @property
-    def trees(self) -> tuple[TokenTree, ...]:
-        return self._trees
-
-    @property
-    def children(self) -> Tensor:
-        return self._children
 
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:
@@ -312,7 +298,7 @@ class TreeBuffers(FixedTreeBatch):
             _copy(mine, theirs)
         for (make, width), topology in self._topologies.items():
             _copy(topology, make(tree_batch.trees, width, self.device))
-        self._trees = tree_batch.trees
+        self.trees = tree_batch.trees
 
     def _static(self, make: Callable[..., Topology], width: int) -> Topology:
         if (make, width) not in self._topologies:
