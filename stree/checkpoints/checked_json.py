@@ -32,8 +32,7 @@ _TOKEN_IDS = TypeAdapter[int | list[int]](_TokenId | list[_TokenId])
 class CheckedJson(Mapping[str, Any]):
     """A JSON object that knows its file, so that every refusal can name it; null counts as absent.
 
-    It records the keys that were read, for `refuse_unread`. `passed_over` lists the keys without
-    effect, also those of its sections.
+    It records the keys that were read, for `refuse_unread`.
     """
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
@@ -41,7 +40,6 @@ class CheckedJson(Mapping[str, Any]):
         self._given = dict(content)
         self._read: set[str] = set()
         self.path = path
-        self.passed_over: list[str] = []
 
     @classmethod
     def load(cls, path: Path) -> CheckedJson:
@@ -84,9 +82,7 @@ class CheckedJson(Mapping[str, Any]):
         """Return a table of the object as one of its own."""
         if not isinstance(self.get(name), dict):
             self.refuse(f"has no table {name!r}")
-        section = CheckedJson(self[name], self.path)
-        section.passed_over = self.passed_over
-        return section
+        return CheckedJson(self[name], self.path)
 
     def _checked(self, name: str, default: Any, kind: TypeAdapter[Any], wanted: str) -> Any:
         value = self.get(name, default)
@@ -150,19 +146,16 @@ class CheckedJson(Mapping[str, Any]):
         Args:
             without_effect: Known keys on which no logit depends.
             known: Returns the keys that the class knows; called only if a key is in doubt. Other
-                keys have no effect; those that are not null join `passed_over`. None knows all.
+                keys have no effect. None knows all.
         """
         for name, value in self._given.items():
-            if name in self._read or name in without_effect:
-                continue
-            if known is None or name in known():
+            read = name in self._read or name in without_effect
+            if not read and (known is None or name in known()):
                 self.refuse(
                     f"sets {name:.99} = {value!r:.99}, which is not supported",
                     "use a checkpoint without it, or delete the key if you know that the model "
                     "does without",
                 )
-            if value is not None:
-                self.passed_over.append(f"{name:.99}")
 
 
 def json_number(value: float) -> Any:

@@ -1,8 +1,8 @@
 """Keys of a config.json by transformers' own classes: which of them can change a logit.
 
 A key that the config class of a family does not know has no effect in transformers, so it has none
-here: it is passed over, and named in one notice. A key that the class knows is read, is among the
-keys without effect that the layout lists beside its reader, or is refused.
+here: it is passed over. A key that the class knows is read, is among the keys without effect that
+the layout lists beside its reader, or is refused.
 """
 
 from __future__ import annotations
@@ -35,24 +35,19 @@ TRAINING_AND_GENERATION = words("""
 
 
 @functools.cache
-def of_every_config() -> frozenset[str]:
-    """Return the keys that PreTrainedConfig handles itself; they change no logit."""
-    from transformers import PreTrainedConfig
-
-    return _names_in(PreTrainedConfig) - ASKED_OF_EVERY_CONFIG
-
-
-@functools.cache
 def of_family(model_type: str) -> frozenset[str]:
     """Return the keys of a `model_type`'s config class beyond those of every config.
 
-    They are its fields, their other names, and further arguments of its constructor.
+    They are its fields, their other names, and further arguments of its constructor. Keys that
+    PreTrainedConfig handles itself change no logit.
     """
+    from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
     names = _names_in(kind) | set(kind.attribute_map)
-    return frozenset(names - of_every_config() - TRAINING_AND_GENERATION | ASKED_OF_EVERY_CONFIG)
+    names -= _names_in(PreTrainedConfig) | TRAINING_AND_GENERATION
+    return names | ASKED_OF_EVERY_CONFIG
 
 
 def _names_in(kind: type) -> frozenset[str]:

@@ -3,7 +3,7 @@
 Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
 Mamba2, state-spaces/mamba2, our own for what MambaInLlama's cannot say (layouts/), and the families
 of hybrids (families/). A key that the family's own config class knows is read, known to be without
-effect, or refused with its name (config_keys.py); other keys are passed over, and named once.
+effect, or refused with its name (config_keys.py); other keys are passed over.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from functools import partial
 from pathlib import Path
 
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_every_config, of_family
+from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_family
 from stree.checkpoints.families import FAMILIES
 from stree.checkpoints.layouts import llama, mamba2, mamba_in_llama, own
 from stree.checkpoints.layouts.mamba_in_llama import MIXER_CONFIG_NAME
 from stree.checkpoints.layouts.own import MODEL_TYPE
 from stree.checkpoints.sources import Layout, Rename
-from stree.common.errors import CheckpointRefused, NotFound, UsageError, warn
+from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.common.files import require_own_files
 from stree.models.config import HybridConfig
 
-_MOST_NAMES = 8  # of keys in a notice
 _REFUSED_IF_SET = {
     **dict.fromkeys(
         ("quantization_config", "quantization"),  # the latter is MLX's
@@ -99,20 +98,8 @@ def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
     values.refuse_unread(
         layout.without_effect | TRAINING_AND_GENERATION, partial(_known_keys, layout, values)
     )
-    _say_passed_over(values)
     _require_reachable(model.eos_token_ids, padded, values)
     return CheckpointConfig(layout, model, padded, rename)
-
-
-def _say_passed_over(values: CheckedJson) -> None:
-    """Warn in one line of keys without effect, except those that every config has."""
-    names = values.passed_over and [k for k in values.passed_over if k not in of_every_config()]
-    if names:
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        warn(
-            f"{values.path} sets keys that the class of its family does not know; they have no "
-            f"effect and are passed over: {', '.join(names[:_MOST_NAMES])}{more}"
-        )
 
 
 def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:
