@@ -273,7 +273,7 @@ def test_through_flash_linear_attention(flash_linear_attention_twin, segment_ids
           for dtype in (torch.float32, torch.bfloat16)),
         (GatedDelta, dict(K=64, V=64), torch.bfloat16, flash_linear_attention_kernel),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_packages_kernels_agree(kind, options, narrow, kernel):
     if kernel() is None:
