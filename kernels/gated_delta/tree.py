@@ -16,6 +16,7 @@ need it, and run at the same time.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ BLOCK_NODES, BLOCK_VALUES = 16, 32
 FEW = 32  # nodes for which two warps are faster than four
 BLOCK_KNOWN = 64  # earlier nodes that a block takes at a time once their pairs are known
 MOST_PAIRED = 256  # nodes: the buffer of pairs grows with their square, 25 MB for 48 heads
+
+
+# Tensors of a gated delta rule, pointers in its kernels; strides are of all dims but the last
+RuleArgs = namedtuple(
+    "RuleArgs", "v v_strides b b_strides updates updates_strides state state_strides y y_strides"
+)
 
 
 def gated_delta_tree(
@@ -73,21 +80,6 @@ def gated_delta_tree(
     else:
         _advance_tree(args, derived, dims, shape.num_heads, topology, cache_state, first)
     return y
-
-
-class RuleArgs(NamedTuple):
-    """Tensors of a gated delta rule; strides are of all dims but the last."""
-
-    v: Any
-    v_strides: Any
-    b: Any
-    b_strides: Any
-    updates: Any
-    updates_strides: Any
-    state: Any
-    state_strides: Any
-    y: Any
-    y_strides: Any
 
 
 class RuleShape(NamedTuple):

@@ -9,7 +9,7 @@ waits for it. Many sequences go another way (`streamed_scan.py`). The naive twin
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -26,6 +26,12 @@ from stree_kernels.products.linear import mixed_precision_of, mixed_product, pre
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
 # Fastest on an H200.
 FEW, MANY = (16, 32, 4), (32, 64, 8)
+
+
+# Tensors of a scan, pointers in its kernel; strides are of all dims but the last
+ScanArgs = namedtuple(
+    "ScanArgs", "C C_strides state state_strides y y_strides gate gate_strides A_log D"
+)
 
 
 def mamba_tree(
@@ -57,21 +63,6 @@ def mamba_tree(
     else:
         _scan_tree(scan, derived, shape, topology, cache_state, first)
     return y
-
-
-class ScanArgs(NamedTuple):
-    """Tensors of a scan; strides are of all dims but the last."""
-
-    C: Any
-    C_strides: Any
-    state: Any
-    state_strides: Any
-    y: Any
-    y_strides: Any
-    gate: Any
-    gate_strides: Any
-    A_log: Any
-    D: Any
 
 
 def _scan_tree(

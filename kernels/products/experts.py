@@ -56,7 +56,8 @@ def experts(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
     """Compute `naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
-    (count, width), (num_experts, _, inner), top = rows.shape, _sizes(up, down), chosen.shape[1]
+    (count, width), (num_experts, _, inner), top = rows.shape, down.shape, chosen.shape[1]
+    assert len(up) == num_experts and up.shape[2] == down.shape[1] == width
     if count > MOST_ROWS or kind not in KINDS:
         return naive.experts(rows, weights, chosen, up, down, kind)
     assert all(each.is_contiguous() for each in (rows, weights, chosen, up, down))
@@ -80,12 +81,6 @@ def experts(
         PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
     )
     return parts
-
-
-def _sizes(up: Tensor, down: Tensor) -> tuple[int, int, int]:
-    num_experts, width, inner = down.shape
-    assert len(up) == num_experts and up.shape[2] == width
-    return num_experts, width, inner
 
 
 @triton.jit

@@ -17,6 +17,8 @@ place among siblings, for traversal on each level. Exponentials are as wide as
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from stree_kernels import contracts as shapes
 from stree_kernels import naive
-from stree_kernels.contracts import Drafts, JudgedTrees, LogitRows, PathOutputs, Sampling
+from stree_kernels.contracts import Drafts, Sampling
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.sampling.uniforms import uniform
 
@@ -34,6 +36,24 @@ NAIVE, MULTI_STEP, TRAVERSAL = map(tl.constexpr, range(3))
 ACCEPT, LEVEL, AFTER = map(tl.constexpr, (shapes.ACCEPT, shapes.LEVEL, shapes.AFTER))
 NO_TOKEN = tl.constexpr(2**31 - 1)
 WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more, some pieces a time
+
+
+# Tensors of the launches, pointers in the kernels. Rows of logits are a sequence's target's before
+# its drafter's; highest, best and sums are of their pieces
+LogitRows = namedtuple(
+    "LogitRows",
+    "target target_strides num_nodes drawn drawn_strides num_drawn "
+    "temperature highest best sums vocabulary pieces",
+)
+# left (B, N, K, 2, pieces) is what siblings leave of target and drafter
+JudgedTrees = namedtuple(
+    "JudgedTrees", "tokens token_stride children widest drawn_by points independent shares left"
+)
+# Tensors to which an accepted path is written: see `naive.accept_choices`
+PathOutputs = namedtuple(
+    "PathOutputs",
+    "path path_stride path_length block block_stride position root report report_stride",
+)
 
 
 def accept_drafts(
