@@ -98,25 +98,16 @@ def test_accepted_and_rejected_add_up_over_damaged_lines(tmp_path, compressed):
         assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-def test_both_layouts_their_aliases_and_ids(tmp_path):
-    lines = [
-        row({"from": "system", "value": "S"}, HUMAN, GPT, id=5),
-        row({"from": "user", "value": "hi"}, {"from": "assistant", "value": "hello"}),
-        json.dumps({
-            "id": "m",
-            "messages": [
-                {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "hello"},
-            ],
-        }).encode(),
-    ]
+def test_conversations_have_their_ids_or_places(tmp_path):
+    lines = [row({"from": "system", "value": "S"}, HUMAN, GPT, id=5), row(HUMAN, GPT),
+             json.dumps({"id": "m", "messages": [
+                 {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"},
+             ]}).encode()]
     path = write(tmp_path / "a.jsonl", lines)
     found, _ = read_conversations(path)
-    pair = (("user", "hi"), ("assistant", "hello"))
     assert list(found) == [
-        Conversation("5", (("system", "S"), *pair)),
-        Conversation(f"{path}:2", pair),
-        Conversation("m", pair),
+        Conversation("5", (("system", "S"), *PAIR)), Conversation(f"{path}:2", PAIR),
+        Conversation("m", PAIR),
     ]
 
 

@@ -21,7 +21,6 @@ from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree_pipelines import cache_teacher, distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
-from stree_pipelines.data.packing import TokenTable, shared_out
 
 # As data
 
@@ -80,19 +79,6 @@ def test_a_mix_has_its_shares_of_the_tokens_that_count(workspace, tmp_path):
     assert rest == pytest.approx(first.mask.sum() / 3, abs=int(second.counted.max()))
     limited = data_of(workspace, sources, mix=[3.0, 1.0], limit=20).tables["train"]
     assert 15 <= len(limited) <= 20
-
-
-def test_shares_are_taken_in_the_given_order():
-    table = TokenTable(
-        np.arange(12, dtype=np.int32), np.ones(12, dtype=bool), np.arange(0, 13, 2, dtype=np.int64)
-    )
-    few = TokenTable(
-        np.arange(3, dtype=np.int32), np.ones(3, dtype=bool), np.array([0, 3], dtype=np.int64)
-    )
-    orders = [np.array([4, 1, 5, 0, 2, 3]), np.array([0])]
-    part, rest = shared_out([table, few], [2.0, 1.0], orders)
-    assert part.tokens.tolist() == [2, 3, 8, 9, 10, 11]  # samples 1, 4 and 5
-    assert rest.tokens.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,10 @@ def test_mixing_takes_the_nearest_whole_sample(share, taken):
     mixed, whole = shared_out([table, other], [share / 10, 1.0], [order, order])
     assert (len(mixed), len(whole)) == (taken, 5)
     assert mixed.tokens.tolist() == table.tokens[: 2 * taken].tolist()
+
+
+def test_shares_are_taken_in_the_given_order():
+    orders = [np.array([4, 1, 5, 0, 2, 3]), np.array([0])]
+    part, rest = shared_out([table_of([2] * 6), table_of([3])], [2.0, 1.0], orders)
+    assert part.tokens.tolist() == [2, 3, 8, 9, 10, 11]  # samples 1, 4 and 5
+    assert rest.tokens.tolist() == [0, 1, 2]
