@@ -91,13 +91,14 @@ def _lossless(data: RunData) -> dict[str, Any]:
         if cell.lossless is not None and benchmark in data.benchmarks
     ]
     divergences = [(*place, each) for *place, result in checks for each in result.divergences]
+    gaps = [each.logit_gap for *_, result in checks for each in result.divergences]
     return {
         "checked": sum(result.num_prompts for *_, result in checks),
         "identical": sum(result.num_identical for *_, result in checks),
         "checks": checks,
         "divergences": divergences[:MAX_DIVERGENCES_SHOWN],
         "num_divergences": len(divergences),
-        "largest_gap": max((each.logit_gap for *_, each in divergences), default=None),
+        "largest_gap": max(gaps, default=None),
     }
 
 

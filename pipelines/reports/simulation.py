@@ -97,10 +97,9 @@ def compared(data: RunData) -> list[Checkpoint]:
     for label in data.checkpoints:
         step, cell = data.steps[label], data.cell(label, method, data.scopes[0], temperature)
         logged = [acceptance for at, acceptance in curve if step is not None and at <= step]
-        if step is None or not logged or cell is None or cell["acceptance_length"] is None:
-            continue
-        tau, interval = cell.gain("acceptance_length")
-        found.append(Checkpoint(step, logged[-1], num_drafts, tau, interval or (tau, tau)))
+        tau, interval = cell.gain("acceptance_length") if cell is not None else (None, None)
+        if step is not None and logged and tau is not None:
+            found.append(Checkpoint(step, logged[-1], num_drafts, tau, interval or (tau, tau)))
     return found
 
 

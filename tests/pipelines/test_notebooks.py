@@ -25,7 +25,7 @@ runner = load(NOTEBOOKS / "execute.py")
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """A notebook's own folder, as in Jupyter."""
+    """Run in the notebooks' own folder, as Jupyter does."""
     monkeypatch.chdir(NOTEBOOKS)
 
 
@@ -34,7 +34,7 @@ def notebook(name):
 
 
 def outputs(content):
-    """Of each cell with code: (kind, text), pictures without theirs."""
+    """Return (kind, text) of each cell with code; a picture's text is left out."""
     found = []
     for cell in content["cells"]:
         texts = []

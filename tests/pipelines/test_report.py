@@ -82,7 +82,7 @@ def test_where_a_call_s_time_goes_has_plain_decoding_beside_the_last_checkpoint(
 
 
 def test_table6_by_hand(run):
-    """Step 10000: the tree takes 20 calls of 13 ms for what plain decoding takes 60 of 10 ms."""
+    """At step 10000 the tree takes 20 calls of 13 ms, plain decoding 60 of 10 ms."""
     table = table6(load_run(run), "mt_bench", 1.0)
     assert table.rows[7][3] == "3.00 [3.00, 3.00]"
     assert table.rows[8][3] == "+1.00 [+1.00, +1.00]"  # the chain takes 30

@@ -75,7 +75,7 @@ def recomputed(folder, row, intervals):
 
 
 def uneven(run):
-    """The run with answers of uneven lengths, so that intervals have a width."""
+    """Give the run answers of uneven lengths, so that intervals have a width."""
     store = ResultStore(run / "eval")
     for row in store.results():
         if row.step is None:
@@ -92,7 +92,7 @@ def uneven(run):
 
 
 def test_every_interval_of_the_table_can_be_computed_from_the_records_beside_it(tmp_path):
-    """Pooled ones and gains too, by whoever has the folder and numpy."""
+    """Pooled ones and gains follow, too, from the folder and numpy alone."""
     run = uneven(make_run(tmp_path / "run"))
     main([str(run), "--out", str(tmp_path / "page"), "--records"])
     table = json.loads((tmp_path / "page/table6.json").read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def test_a_published_table_follows_from_the_records_beside_it(page):
 
 @pytest.mark.long
 def test_a_published_page_says_which_intervals_it_has():
-    """Plain percentiles of earlier versions, or today's."""
+    """A page has plain percentiles of earlier versions, or today's."""
     checked = set()
     for path in sorted(PUBLISHED.rglob("*.md")):
         text, store = path.read_text(encoding="utf-8"), ResultStore(path.parent)

@@ -148,7 +148,7 @@ def test_a_script_that_is_run_by_a_wrong_python_says_so_in_a_line(name):
 
 
 def test_the_line_about_a_wrong_python_says_how_to_set_up(tmp_path):
-    """In a clone without an environment, and in one with one."""
+    """A clone has an environment, or none."""
     (tmp_path / "pipelines").mkdir()
     for name in ("stree.py", "corpus.py"):
         shutil.copy(REPOSITORY / "pipelines" / name, tmp_path / "pipelines")

@@ -120,7 +120,8 @@ def acceptance(
     """Return τ at each length."""
     name = "acceptance_length"
     cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-    first, changes = cells[0], []
+    first = cells[0]
+    changes: list[Change | None] = []
     for cell in cells:
         if cell is None or first is None or cell[name] is None or first[name] is None:
             changes.append(None)

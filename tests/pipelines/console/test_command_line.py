@@ -94,7 +94,7 @@ def label(value: object) -> str:
 
 
 def told(main, arguments: list[str], capsys) -> str:
-    """The one line with which a command refuses its arguments, by code 2."""
+    """Return the line with which a command refuses its arguments, by code 2."""
     with pytest.raises((SystemExit, UsageError)) as stopped:
         main(arguments)
     error = capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_only_what_trains_waits_for_the_trainer():
 
 
 def imported_by_command() -> Iterator[tuple[str, str]]:
-    """(command, module) for each module that is imported when a command starts."""
+    """Yield (command, module) for each module that is imported when a command starts."""
     folders = {"stree": "stree", "stree_kernels": "kernels", "stree_pipelines": "pipelines"}
 
     @cache

@@ -18,14 +18,14 @@ BAR = re.compile(r"step (\d+)/(\d+) .*[━╸╺].* ETA (\?|[\d:]+)")
 
 
 def on_terminal(workspace: Path, run_dir: Path, steps: int) -> list[str]:
-    """The command as it is typed: whether there is a bar is left to it."""
+    """Return the command as it is typed, which decides itself if there is a bar."""
     arguments = distill_arguments(workspace, run_dir, steps=steps)
     at = arguments.index("--trainer.enable_progress_bar")
     return [sys.executable, distill.__file__, *arguments[:at], *arguments[at + 2 :]]
 
 
 def bars_of(shown: Shown, columns: int) -> list[re.Match[str]]:
-    """Each bar that was drawn. It and the figures below it are whole and fit the terminal."""
+    """Return each bar that was drawn; bars and figures must be whole and fit the terminal."""
     bars = [match for match in map(BAR.fullmatch, shown.lines) if match]
     figures = [match for match in map(FIGURES.fullmatch, shown.lines) if match]
     assert bars and figures

@@ -35,7 +35,7 @@ MADE = {
 
 
 def trained(folder, seed=0, loss="forward_kl", calls=(40, 30, 20), benchmarks=("gsm8k",)):
-    """A run whose tree takes these calls for a prompt's 60 tokens, and an uneven number more."""
+    """Make a run whose tree takes these calls for a prompt's 60 tokens, some fewer in each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CALLS, "stree", calls)
         make_run(folder, benchmarks, (0.0,))
@@ -100,7 +100,7 @@ def test_runs_that_differ_by_their_seed_share_a_column(folders, runs):
 
 
 def recomputed(mine, first, draws, seed_draws):
-    """τ of both sides and the difference, as table6.json says, from samples in loops."""
+    """Compute the difference of τ as table6.json says, from samples in loops."""
 
     def tau(side, prompts, chosen):
         drawn = [side[seed][prompt] for seed in chosen for prompt in prompts]
@@ -113,7 +113,7 @@ def recomputed(mine, first, draws, seed_draws):
 
 
 def test_a_difference_is_paired_by_prompt_and_drawn_over_prompts_and_seeds(folders, runs):
-    """Over the first column's two seeds: by the draws that table6.json names."""
+    """The interval follows from the draws that table6.json names."""
     row = row_of(runs, "lk", 10000, "stree")
     first = [samples_of(folder, 10000, "stree") for folder in folders[:2]]
     mine = [samples_of(folders[2], 10000, "stree")]
@@ -168,7 +168,7 @@ def test_the_verdict_says_who_is_ahead_and_by_how_much(folders, runs):
 
 
 def trained_again(folder):
-    """The same recipe, the same seed, the same answers, in another folder."""
+    """Make the run again in another folder, with the same recipe, seed and answers."""
     again = folder.parent / "again"
     return again if again.exists() else trained(again)
 

@@ -43,7 +43,7 @@ def run(tmp_path):
 
 
 def measured_again(run, steps=(1000, 10000), calls=60, **changes):
-    """More rows of some checkpoints, of these changes, as a second command leaves them."""
+    """Add rows of some checkpoints with these changes, as a second command leaves them."""
     store = ResultStore(run / "eval")
     environment, name = changes.pop("environment", {}), f"again_{len(store.results())}"
     for row in store.results():
@@ -64,7 +64,7 @@ def measured_again(run, steps=(1000, 10000), calls=60, **changes):
 
 
 def refusals(run):
-    """What each reader of the run says."""
+    """Yield the message with which each reader refuses the run."""
     for command, arguments in (
         (report, []), (profile_drafter, ["--drafter", str(run)]), (suggest_tree, []),
     ):
@@ -201,7 +201,7 @@ def test_what_moves_speeds_only_is_said_in_the_table(run):
 
 
 def test_a_training_from_anew_replaces_the_rows_of_its_checkpoints(run):
-    """Both methods of the new one, and nothing of the old one beside them."""
+    """The new training's rows stand alone: both methods of the old one go."""
     add_row(run, "stree", 100, 60, checkpoint_sha256="anew")
     data = load_run(run)
     assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0

@@ -19,7 +19,7 @@ from stree_pipelines.reports.simulation import (
 
 
 def checkpoints(*points, width=0.1):
-    """(simulated acceptance, τ) of steps 1, 2, …, of a chain of four."""
+    """Make checkpoints of steps 1, 2, … and a chain of four, given (simulated acceptance, τ)."""
     return [
         Checkpoint(step, acceptance, 4, tau, (tau - width, tau + width))
         for step, (acceptance, tau) in enumerate(points, start=1)
@@ -50,7 +50,7 @@ def test_they_part_where_tau_falls_or_stays_behind_while_the_simulation_rises(po
 
 
 def run_of_foreign_chats(folder, monkeypatch):
-    """The loss's view improves from step to step, and every call keeps fewer drafts."""
+    """Make a run whose loss improves from step to step while every call keeps fewer drafts."""
     monkeypatch.setitem(CALLS, "vanilla_sd", (30, 40, 56))
     monkeypatch.setitem(CALLS, "stree", (20, 30, 50))
     make_run(folder, ("gsm8k",), (0.0, 1.0))

@@ -31,7 +31,7 @@ from stree_pipelines.reports.run_data import open_results
 
 
 def give_drafters(folder, steps=(100, 1000, 10000)):
-    """Export-like folders, and the run's rows about them."""
+    """Write folders as exports are, and let the run's rows be about them."""
     hashes = {}
     for step in steps:
         drafter = folder / f"drafter/step-{step:08d}"
@@ -100,7 +100,7 @@ def test_text_of_rows_is_printed_without_control_characters(run, capsys):
 
 
 def slower_beside(store, step, factor):
-    """As if plain decoding had been slower when this checkpoint was measured."""
+    """Slow down plain decoding where this checkpoint was measured."""
     for row in store.results():
         if row.step != step:
             continue
@@ -160,7 +160,7 @@ def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
 def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
     tmp_path, monkeypatch, seconds, method, tree
 ):
-    """seconds of a call of (chain, tree); a prompt is 30 chain calls, 20 tree calls, 60 plain."""
+    """A prompt takes 30 calls of the chain, 20 of the tree and 60 plain ones."""
     monkeypatch.setitem(CALL_S, "vanilla_sd", seconds[0])
     monkeypatch.setitem(CALL_S, "stree", seconds[1])
     make_run(tmp_path)
@@ -262,7 +262,7 @@ def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(run
 
 
 def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
-    """Each temperature's own; a row that a resumed run completed may lack them."""
+    """Each temperature has its own; a row that a resumed run completed may lack them."""
     choice, trees = Tree(name="chain-1 or paper", parents=(-1, 0, 0)), (PLAIN, TokenTree.paper())
     costs = {
         temperature: StepTimes(dict.fromkeys([(1, each) for each in trees], 1.0 + temperature),

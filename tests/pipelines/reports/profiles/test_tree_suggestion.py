@@ -27,13 +27,13 @@ TRUTH = np.array([[0.55, 0.15, 0.08], [0.6, 0.14, 0.05], [0.62, 0.1, 0.05], [0.5
 
 
 def certain(truth) -> AcceptanceRates:
-    """Rates from so many calls that the prior does not matter."""
+    """Return rates of so many calls that the prior does not matter."""
     reached = np.full(truth.shape, 10**9)
     return AcceptanceRates(reached, (truth * reached).astype(np.int64))
 
 
 def walk(tree: TokenTree, rng: np.random.Generator) -> int:
-    """The node at which a call's accepted path ends."""
+    """Draw the node at which a call's accepted path ends."""
     node = 0
     while tree.children[node]:
         chances = TRUTH[min(tree.depths[node], 3)][: len(tree.children[node])]
@@ -45,7 +45,7 @@ def walk(tree: TokenTree, rng: np.random.Generator) -> int:
 
 
 def measured_samples(tree: TokenTree, seed: int, num_prompts: int = 40, num_calls: int = 60):
-    """Prompts whose drafts in `tree` are accepted by TRUTH."""
+    """Make prompts whose drafts in `tree` are accepted by TRUTH."""
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(num_prompts):
@@ -66,14 +66,14 @@ def measured_row(tree: TokenTree, seed: int, num_prompts: int = 40, samples=None
 
 
 def all_trees(num_nodes: int):
-    """Every shape of a tree, as parents in an order where each comes before its children."""
+    """Yield every shape of a tree: each parent comes before its children."""
     for parents in itertools.product(*(range(node) for node in range(1, num_nodes))):
         yield TokenTree((-1, *parents))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_tree_of_its_size_has_more_expected_drafts(seed):
-    """Against all 120 shapes of 6 nodes, with rates that need not fall with the rank."""
+    """No one of all 120 shapes of 6 nodes is better, also where rates rise with the rank."""
     rng = np.random.default_rng(seed)
     rates = certain(rng.dirichlet(np.ones(4), size=3)[:, :3])
     best = best_tree(rates, 6)
@@ -93,7 +93,7 @@ def test_none_is_deeper_than_allowed_and_none_of_these_is_better(depth):
 
 
 def test_counts_by_depth_and_rank_by_hand():
-    """Paths that end at: the root 5 times, its second child 2, a grandchild of the first 3."""
+    """Paths end at the root 5 times, at its second child 2, at a grandchild of the first 3."""
     tree = TokenTree((-1, 0, 0, 1, 1))
     rates = AcceptanceRates.of([(tree, {0: 5, 2: 2, 4: 3})])
     assert rates.reached_DR.tolist() == [[10, 10], [3, 3]]
@@ -130,7 +130,7 @@ def test_the_prediction_for_another_tree_is_what_it_then_achieves(num_nodes):
 
 
 def test_the_interval_of_a_prediction_is_that_of_the_prompts():
-    """For the measured tree as for its τ; nothing to resample, no interval."""
+    """The measured tree's is as wide as its τ's; without prompts to resample there is none."""
     paper = TokenTree.paper()
     samples = measured_samples(paper, seed=6)
     row = measured_row(paper, 6, samples=samples)
@@ -176,7 +176,7 @@ def test_sizes_and_rows_that_cannot_be_used_are_one_clear_line():
 
 
 def timed(row, draft: float, call: float, plain: float = 1.0):
-    """`row`, whose steps took so many ms."""
+    """Return the row with these ms of a step's draft, of its rest, and of a plain step."""
     phases = {"verify": 0.8, "accept": 0.15, "host": 0.05}
     step, baseline = (
         {"draft": first} | {phase: rest * part for phase, part in phases.items()}
@@ -186,7 +186,7 @@ def timed(row, draft: float, call: float, plain: float = 1.0):
 
 
 def test_what_a_step_takes_by_hand():
-    """A level 0.5 and 0.7 ms, calls of 1, 5 and 13 nodes 1, 1.4 and 2.2 ms."""
+    """A level takes 0.5 and 0.7 ms, calls of 1, 5 and 13 nodes 1, 1.4 and 2.2 ms."""
     chain, paper = (measured_row(tree, 7, 2) for tree in (TokenTree.chain(4), TokenTree.paper()))
     beam = TokenTree.load("beam-4-5-32")
     shape = Tree(name=beam.name, parents=beam.parents)
@@ -201,7 +201,7 @@ def test_what_a_step_takes_by_hand():
 
 @pytest.mark.parametrize(("level", "node"), [(0.02, 0.3), (0.6, 0.02), (0.3, 0.1), (2.0, 1.0)])
 def test_no_tree_of_as_many_levels_is_faster(level, node):
-    """Against all 154 shapes of up to 6 nodes."""
+    """No one of all 154 shapes of up to 6 nodes is faster."""
     tree = balanced([2, 1, 1])
     row = timed(measured_row(tree, seed=8), level * tree.max_depth, 1 + node * 6)
     model, times = Acceptance.of([row]), MeasuredTimes.of([row])

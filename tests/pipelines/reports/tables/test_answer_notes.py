@@ -170,7 +170,7 @@ def test_a_table_whose_plain_decoding_waits_is_marked(tmp_path):
     ids=lambda path: str(path.relative_to(RESULTS)),
 )
 def test_a_committed_page_has_the_marks_of_its_rows(folder):
-    """Until its rows are measured again."""
+    """The marks stand until the rows are measured again."""
     store, text = ResultStore(folder), ""
     for page in PAGES:
         if (folder / page).exists():
