@@ -231,14 +231,9 @@ class TrainingCLI(LightningCLI):
 
     @rank_zero_only
     def _prepare_run(self) -> None:
-        """Write the run folder; everything that can be refused is refused here, before a model
-        loads."""
-        target = self.target_path
-        prepare_run_folder(
-            self.run_dir,
-            self.config_dump,
-            {"target": target, "seed": int(self.options["seed_everything"])},
-        )
+        """Write the run folder, before a model loads."""
+        facts = {"target": self.target_path, "seed": int(self.options["seed_everything"])}
+        prepare_run_folder(self.run_dir, self.config_dump, facts)
         counted = self.restarts.counted(self.resume_step, repr(self.config_dump))
         self._until_the_end.enter_context(counted)
 
@@ -309,12 +304,9 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         step = self.resume_step
         trainer_options = self._get(self.config_init, "trainer")
-        own = [
-            MetricsFile(self.run_dir / "metrics.csv", last_step=step),
-            Curves(self.run_dir, last_step=step),
-        ]
-        if trainer_options.get("logger") is False:
-            own = []
+        own: list[Logger] = []
+        if trainer_options.get("logger") is not False:
+            own = [MetricsFile(self.run_dir / "metrics.csv", step), Curves(self.run_dir, step)]
         plugins: list[Any] = [SafeCheckpointIO()]
         if SLURMEnvironment.detect():
             plugins.append(SLURMEnvironment(auto_requeue=False))
