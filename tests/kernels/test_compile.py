@@ -21,7 +21,7 @@ OF_HOPPER = {"share_kernel", "short_kernel", "head_kernel", "tiled_kernel"}  # i
 
 
 def compiled(folder, *options):
-    """A line a launch: kernel, warps, instructions, bytes of shared memory, and spills if asked."""
+    """Return a line a launch: kernel, warps, instructions, shared memory, and spills if asked."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -55,7 +55,7 @@ def test_all_kernels_compile(tmp_path):
 
 @pytest.mark.long
 def test_kernels_fit_gpus_with_less_shared_memory(tmp_path):
-    """In fp32, which takes most, compute capability 8.9, of which a program has 99 KB at most."""
+    """A program fits the 99 KB of compute capability 8.9 in fp32, which takes most."""
     lines = compiled(tmp_path, "--capability", "89", "--dtype", "float32")
     too_large = [line for line in lines if int(line[3]) > 99 * 1024]
     assert {name for name, *_ in lines} == KERNELS - OF_HOPPER and not too_large

@@ -39,7 +39,7 @@ def test_embed_norm(batch, width, dtype):
 @each_width
 @pytest.mark.parametrize("same", [False, True])
 def test_embed_norm_with_something_added(same, width, dtype):
-    """Rows of a larger buffer, or one vector for all nodes."""
+    """Rows of a larger buffer are added, or one vector to all nodes."""
     weight, scale = normal(11, width, dtype=dtype), normal(width, seed=1, dtype=dtype)
     added = torch.full((3, 7, width + 3), torch.nan, device=DEVICE, dtype=dtype)[:2, :4, :width]
     added.copy_(normal(2, 4, width, seed=2, dtype=dtype))
@@ -87,7 +87,7 @@ def test_a_node_that_is_none_stands_for_the_first():
 @each_dtype
 @each_width
 def test_take_roots(width, dtype):
-    """Rows with 1, 3 and 5 certain tokens, and an idle one that claims more than there are."""
+    """Rows have 1, 3 and 5 certain tokens, and an idle one claims more than there are."""
     lengths = [1, 3, 5, 9]
     x = torch.full((4, 5, width), torch.nan, device=DEVICE, dtype=dtype)
     for row, length in enumerate(lengths[:3]):

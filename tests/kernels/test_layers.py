@@ -26,7 +26,7 @@ SHORT = ("bamba", "falcon", "qwen3_5", "olmo_hybrid")  # in a short run
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Serves by the kernels or not, whatever the device."""
+    """Serve by the kernels or not, whatever the device."""
     own = ops.fused
     state = {"on": False}
 
@@ -38,7 +38,7 @@ def fused(monkeypatch):
 
 
 def two_calls(model, tree):
-    """Logits of a tree, and of another one after a path of it."""
+    """Return logits of a tree, and of another one after a path of it."""
     cache = model.new_cache(max_length=32, max_nodes=tree.num_nodes)
     model.prefill(torch.arange(5, device=DEVICE)[None], cache)
     nodes = torch.arange(tree.num_nodes, device=DEVICE)[None] + 7

@@ -101,7 +101,7 @@ class Case:
         )
 
     def call(self, number, shape, topology, cache_state, first=0, nodes=slice(None)):
-        """Through the kernels, or in fp64 through the twin."""
+        """Call the kernels, or in fp64 the twin."""
         held = (self.state,) if self.updates is None else (self.updates, self.state)
         arguments = (
             self.projected[number][:, nodes], self.rows, self.derived, *held, self.weights, shape,
@@ -284,7 +284,7 @@ LONG_FAR = [
 
 
 def far_states(monkeypatch, shape):
-    """However few bytes and heads there are, in blocks of 32 channels, as the other launches'."""
+    """Take any states for far ones, in blocks of 32 channels, as the other launches do."""
     numbers = 32 * max(16, 1 << (shape.d_state - 1).bit_length())
     monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
     monkeypatch.setattr(streamed_scan, "BLOCK", numbers)
@@ -331,7 +331,7 @@ def test_a_mistake_in_the_scan_of_far_states_is_caught(mistake, monkeypatch, tmp
 
 
 def steered_twice(shape, tree, paths, dtype, as_chain):
-    """What two calls give, the second after these paths, and the states then."""
+    """Return what two calls give, the second after these paths, and the states then."""
     case = make(shape, tree.num_nodes, dtype, len(paths), as_chain=as_chain)
     topology, slots = topology_of([tree], shape.width), 1 + max(map(len, paths))
     lengths, first = [0] * len(paths), [[] for _ in paths]
@@ -347,7 +347,7 @@ def steered_twice(shape, tree, paths, dtype, as_chain):
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.paper(), comb(32)], ids=str)
 @pytest.mark.parametrize("batch", [8, 16])
 def test_states_that_are_far(batch, tree, dtype):
-    """In the blocks of a real shape, of few programs and of many."""
+    """States stream in the blocks of a real shape, in few programs and in many."""
     shape = WIDE[0]
     assert streamed_scan.streams(torch.empty(batch, 32, 128, 128, device=DEVICE), tree.num_nodes)
     path = tree.path_to(tree.num_nodes - 1)
@@ -356,7 +356,7 @@ def test_states_that_are_far(batch, tree, dtype):
 
 @pytest.mark.parametrize("far", [False, True])
 def test_what_a_path_held_before_does_not_count(far, monkeypatch):
-    """Nodes of the tree that a longer path has left behind the accepted ones."""
+    """Nodes that a longer path has left behind the accepted ones change nothing."""
     shape, tree, found = MAMBA["grouped"], TokenTree.paper(), []
     if far:
         far_states(monkeypatch, shape)
@@ -414,9 +414,9 @@ def test_what_was_not_accepted_is_invisible(as_chain):
 
 @pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
 def test_a_chain_of_one_key(negative):
-    """All keys alike, full strength and hardly any decay: (I + A)⁻¹ has entries of 1, or of 2 with
-    alternating signs, and the powers of A, from which a series would take it, grow to 10⁸ on a
-    chain of 32."""
+    """(I + A)⁻¹ of keys alike, full strength and hardly any decay has entries of 1, or of 2 with
+    alternating signs; the powers of A, from which a series would take it, grow to 10⁸ on a chain of
+    32."""
     shape, tree = GatedDeltaShape(1, 1, 16, 16, 1, negative), TokenTree.chain(31)
     case = make(shape, 32, torch.float32, batch=1)
     case.weights.conv.fill_(1)
@@ -437,8 +437,10 @@ def test_a_chain_of_one_key(negative):
 
 @pytest.mark.parametrize("through", ["twin", pytest.param("kernels", marks=pytest.mark.long)])
 def test_the_state_after_5000_tokens(through):
-    """Call after call over a tree, of whose longest path 1, 2, … nodes are accepted: the state of
-    the fp32 twin, and of the kernels, beside the twin's in fp64."""
+    """The state of the fp32 twin, and of the kernels, stays near the twin's in fp64.
+
+    Call after call goes over a tree, of whose longest path 1, 2, … nodes are accepted.
+    """
     shape, tree = SMALL, comb(16)
     case = make(shape, 16, torch.float32, batch=1, calls=7)
     case.weights.dt_bias.fill_(-8)  # remembers for some thousand tokens

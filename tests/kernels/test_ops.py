@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """A GPU that need not be there; says its compute capability."""
+    """Pretend a GPU, with its compute capability."""
     state = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")

@@ -22,8 +22,10 @@ SETTINGS = [
 
 
 def decoded(drafts: bool) -> tuple[list, list, list]:
-    """Tokens and accepted drafts of three requests in two rows, the last one of which takes part
-    while another is further on; and the rows' next roots."""
+    """Return three requests' tokens and accepted drafts in two rows, and the rows' next roots.
+
+    The last request takes part while another is further on.
+    """
     torch.manual_seed(0)
     tables = 1.5 * torch.randn(2, *[7] * 3)
     target, drafter = tables[0], tables[0] + 1.5 * tables[1]

@@ -119,7 +119,7 @@ def test_chunks_equal_the_recurrence(kind, T, options):
 
 @each_kind
 def test_chunks_are_no_longer_than_the_sequence(kind):
-    """Else 10⁸ × 10⁸ numbers a head for four tokens."""
+    """A long chunk would take 10⁸ × 10⁸ numbers a head for four tokens."""
     given = kind.inputs(4)
     agrees(kind.scan(**given, chunk_size=10**8), recurrence(kind, given))
 
@@ -187,8 +187,8 @@ def test_the_gated_delta_rule_equals_transformers(name, T):
 
 @pytest.fixture
 def mamba_ssm_twin(monkeypatch):
-    """In the place of mamba-ssm's kernel, and as strict: B and C have one number of groups, x has
-    one a head. Notes the chunk sizes."""
+    """Stand in for mamba-ssm's kernel, as strict: B and C have one number of groups, x has
+    one a head. Note the chunk sizes."""
     asked = []
 
     def kernel(x, dt, A, B, C, chunk_size, *, D, initial_states, seq_idx, return_final_states):
@@ -222,7 +222,7 @@ def test_chunks_through_mamba_ssm(mamba_ssm_twin, T, chunk_size, given):
 
 @pytest.fixture
 def flash_linear_attention_twin(monkeypatch):
-    """In the place of flash-linear-attention's kernel, and as strict: one number of heads and one
+    """Stand in for flash-linear-attention's kernel, as strict: one number of heads and one
     16-bit type; one row and a state a segment where segments have bounds."""
 
     def kernel(

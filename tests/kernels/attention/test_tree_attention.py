@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def make(tree, lengths, paths, dtype, heads=2, kv_heads=1, head_dim=16, slack=7):
-    """Inputs of `attend_tree`: slots beyond the last tree hold NaN, rows have strides."""
+    """Make inputs of `attend_tree`: slots beyond the last tree hold NaN, rows have strides."""
     batch, N = len(lengths), tree.num_nodes
     slots = max(lengths) + 2 * N + slack
     last = max(max(path, default=0) for path in paths) + 1
@@ -82,7 +82,7 @@ def test_trees(tree):
     quick_first([(3, 64, torch.bfloat16)], [(1, 128, torch.bfloat16), (20, 20, torch.float32)]),
 )
 def test_many_sequences(num_nodes, head_dim, dtype, monkeypatch):
-    """Their keys arrive by way of shared memory; of a few, to compare all of them here."""
+    """Keys of many sequences arrive by way of shared memory; here a few count as many."""
     monkeypatch.setattr(tree_attention, "STAGED_FROM", 1)
     paths = [[0], [0, 1], [], [0, 1]] if num_nodes > 1 else [[0], [], [], [0]]
     options = dict(heads=4, kv_heads=1, head_dim=head_dim)
@@ -106,7 +106,7 @@ def test_a_tree_of_more_than_256_nodes():
 
 @pytest.mark.parametrize("tree", [random_tree(70), TokenTree(depth_first(random_tree(70).parents))])
 def test_keys_that_are_left_out_change_nothing(tree):
-    """Of a new tree, and of one that grows."""
+    """Keys are left out of a new tree, and of one that grows."""
     outputs = []
     for skips in (False, True):
         inputs = make(tree, [9], [[0]], torch.float32, heads=1)
@@ -121,7 +121,7 @@ def test_keys_that_are_left_out_change_nothing(tree):
 
 
 def test_keys_that_nobody_sees_are_not_read():
-    """Two chains below a root: what a whole block of the one holds spoils only the one."""
+    """A block of one of two chains below a root spoils that chain only."""
     tree = TokenTree((-1, *range(31), 0, *range(32, 63)))
     topology, cache_state = topology_of([tree]), cache_state_of([9], [[0]], 1, 2)
     spoiled = []
@@ -135,7 +135,7 @@ def test_keys_that_nobody_sees_are_not_read():
 
 @pytest.mark.parametrize("slack", [7, -16])
 def test_some_sequences_of_a_cache(slack):
-    """The third and first of four; with too few slots, what has none leaves nothing."""
+    """The call takes the third and first of four; nodes without a slot leave nothing."""
     tree, paths, chosen = TokenTree.chain(19), [[], [0, 1]], [2, 0]
     topology, cache_state = topology_of([tree]), cache_state_of([33, 5], paths, 1, 3)
     rows = torch.tensor(chosen, device=DEVICE)
@@ -220,6 +220,6 @@ def test_siblings_are_invisible():
     (0, True, False, 2), (4, True, True, 3), (2, True, True, 1), (1, True, True, 2),
 ])
 def test_in_how_many_splits_keys_are_read(programs, staged, many_queries, splits):
-    """With 8 heads of keys a sequence on an H200: 1 and 4, then 8, 16 and 64, a few nodes and the
-    tree of 13 (docs/results/h200-batch)."""
+    """The cases are 1 and 4, then 8, 16 and 64 sequences with 8 heads of keys on an H200, of a few
+    nodes and of the tree of 13 (docs/results/h200-batch)."""
     assert tree_attention._num_splits(programs, 1, staged, many_queries) == splits

@@ -50,7 +50,7 @@ def for_oracle(weights):
 
 
 def along(shape, weights, projected, state, path):
-    """The oracle's state and output after the nodes of a path."""
+    """Return the oracle's state and output after the nodes of a path."""
     state = copy.deepcopy(state)
     for node in path:
         y = oracle.gated_delta_step(
@@ -60,7 +60,7 @@ def along(shape, weights, projected, state, path):
 
 
 def buffers(shape, num_nodes, batch=1):
-    """Rows, updates and state: NaN wherever nothing is, zeros for a sequence that has not begun."""
+    """Make rows, updates and state: NaN where nothing is, zeros before a sequence begins."""
 
     def filled(value, *dims):
         return torch.full(dims, value, dtype=torch.float64, device=DEVICE)
@@ -75,8 +75,8 @@ def buffers(shape, num_nodes, batch=1):
 @pytest.mark.parametrize("name, bias", [*((name, True) for name in SHAPES), ("grouped", False)])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_trees_are_their_paths(tree, name, bias):
-    """Three trees in a row, each after a path of the one before: every node's output, the state
-    and the tail."""
+    """Every node's output, the state and the tail are those of its path, in three trees of which
+    each follows a path of the one before."""
     shape = SHAPES[name]
     weights = make_weights(shape, bias)
     rows, updates, state = buffers(shape, tree.num_nodes)
@@ -124,7 +124,7 @@ def test_growing_a_tree_in_pieces(pieces):
 
 
 def test_a_tree_per_sequence_and_uncounted_slots():
-    """Rows with their own trees and paths; what uncounted nodes hold, NaN included, is not seen."""
+    """Rows have their own trees and paths; what uncounted nodes hold, NaN included, is not seen."""
     shape, trees = SHAPES["grouped"], [TokenTree.paper(), star(13), TokenTree.chain(12)]
     weights, topology = make_weights(shape), topology_of(trees, shape.width)
     paths = [[0, 1, 4], [0], [0, 1, 2, 3]]

@@ -28,7 +28,7 @@ def scan_inputs(N, heads=4, groups=(2, 1, 4), P=4, S=6, batch=2):
 
 
 def walk(x, dt, A, B, C, D, state, path):
-    """State after a path and the output at its end, one token at a time."""
+    """Return the state after a path and the output at its end, one token at a time."""
     heads = dt.shape[-1]
     x, B, C = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (x, B, C))
     for node in path:
@@ -39,7 +39,7 @@ def walk(x, dt, A, B, C, D, state, path):
 
 
 def replayed(state, x, dt, A, B, path, lengths):
-    """The state after the first lengths (B,) nodes of path (B, K)."""
+    """Return the state after the first lengths (B,) nodes of path (B, K)."""
     rows, state = torch.arange(len(path))[:, None], state.clone()
     counts = torch.arange(path.shape[1]) < lengths[:, None]
     naive.replay(state, x[rows, path], dt[rows, path], A, B[rows, path], counts)

@@ -13,7 +13,7 @@ from stree_kernels.sampling import top
 
 
 def drawn(draw, x, temperatures, count, ids=None):
-    """What `draw` returns of x and others, the tokens and what is finite; a place is nobody's."""
+    """Return what `draw` does, the tokens and what is finite; one place is nobody's."""
     batch, num_nodes = x.shape[:2]
     sampling = None
     if temperatures is not None:
@@ -40,8 +40,8 @@ def by(weight):
 @pytest.mark.parametrize("of_some", [False, True])
 @pytest.mark.parametrize("num_nodes, count", [(1, 3), (2, 1), (5, 4)])
 def test_children_are_the_best_of_the_logits(num_nodes, count, of_some, temperatures):
-    """Of the very logits that are returned: which of two nearly equal ones is the best depends on
-    their rounding."""
+    """They are compared by the returned logits, as rounding decides which of two nearly equal ones
+    is the best."""
     width, vocabulary = 200, 333
     weight = normal(vocabulary, width, seed=3, dtype=torch.bfloat16)
     ids = None

@@ -31,7 +31,7 @@ def test_linear(rows, outputs, dtype):
 )
 @pytest.mark.parametrize("rows", [(1, 1), (17,), (2, 24), (64,), (65,)], ids=str)
 def test_linear_parts(rows, inputs, dtype):
-    """The parts of a sum, which the norm that follows adds up, rounded once."""
+    """The norm that follows adds up the parts of the sum, rounded once."""
     x, weight = normal(*rows, inputs, dtype=dtype), normal(200, inputs, seed=1, dtype=dtype)
     parts = products.linear_parts(x, weight)
     assert parts.shape[1:] == (*rows, 200) and parts.is_contiguous()
@@ -95,7 +95,7 @@ def test_linear_swiglu(rows, inputs, width, dtype):
 @pytest.mark.parametrize(("inputs", "width", "rank"), [(64, 512, 8), (200, 100, 40)])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 5), (48,), (65,)], ids=str)
 def test_linear_adapted(rows, inputs, width, rank, dtype, kind):
-    """As `test_linear_swiglu`; of many rows both products and their sum are rounded, too."""
+    """Of many rows both products and their sum are rounded, besides what SwiGLU rounds."""
     x, low = normal(*rows, inputs, dtype=dtype), normal(*rows, rank, seed=2, dtype=dtype)
     weight = normal(2 * width, inputs, seed=1, dtype=dtype) / inputs**0.5
     up = normal(2 * width, rank, seed=3, dtype=dtype) / rank**0.5

@@ -19,7 +19,7 @@ ROUNDINGS = 1 if DEVICE == "cuda" else 2  # the interpreter cuts off
 
 
 def poisoned(weight: Scaled) -> Scaled:
-    """The same, between what is not a number."""
+    """Return the weight between what is not a number."""
     before = torch.full((3, weight.values.shape[1]), math.nan, device=DEVICE)
     around = torch.cat([before, weight.values.float(), before]).to(torch.float8_e4m3fn)
     scale = torch.cat([before[:, 0], weight.scale, before[:, 0]])
@@ -36,7 +36,7 @@ def poisoned(weight: Scaled) -> Scaled:
 )
 @pytest.mark.parametrize("rows", [(1, 1), (2, 8), (33,), (1, 70)], ids=str)
 def test_linear(rows, outputs, inputs, dtype):
-    """Of odd sizes and even ones, of fewer outputs than a tile, and shares of several tiles."""
+    """Sizes are odd and even, outputs fewer than a tile, and shares several tiles."""
     weight = poisoned(naive.in_8_bits(normal(outputs, inputs, seed=1)))
     around = torch.full((*rows[:-1], rows[-1] + 2, inputs), math.nan, device=DEVICE, dtype=dtype)
     around[..., 1:-1, :] = normal(*rows, inputs, dtype=dtype)
@@ -105,7 +105,7 @@ def test_what_is_not_finite_shows(bad):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_children_are_drawn_by_it(temperature):
-    """After rows, and after a stream's norm: those of the very logits that are returned."""
+    """Children are the best of the returned logits, after rows and after a stream's norm."""
     head = naive.in_8_bits(normal(333, 64, seed=3))
     x, scale = normal(1, 2, 64, dtype=torch.bfloat16), normal(64, seed=2)
     one = torch.ones(1, dtype=torch.long, device=DEVICE)

@@ -18,7 +18,7 @@ each_op = pytest.mark.parametrize("op", ["linear", "linear_swiglu"])
 
 
 def launched(monkeypatch):
-    """Names of the launches so far of products that are not short, and of norms."""
+    """List the names of the launches so far of products that are not short, and of norms."""
     names = []
     for module, name in (
         (short_products.products, "linear"), (short_products.products, "linear_swiglu"),
@@ -32,7 +32,7 @@ def launched(monkeypatch):
 
 
 def streams(kind, batch, num_nodes, width, dtype):
-    """The same stream twice, in a type and in fp64; what may not be read is NaN or far away."""
+    """Make the same stream twice, in a type and in fp64; what may not be read is NaN or far."""
     scale = normal(width, seed=1, dtype=torch.float32)
     if kind.startswith("embedding"):
         table = torch.full((11, width + 8), torch.nan, device=DEVICE, dtype=dtype)[:, :width]
@@ -80,7 +80,7 @@ def test_the_norm_is_no_launch(batch, num_nodes, width, kind, dtype, op, monkeyp
 @pytest.mark.parametrize("groups, width", [(1, 90), (3, 192), (8, 128), (3, 90)])
 @pytest.mark.parametrize("batch, num_nodes", [(1, 1), (2, 5), (1, 20)])
 def test_nor_is_a_gated_one(batch, num_nodes, groups, width, dtype):
-    """Unless there are many rows, or groups of a width that is no power of two."""
+    """It is one for many rows, or groups of a width that is no power of two."""
     y = normal(batch, num_nodes, width, dtype=dtype)
     gate = normal(batch, num_nodes, width + 40, seed=1, dtype=dtype)[..., :width]
     scale, weight = normal(width, seed=2), normal(50, width, seed=3, dtype=dtype)
@@ -108,7 +108,7 @@ def test_other_products_follow_a_norm(rows, width, op, monkeypatch):
 @each_op
 @pytest.mark.parametrize("beside, others", [(False, 1), (True, 0), (True, 1), (False, 2)])
 def test_a_norm_of_several_is_a_launch(beside, others, op, monkeypatch):
-    """Of several sums, or of the stream and what is beside it; the product after it is short."""
+    """The norm is of several sums, or of [stream, beside]; the product after it is short."""
     x, also = (normal(2, 5, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     parts = normal(2, 2, 5, 64, seed=2)
     added = (parts, *[also[None]] * others) if others else parts

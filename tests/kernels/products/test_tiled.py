@@ -19,7 +19,7 @@ TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.fixture
 def enough_tiles(monkeypatch):
-    """However few tiles there are for a GPU's multiprocessors."""
+    """Let a few tiles do for a GPU's multiprocessors."""
     monkeypatch.setattr(tiled_products, "BUSY", 0.0)
 
 

@@ -16,7 +16,7 @@ TREES = [
 
 
 def walk(best, tokens, tree):
-    """The accepted path, and the target's choice at its end."""
+    """Return the accepted path, and the target's choice at its end."""
     path = [0]
     while True:
         wanted = best[path[-1]]

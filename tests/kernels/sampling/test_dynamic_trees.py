@@ -17,7 +17,7 @@ MODULES = [naive, growth]
 
 
 def blank(batch: int, size: int, width: int) -> Topology:
-    """Of any content, so that what is not written shows."""
+    """Fill a topology, so that what is not written shows."""
     return Topology(
         torch.ones(batch, size, size, dtype=torch.bool, device=DEVICE),
         torch.full((batch, size), 99, dtype=torch.int32, device=DEVICE),
@@ -53,7 +53,7 @@ def test_a_topology_is_that_of_the_host_s_trees(num_nodes, width, module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_several_roots_and_padding_see_nothing_of_each_other(module):
-    """As what a drafter reads: the root's children begin trees of their own."""
+    """A drafter reads such trees: the root's children begin trees of their own."""
     parents = torch.tensor([[-1, -1, 0, 2, -2]], device=DEVICE)
     got = blank(1, 5, 3)
     module.build_topology(parents, 2, got)
@@ -103,7 +103,7 @@ def test_the_best_nodes_of_a_level_are_picked(first, end, count, kind):
     ("width", "depth", "num_nodes"), [(1, 3, 4), (3, 1, 3), (3, 4, 9), (8, 5, 40)]
 )
 def test_the_best_nodes_of_a_pool_are_a_tree(width, depth, num_nodes, kind):
-    """A pool of `depth` levels, each of whose `width` nodes with children draws `width`."""
+    """The pool has `depth` levels, each of whose `width` nodes with children draws `width`."""
     size = 1 + width + width * width * (depth - 1)
     drawn_by = [0, *[0] * width]
     pool_depths = [0, *[1] * width]

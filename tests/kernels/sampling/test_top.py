@@ -15,7 +15,7 @@ def depths_like(logits, depth=0):
 
 
 def best_of(logits, count):
-    """The `count` best of rows (n, V), with finite, through places of a tree of their own."""
+    """Return the `count` best of rows (n, V), and finite, through places of their own tree."""
     places = torch.arange(1, 1 + len(logits) * count, device=DEVICE).view(1, len(logits), count)
     tokens = torch.zeros(1, 1 + places.numel(), dtype=torch.long, device=DEVICE)
     finite = torch.zeros(1, len(logits), dtype=torch.bool, device=DEVICE)
@@ -106,7 +106,7 @@ def test_rows_that_sample(vocabulary, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
 def test_choose_children(vocabulary, dtype):
-    """Rows with fewer children than the widest, in no order; other nodes keep their tokens."""
+    """Rows have fewer children than the widest, in no order; other nodes keep their tokens."""
     logits = torch.stack([
         torch.randperm(vocabulary, generator=torch.Generator().manual_seed(row)) for row in range(4)
     ]).to(DEVICE, torch.float32)
@@ -135,7 +135,7 @@ def test_choose_children(vocabulary, dtype):
 @pytest.mark.parametrize("vocabulary", [5, 2500])
 @pytest.mark.parametrize("temperatures", [None, [0.7, 0.0, 1.5]], ids=["greedy", "sampled"])
 def test_paths_values_are_sums_of_log_shares(temperatures, vocabulary):
-    """By hand in fp64: the softmax of logits + temperature · noise, from the parent's value on."""
+    """Values are the softmax's of logits + temperature · noise in fp64, plus the parent's."""
     logits = 3 * normal(3, 2, vocabulary)
     logits[0, 1, 0] = -torch.inf
     sampling = temperatures and sampling_of(temperatures)
@@ -168,7 +168,7 @@ def test_paths_values_are_sums_of_log_shares(temperatures, vocabulary):
 @pytest.mark.parametrize("temperatures", [None, [0.7, 0.0, 1.5]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_ids", [6, 1500])
 def test_some_tokens_are_drawn_as_of_all_where_the_others_have_none(num_ids, temperatures):
-    """Columns of some tokens beside the whole with −∞ elsewhere: the same are chosen, by their own
+    """Columns of some tokens and the whole with −∞ elsewhere choose the same tokens, by their own
     noise, and paths have the same values."""
     ids = torch.randperm(4000, generator=torch.Generator().manual_seed(1))[:num_ids].sort().values
     ids = ids.to(DEVICE)

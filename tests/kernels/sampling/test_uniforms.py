@@ -27,7 +27,7 @@ def both(seeds, positions, places):
 
 
 def test_known_answers():
-    """Random123's vector for philox4x32-10 of zeros."""
+    """Philox4x32-10 of zeros gives Random123's vector."""
     value = float(both([0], [0], [[0]]))
     assert value == ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
 
@@ -41,7 +41,7 @@ def test_every_argument_counts():
 
 
 def test_they_are_uniform_along_each_argument():
-    """20 cells of 4,000 numbers each: χ² with 19 degrees of freedom, above 54 once in 30,000."""
+    """χ² of 20 cells of 4,000 numbers each is above 54 once in 30,000."""
     count = 80_000
     running, same = torch.arange(count), torch.zeros(count, dtype=torch.long)
     for arguments in (
@@ -65,7 +65,7 @@ def test_noise_depends_on_seed_position_and_token_alone():
 
 
 def test_noise_is_gumbel_along_each_argument():
-    """exp(−exp(−g)) is uniform: χ² of 20 cells, above 54 once in 30,000."""
+    """exp(−exp(−g)) is uniform: χ² of 20 cells is above 54 once in 30,000."""
     count, same = 80_000, torch.zeros(80_000, dtype=torch.long)
     running = torch.arange(count)
     for values in (
@@ -79,7 +79,7 @@ def test_noise_is_gumbel_along_each_argument():
 
 
 def test_the_best_k_are_samples_without_replacement():
-    """Ordered pairs of the two best of 4 tokens, χ² of the 12 cells: above 39.8 once in 26,000."""
+    """χ² of the 12 ordered pairs of the two best of 4 tokens is above 39.8 once in 26,000."""
     logits, count = torch.tensor([0.3, -1.0, 1.1, 0.0]).double(), 60_000
     scores = logits + noise([5], torch.arange(count)[None], 4)[0]
     pairs = scores.topk(2).indices

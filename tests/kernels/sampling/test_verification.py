@@ -51,7 +51,7 @@ def small_pieces(monkeypatch):
     ],
 )
 def test_distribution_is_the_twins(tree, relation, rule, most):
-    """In fp64, at both ends of the random numbers for each choice; some of them, by default few."""
+    """They agree in fp64, at both ends of the random numbers for each of some choices."""
     drawn = distributions(1, tree, relation, 4 if relation == "disjoint" else 3)
     wrong, count = disagreements(rule, tree, *drawn, most=most)
     assert wrong == 0 and count >= 6
@@ -61,7 +61,7 @@ def test_distribution_is_the_twins(tree, relation, rule, most):
 @pytest.mark.parametrize("rule", RULES[1:])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_distribution_is_the_twins_where_drafts_are_points(rule, mixed):
-    """All of them, or the last sibling alone."""
+    """All drafts are points, or the last sibling alone."""
     target, drawn = distributions(2, SIBLINGS)
     points = torch.tensor([[False, False, True]]) if mixed else None
     wrong, count = disagreements(rule, SIBLINGS, target, drawn if mixed else None, points, most=6)
@@ -71,7 +71,7 @@ def test_distribution_is_the_twins_where_drafts_are_points(rule, mixed):
 @in_the_interpreter
 @pytest.mark.parametrize("rule", [pytest.param(RULES[1], marks=pytest.mark.long), RULES[2]])
 def test_distribution_is_the_twins_where_siblings_are_independent(rule, monkeypatch, tmp_path):
-    """And not where the kernels take them for drawn without replacement."""
+    """They differ where the kernels take siblings for drawn without replacement."""
     given = (rule, SIBLINGS, *distributions(1, SIBLINGS), None, True)
     wrong, count = disagreements(*given, most=16)
     assert wrong == 0 and count >= 6
@@ -80,7 +80,7 @@ def test_distribution_is_the_twins_where_siblings_are_independent(rule, monkeypa
 
 
 def large(rule: str, dtype, vocabulary: int) -> Case:
-    """Rows of their own trees and settings, some with tokens left out; the last is idle."""
+    """Make rows of their own trees and settings, some with tokens left out; the last is idle."""
     trees = [TokenTree.chain(3), balanced([2, 1]), balanced([2, 1]), TokenTree.chain(1)]
     temperature = torch.tensor([1.0, 0.6, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
     wide = normal(4, 5, vocabulary + 3, seed=1, dtype=dtype)
@@ -96,7 +96,7 @@ def large(rule: str, dtype, vocabulary: int) -> Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_decisions_are_the_twins(rule, dtype, monkeypatch):
-    """Other than by rounding, which decides once in a million numbers."""
+    """Rounding decides once in a million numbers."""
     monkeypatch.setattr(verification, "PIECE", 128)
     made = large(rule, dtype, 300)
     wanted = made.committed(naive)
