@@ -5,7 +5,8 @@
     python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # measures it
 
 Acceptance rates and step times come from the rows of the drafter that was distilled longest. With
---fastest the fastest tree of each number of levels is printed, too.
+--fastest the fastest tree of each number of levels is printed, too; --out_levels writes them into a
+folder, to choose among them step by step: --tree "FOLDER/2-levels.yaml or …".
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def rows_of_last_step(store: ResultStore, shown: Sequence[str] = ()) -> list[Res
     return found
 
 
-def to_yaml(suggestion: SuggestedTree) -> str:
-    """Format a tree file for `--tree`."""
+def to_yaml(suggestion: SuggestedTree, name: str | None = None) -> str:
+    """Format a tree file for `--tree`; name: the tree's, by default its own."""
     tree, interval = suggestion.tree, suggestion.predicted_acceptance_length_interval
     bracket = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     content = {
-        "name": tree.name,
+        "name": name or tree.name,
         "description": f"predicted acceptance length {suggestion.predicted_acceptance_length:.3f}"
         f"{bracket} at T = {suggestion.temperature:g}, by rates over {suggestion.num_calls} calls",
         "parents": list(tree.parents),
@@ -67,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--fastest", action="store_true",
         help="the tree with the most predicted tokens a second, by what steps of the rows took; "
         "--nodes and --depth are the most then")
+    add("--out_levels", type=str | None,
+        help="with --fastest: folder to write the fastest tree of each number of levels to")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
     options = parser.parse_args(arguments)
@@ -77,6 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
         by_levels = fastest(rows, options.temperature, nodes, depth)
         best = max(by_levels, key=lambda each: each.tokens_per_second)
         nodes, depth = best.tree.num_nodes, best.tree.max_depth
+    elif options.out_levels is not None:
+        raise UsageError("--out_levels is for the trees of --fastest: give that, too")
     suggestion = suggest(rows, options.temperature, nodes, store.samples, depth)
     print(to_yaml(suggestion), end="")
     for check in suggestion.checks:
@@ -95,6 +100,11 @@ def main(arguments: list[str] | None = None) -> None:
             f"# {each.tree.max_depth:>8}{each.tree.num_nodes:>8}{each.acceptance_length:>14.3f}"
             f"{each.step_ms:>12.3f}{each.tokens_per_second:>10.0f}"
         )
+        if options.out_levels is not None:
+            levels, nodes = each.tree.max_depth, each.tree.num_nodes
+            one = suggest(rows, options.temperature, nodes, store.samples, levels)
+            path = Path(options.out_levels) / f"{levels}-levels.yaml"
+            write_atomically(path, to_yaml(one, f"levels-{levels}-{nodes}"))
 
 
 if __name__ == "__main__":

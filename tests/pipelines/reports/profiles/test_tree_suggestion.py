@@ -10,6 +10,7 @@ from hand_made_run import make_row, make_run, make_sample
 
 from stree.common.errors import UsageError
 from stree.speculation_profile import Tree
+from stree.tree_policy.names import as_tree_policy
 from stree.trees.token_tree import TokenTree, balanced
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.profiles.tree_suggestion import (
@@ -246,15 +247,26 @@ def test_what_the_fastest_tree_cannot_be_is_one_clear_line():
     assert len(suggest(both, 0.0, None, max_depth=1).tree.parents) <= 256
 
 
-def test_the_fastest_tree_is_written_and_one_of_each_number_of_levels_printed(tmp_path, capsys):
+def test_the_fastest_trees_are_written_by_levels(tmp_path, capsys):
     make_run(tmp_path)
-    main([str(tmp_path), "--fastest", "--out", str(tmp_path / "best.yaml")])
-    table = capsys.readouterr().out.partition("# ")[2].partition("tokens/s\n")[2]
-    lines = [line.split() for line in table.splitlines()]
-    assert [int(line[1]) for line in lines] == [*range(1, len(lines) + 1)] and len(lines) >= 3
-    tree = TokenTree.load(tmp_path / "best.yaml")
-    best = max(lines, key=lambda line: float(line[5]))
-    assert best[1:3] == [str(tree.max_depth), str(tree.num_nodes)]
+    folder = tmp_path / "trees"
+    with pytest.raises(UsageError, match="--out_levels is for the trees of --fastest"):
+        main([str(tmp_path), "--out_levels", str(folder)])
+    asked = ["--fastest", "--out", str(tmp_path / "best.yaml"), "--out_levels", str(folder)]
+    main([str(tmp_path), *asked])
+    printed = capsys.readouterr().out
+    trees = {path.name: TokenTree.load(path) for path in folder.iterdir()}
+    assert sorted(trees) == [f"{levels}-levels.yaml" for levels in range(1, len(trees) + 1)]
+    assert len(trees) >= 3
+    for levels in range(1, len(trees) + 1):
+        tree = trees[f"{levels}-levels.yaml"]
+        assert tree.max_depth == levels and tree.name == f"levels-{levels}-{tree.num_nodes}"
+        assert f"# {levels:>8}{tree.num_nodes:>8}" in printed
+    assert TokenTree.load(tmp_path / "best.yaml").parents in {
+        tree.parents for tree in trees.values()
+    }
+    adaptive_trees = as_tree_policy(" or ".join(map(str, folder.iterdir())))
+    assert adaptive_trees.trees[1:] == tuple(trees.values())
 
 
 def test_trees_that_grow_say_nothing_of_ranks():
