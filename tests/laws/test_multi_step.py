@@ -21,12 +21,19 @@ from enumerated import (
 )
 from lanes import quick_first
 from planted import edited
-from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_distribution, tiny_model
+from toys import (
+    TableDrafter,
+    TableTarget,
+    Undrawn,
+    choose_by,
+    drawing_in_turn,
+    exact_distribution,
+    tiny_model,
+)
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.drafters import Proposal, SiblingSampling
 from stree.verifiers.rejection import MultiStep, Traversal
-from stree_kernels import ops
 from stree_kernels.naive.sampling import verification
 
 
@@ -85,7 +92,7 @@ def enumerated_answers(tree, drafter_layers, monkeypatch):
 
     def run(choose):
         decoder.batch.verifier.choose = lambda probs, places: choose(probs)
-        monkeypatch.setattr(ops, "choose_children", drawing_in_turn(choose))
+        choose_by(monkeypatch, drawing_in_turn(choose))
         tokens = decoder.generate(prompt, generation).tokens
         assert tokens[0] == first
         return tuple(tokens[1:])

@@ -12,7 +12,7 @@ import torch
 from eager import without_graphs
 from enumerated import CONTEXT, SETTINGS, assert_targets, block_distribution, chance_of
 from lanes import quick_first
-from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model, with_head
+from toys import TableTarget, choose_by, mixed_requests, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
@@ -183,7 +183,7 @@ def test_no_noise_is_drawn_with_twice_but_the_targets_own(monkeypatch):
             seen.extend(positions[places[..., 0] >= 0].tolist())
         drawing(logits, depths, sampling, places, *others, **more)
 
-    monkeypatch.setattr(ops, "choose_children", recorded)
+    choose_by(monkeypatch, recorded)
     drafter = ModelDrafterSpec(tiny_model(2), INDEPENDENT)
     for verifier in ("traversal", "multi_step", "coupled"):
         seen.clear()

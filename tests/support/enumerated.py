@@ -19,6 +19,7 @@ from toys import (
     TableDrafter,
     TableTarget,
     Undrawn,
+    choose_by,
     drawing_in_turn,
     exact_distribution,
     total_variation,
@@ -31,7 +32,6 @@ from stree.batching.step import Step
 from stree.drafters import Proposal, SiblingSampling
 from stree.trees.build import make_tree_batch
 from stree.verifiers.rejection import MultiStep, RejectionSampling
-from stree_kernels import ops
 
 TREES = [
     TokenTree.chain(1), TokenTree.chain(2), TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 1)),
@@ -150,7 +150,7 @@ def block_distribution(
         step = Step(target, cache, drafter, kind(lambda probs, places: choose(probs)))
         report = new_report(rows, tree_batch)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "choose_children", drawing_in_turn(choose))
+            choose_by(patch, drawing_in_turn(choose))
             proposal = step.draft(rows, tree_batch, 1, 8)
         step.verify(rows, tree_batch, proposal, 8, report)
         first, second = report.tolist()

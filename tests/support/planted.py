@@ -103,7 +103,7 @@ def spoil_rows(model: str, nth: int) -> None:
     if model == "target":
         _plant("stree.models.model:HybridModel.tree_batch_forward", nth, after=spoil)
     else:
-        _plant("stree_kernels.ops:choose_children", nth, before=spoil)
+        _plant("stree_kernels.naive.sampling.top:choose_children", nth, before=spoil)
 
 
 def pause(at_step: int) -> None:

@@ -26,6 +26,7 @@ from stree.models.slicing import with_random_head
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
+from stree_kernels.naive.sampling import top
 
 FEATURE_LAYERS = (0, 2)  # that drafters here read of a target
 
@@ -281,6 +282,12 @@ class Streamer:
 
     def end(self) -> None:
         self.ended += 1
+
+
+def choose_by(patch: Any, choose_children: Callable[..., None]) -> None:
+    """Let all drafters choose children by this function: by the op, and after a head's product."""
+    patch.setattr(ops, "choose_children", choose_children)
+    patch.setattr(top, "choose_children", choose_children)
 
 
 def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:

@@ -29,7 +29,7 @@ from enumerated import (
 )
 from lanes import lanes
 from planted import edited
-from toys import TableDrafter, TableTarget, Undrawn, tiny_model
+from toys import TableDrafter, TableTarget, Undrawn, choose_by, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
@@ -216,7 +216,7 @@ def test_no_noise_is_drawn_with_twice_where_drafts_are_judged_together(drafter_l
         seen.extend((sampling.position[:, None] + depths).flatten().tolist())
         drawing(logits, depths, sampling, *others)
 
-    monkeypatch.setattr(ops, "choose_children", recorded)
+    choose_by(monkeypatch, recorded)
     drafter = tiny_model(2, attn_layers=drafter_layers)
     for verifier, shared in (("traversal", False), ("multi_step", False), ("coupled", True)):
         seen.clear()
