@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +29,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stree.checkpoints.configs import CheckpointConfig, config_files, read_checkpoint_config
-from stree.checkpoints.pickled import load_tensors
 from stree.checkpoints.sources import Source
 from stree.checkpoints.tokenizer import fingerprint
 from stree.common.errors import CheckpointRefused, UsageError
@@ -303,7 +303,7 @@ def _safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
 
 def _pickle(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
     try:
-        tensors = load_tensors(path)
+        tensors = _load_pickle(path)
     except Exception as error:
         # The unpickler raises whatever a damaged or hostile byte stream makes of it.
         raise _damaged(path, error) from error
@@ -311,6 +311,32 @@ def _pickle(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
         kind = re.sub(r"\d.*", "", str(tensor.dtype).removeprefix("torch."))
         number_format = f"{_LETTERS.get(kind, 'I')}{tensor.dtype.itemsize * 8}"
         yield name, _Stored(tuple(tensor.shape), number_format, partial(tensors.__getitem__, name))
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the named tensors of a `.bin` file, on the CPU.
+
+    A file in torch's zip format is mapped: a tensor takes memory when it is read. One in the format
+    of before PyTorch 1.6 is read whole. Raises ValueError for a pickle of anything but tensors;
+    PyTorch raises what it likes for a damaged one.
+    """
+    zipped = zipfile.is_zipfile(path)
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":  # which advises to read it with code
+            raise
+        called = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"calls {called[1]!r}" if called else "holds more than tensors"
+        raise ValueError(f"it {reason}: only plain tensors are read") from error
+    if not isinstance(tensors, dict):
+        raise ValueError(f"it holds a {type(tensors).__name__}, not named tensors")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{name} repeats its numbers, wanted them all")
+    return tensors
 
 
 def _indexed_files(index: Path) -> list[Path]:
