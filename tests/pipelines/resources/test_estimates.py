@@ -177,7 +177,7 @@ def test_a_step_at_8b_takes_what_was_measured():
             drafter, target, held_dtype(row.get("target_dtype", "bfloat16")),
             cached=row["teacher"] != "live", compiled=True, optimizer=kind,
         )
-        parts = estimates.training_memory(plan, shape, bench_training.PRECISION, True)
+        parts = estimates.training_memory(plan, shape, "bf16-mixed", True)
         estimated = sum(parts.values()) - 4 * row["drafter_parameters"]
         assert row["peak_bytes"] < estimated < 1.125 * row["peak_bytes"], row
 
