@@ -52,8 +52,8 @@ from stree_kernels import ops
 class BatchDecoder(RequestServer, Renamed):
     """Decoder of many sequences: a target, optionally a drafter and a tree, and their caches.
 
-    Any thread may admit, step, release and generate: a lock lets one thread in at a time, and a
-    call of `generate` waits for the end of another. A step reports all rows, also those that other
+    Any thread may admit, step, release and generate: a lock lets one thread in at a time, and
+    `generate` holds it to its end. A step reports all rows, also those that other
     threads admitted: if several threads admit, let one of them step.
 
     Args:
@@ -191,15 +191,16 @@ class BatchDecoder(RequestServer, Renamed):
         """Launch a step of the rows that decode, prefill the others, and return new outputs.
 
         1. Launch steps until the runner's limit is in flight: one eagerly, two with CUDA graphs.
-           If the drafter must catch up first, and outputs are pending that it has to know, the call
-           returns these outputs and does nothing else.
+           If the drafter must catch up before a step, and outputs are pending that it has to know,
+           the call returns these outputs; a later call catches up and goes on.
         2. Choose the tree of the next step while the device works.
         3. Prefill a chunk of each row whose prompt is not read, within `prompt_tokens_per_step`;
            whole prompts if no row decodes.
         4. Collect the outputs of the oldest step in flight.
 
-        Returns one output for each row that has new tokens or ends; with CUDA graphs a step's
-        outputs come with the next call. Logits that are not finite end their row with the
+        Returns the outputs of rows that have new tokens or end, in order: a row has two outputs in
+        a call that reports both its first token and a step. With CUDA graphs a step's outputs come
+        with the next call. Logits that are not finite end their row with the
         finish_reason "error"; other rows go on.
         """
         with ops.current(self.target.device), threads.for_decoding(self.target):
@@ -376,7 +377,7 @@ class BatchDecoder(RequestServer, Renamed):
             counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
             generation: Settings of the requests to expect (sampling takes longer).
 
-        Raises `UsageError` while rows are taken, or for a policy of one tree.
+        Raises `UsageError` while rows are taken, or for one fixed tree.
         """
         if not self.tree_policy.needs_step_times or self._sequences:
             raise UsageError(

@@ -42,7 +42,10 @@ def _on_gpu(step: Step) -> bool:
 
 
 class EagerRunner:
-    """Run each step's operations one by one: on the CPU, in fp64, for drafters on the host."""
+    """Run each step's operations one by one: on a CPU, and for what graphs cannot capture.
+
+    That is a drafter that works on the host, or a target that is no `HybridModel`.
+    """
 
     ahead = 0  # steps that are launched before the report of the previous one is read
     hand_over = HostCopy  # copies values to the host
@@ -276,7 +279,10 @@ class StepGraphs:
         rows.active.copy_(active)
 
     def replay(self, tree_batch: TreeBatch, mark: Mark) -> tuple[Tensor, Any]:
-        """Start a step; return the pinned buffer of its report, and the event of its arrival."""
+        """Start a step; return the pinned buffer of its report, and the event of its arrival.
+
+        The phase "verify" includes acceptance here, which is in the same graph.
+        """
         mark("host")  # a device without work waits until here
         self.tree_batch.hold(tree_batch)
         if self.draft is not None:

@@ -56,7 +56,10 @@ class TreePolicy:
         """Return the record of a policy that has learned nothing yet."""
 
     def choose(self, num_rows: int) -> TokenTree:
-        """Return the tree of the next step of `num_rows` rows."""
+        """Return the tree of the next step of `num_rows` rows, idle ones below the last included.
+
+        A step may not follow: the choice is made again if the number of rows changes.
+        """
         raise NotImplementedError
 
     @property
@@ -156,7 +159,7 @@ class FixedTree(TreePolicy):
 
 
 class TreeChoice:
-    """The tree of the next step, chosen once and kept until a step has it.
+    """The tree of the next step, kept until a step has it, or other rows decode.
 
     Attributes:
         policy: Chooses the trees.
