@@ -133,7 +133,7 @@ class BatchDecoder(RequestServer, Renamed):
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self.rows = BatchState.new(num_rows, self.max_nodes, target.device)
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
-        self.prefill_time = Stopwatch()  # what steps have spent on prompts so far
+        self.prefill_time = Stopwatch()  # of steps on prompts; each step drains it
         self.runner = runner_of(step)
         self.prefixes = PrefixCache(num_prefixes, self.cache, self.drafter, self.runner.hand_over)
         self.prefill = Prefill(self.runner, self.rows, self.prefixes)
@@ -213,6 +213,7 @@ class BatchDecoder(RequestServer, Renamed):
             outputs = self._collect() if decoding else []
             # With wait=False, the next step is launched before the host knows the first tokens
             firsts = self._first_tokens(self._sequences, wait=not decoding)
+            self.prefill_time.drain()
             return firsts + outputs
 
     def _launch_steps(self, decoding: dict[int, RunningSequence]) -> list[StepOutput] | None:

@@ -162,6 +162,8 @@ class RunningSequence:
         Call it only when the device is done with them.
         """
         prefill, catch_up = self.prefill_time, self.catch_up_time
+        prefill.drain()
+        catch_up.drain()
         return (
             prefill.seconds if prefill.num_blocks else None,
             catch_up.seconds if catch_up.num_blocks else None,

@@ -49,11 +49,12 @@ class Stopwatch:
 
     Attributes:
         num_blocks: Blocks so far.
+        seconds: Seconds of the blocks that were done at the last `drain`.
     """
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        self._seconds = 0.0
+        self.seconds = 0.0
         self._marks: deque[tuple[Any, Any]] = deque()  # when blocks began and were done
 
     @contextmanager
@@ -64,13 +65,11 @@ class Stopwatch:
         self._marks.append((begun, recorded(device)))
         self.num_blocks += 1
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of all blocks that are done by now."""
+    def drain(self) -> None:
+        """Add the blocks that are done by now to `seconds`, and drop their events."""
         while self._marks and self._marks[0][1].query():
             begun, done = self._marks.popleft()
-            self._seconds += begun.elapsed_time(done) / 1e3
-        return self._seconds
+            self.seconds += begun.elapsed_time(done) / 1e3
 
 
 class PhaseClock:

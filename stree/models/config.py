@@ -249,7 +249,8 @@ class HybridConfig:
     def _attention_complaints(self) -> Iterator[str]:
         if self.head_dim % 2:
             yield f"head_dim is {self.head_dim}, rotary embedding needs it even"
-        if self.rotary_dim not in (None, *range(0, self.head_dim + 1, 2)):
+        evens = range(0, self.head_dim + 1, 2)
+        if self.rotary_dim is not None and self.rotary_dim not in evens:
             yield (
                 f"rotary_dim is {self.rotary_dim}, it must be even and at most "
                 f"head_dim = {self.head_dim}"

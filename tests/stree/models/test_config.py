@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ EXPERTS = {
 def test_configs_that_cannot_be_are_refused_by_the_field(changes, complaint):
     with pytest.raises(UsageError, match=complaint):
         tiny_config(**{"attn_layers": (), **changes} if "layer_types" in changes else changes)
+
+
+def test_a_claimed_size_costs_no_memory_before_its_weights_are_there():
+    """A check of fields makes no list of a size that an untrusted file claims."""
+    claimed = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2**24}
+    tracemalloc.start()
+    try:
+        tiny_config(**claimed, rotary_dim=2)
+        with pytest.raises(UsageError, match="rotary_dim is 3, it must be even"):
+            tiny_config(**claimed, rotary_dim=3)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_layers_are_kept_with_what_they_share():

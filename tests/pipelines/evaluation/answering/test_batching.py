@@ -94,6 +94,65 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
     assert clock.now == 43
 
 
+class LateEvent:
+    """Event of a device that is done with its work only when a test says so."""
+
+    clock: HandMadeClock
+    done_until = 0.0
+
+    def record(self) -> None:
+        self.at = self.clock.now
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.at <= self.done_until
+
+    def elapsed_time(self, later: LateEvent) -> float:
+        return (later.at - self.at) * 1e3
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Let blocks be done when `done_until` is moved, and each piece of a prompt take a second."""
+    clock = HandMadeClock(monkeypatch)
+    monkeypatch.setattr(LateEvent, "clock", clock, raising=False)
+    monkeypatch.setattr(LateEvent, "done_until", 0.0)
+    monkeypatch.setattr("stree.common.clock.HostEvent", LateEvent)
+    read = Prefill.read
+
+    def timed_read(*arguments):
+        clock.now += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(Prefill, "read", timed_read)
+    return clock
+
+
+def test_prompt_work_that_ends_between_steps_counts_for_the_prompt(late):
+    batch = Batch(BatchDecoder(tiny_model(0, 64), num_rows=2, max_length=64))
+    first = batch.admit(Request([1, 2], GenerationConfig(8, ignore_eos=True)))
+    batch.step()  # the device is not done with the prompt
+    assert batch.decoder.prefill_time.seconds == 0
+    LateEvent.done_until = late.now
+    second = batch.admit(Request([1, 2], GenerationConfig(8, ignore_eos=True)))
+    batch.step()
+    batch.step()
+    shares = [batch.release(row)[1] for row in (first, second)]
+    assert batch.decoder.prefill_time.seconds == 1  # the second prompt's end is not seen yet
+    assert sum(share.prefill_s for share in shares) == 1
+
+
+def test_nobody_has_to_read_the_time_of_prompts(late):
+    """Steps drop the events of prompts that are done, however many requests come."""
+    decoder = BatchDecoder(tiny_model(0, 64), num_rows=1, max_length=32)
+    for count in range(1, 21):
+        LateEvent.done_until = late.now  # of the request before
+        decoder.generate([[1, 2]], GenerationConfig(3, ignore_eos=True))
+        assert len(decoder.prefill_time._marks) <= 1
+        assert decoder.prefill_time.seconds == count - 1
+
+
 def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, monkeypatch):
     clock = HandMadeClock(monkeypatch)
     target = tiny_model(0, 64)
