@@ -27,6 +27,7 @@ from stree.common.plain_data import parse_yaml, read_text
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
+from stree_pipelines.training.run.retired import without_retired
 
 # Sections that a resumed run may not change: the curve would be of two different runs.
 FIXED_SECTIONS = ("seed_everything", "model", "data", "tokenizer")
@@ -55,6 +56,7 @@ COLUMNS = (
 
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a resolved config that decides the weights (no folders, no devices)."""
+    config = without_retired(config)
     fixed = {section: config.get(section) for section in FIXED_SECTIONS}
     for section, free in FREE_OPTIONS.items():
         values = fixed[section] or {}
