@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser
 
 from stree_pipelines.console.command_line import CommandHelp, OneLineErrors
-from stree_pipelines.training.run.retired import require_none_retired, without_retired
+from stree_pipelines.training.run.run_folder import require_none_retired, without_retired
 
 TRAINER = "trainer."
 # Replacements of Lightning's own help texts, which cover every way to use it.
