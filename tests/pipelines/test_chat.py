@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,10 +198,10 @@ def test_wrong_settings_are_one_line(tmp_path):
             main([str(SHIPPED), *more])
 
 
-def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(target, tokenizer, forks):
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(target, tokenizer):
     decoder = Decoder(target, max_length=64, tokenizer=tokenizer)
     opening = decoder.chat("What is a list?", max_new_tokens=4).text
-    command = [terminal_chat.__file__, str(SHIPPED), "--drafter", str(SHIPPED),
+    command = [sys.executable, terminal_chat.__file__, str(SHIPPED), "--drafter", str(SHIPPED),
                "--tree", "chain-2", "--max_new_tokens", "1500", "--device", "cpu"]
     shown = run_on_terminal(command, 160, keys=[
         ("Ctrl-D leaves", b"What is a list?\n"),
@@ -209,7 +210,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(target, tokenize
         ("plain decoding", b"/again\n"),
         (opening, CTRL_C),
         (" · stopped\x1b[0m\r\n> ", CTRL_D),  # at the prompt: before, it would be no end
-    ], forks=forks)
+    ])
     assert shown.code == 0, shown.lines
     figures = [found for found in map(FIGURES.fullmatch, shown.lines) if found]
     assert [found[2] for found in figures] == ["tree chain-2 · stopped", "plain · stopped"]

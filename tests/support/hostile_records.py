@@ -156,7 +156,7 @@ case("generated data without a token", "generated data", r"a token is missing",
      lambda at: generated(at, answer_tokens=[7, None]))
 case("prompts nested 100,000 deep", "prompts", r"prompts\.jsonl:1: it is nested too deep",
      lambda at: written(at, "own/prompts.jsonl", "[" * 100_000))
-case("prompts of half a letter", "prompts", r"surrogates",
+case("prompts of half a letter", "prompts", "unicode",
      lambda at: written(at, "own/prompts.jsonl", '{"id": "1", "turns": ["\\ud800"]}'))
 
 
