@@ -14,6 +14,9 @@ from stree.common.plain_data import read_json
 
 LARGEST = 2**31 - 1  # of a whole number in a config
 _INFINITY = {"__float__": "Infinity"}  # transformers' spelling of what JSON lacks
+_WITHOUT_IT = (  # a remedy
+    "use a checkpoint without it, or delete the key if you know that the model does without"
+)
 
 _Number = Annotated[
     float, Strict(), BeforeValidator(lambda value: math.inf if value == _INFINITY else value)
@@ -126,8 +129,8 @@ class CheckedJson(Mapping[str, Any]):
             self._read.add(name)
             value = self._given.get(name, only)
             if value != only or isinstance(value, bool) != isinstance(only, bool):  # 0 is no false
-                raise CheckpointRefused(
-                    f"{self.path} asks for {name} = {value!r:.99}; only {only!r} is supported"
+                self.refuse(
+                    f"asks for {name} = {value!r:.99}; only {only!r} is supported", _WITHOUT_IT
                 )
 
     def refuse_if_set(self, remedies: Mapping[str, str]) -> None:
@@ -152,9 +155,7 @@ class CheckedJson(Mapping[str, Any]):
             read = name in self._read or name in without_effect
             if not read and (known is None or name in known()):
                 self.refuse(
-                    f"sets {name:.99} = {value!r:.99}, which is not supported",
-                    "use a checkpoint without it, or delete the key if you know that the model "
-                    "does without",
+                    f"sets {name:.99} = {value!r:.99}, which is not supported", _WITHOUT_IT
                 )
 
 

@@ -75,20 +75,23 @@ def num_layers(values: CheckedJson) -> int:
     return count
 
 
-def layers(values: CheckedJson, known: Mapping[str, str], *names: str) -> list[str] | None:
+def layers(
+    values: CheckedJson, known: Mapping[str, str], *names: str, pattern: str = ""
+) -> list[str] | None:
     """Read the kinds of layers from keys such as `layer_types`, and translate each by `known`.
 
-    A text is a list of its letters. Several keys must agree with one another, and all with
-    num_hidden_layers. Returns None without any of the keys.
+    The key of the name `pattern` is a text, with a letter for each layer. Several keys must agree
+    with one another, and all with num_hidden_layers. Returns None without any of the keys.
     """
     said = []
     for name in names:
         kinds = values.get(name)
         if kinds is None:
             continue
-        kinds = list(kinds) if isinstance(kinds, str) else kinds
+        if name == pattern:
+            kinds = list(values.text(name))
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            values.refuse(f"has {name} = {kinds!r:.99}, wanted a list of names")
+            values.refuse(f"has {name} = {kinds!r:.99}, wanted a list of names", "copy it again")
         if other := [kind for kind in kinds if kind not in known]:
             raise CheckpointRefused(
                 f"{values.path} asks for {name} of {other[0]!r:.99}; supported are "

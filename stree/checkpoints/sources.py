@@ -128,6 +128,8 @@ def of_experts(
 
     def stacked(*tensors: Tensor) -> Tensor:
         step = len(projections)
+        if step == 1:
+            return torch.stack(tensors)
         starts = range(0, len(tensors), step)
         return torch.stack([torch.cat(tensors[start : start + step]) for start in starts])
 

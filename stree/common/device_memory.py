@@ -14,18 +14,22 @@ from pathlib import Path
 import torch
 
 from stree.common.control_groups import control_groups, lines_of
+from stree.common.errors import UsageError
 
 
 def free_memory_bytes(on_cuda: bool) -> int:
     """Return the free bytes of the current GPU, or of the host for this process.
 
-    Memory that PyTorch holds on the GPU and does not use counts as free.
+    Memory that PyTorch holds on the GPU and does not use counts as free. Raises `UsageError` where
+    the host does not say it.
     """
     if on_cuda:
         return torch.cuda.mem_get_info()[0] + _unused_bytes(torch.cuda.current_device())
     lines = lines_of(Path("/proc/meminfo"))
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return min([free, *granted_memory_bytes()])
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    if not free:
+        raise UsageError("/proc/meminfo says no MemAvailable: use Linux, with /proc mounted")
+    return min([*free, *granted_memory_bytes()])
 
 
 def _unused_bytes(device: int) -> int:

@@ -22,7 +22,8 @@ KINDS = {
     # letters of hybrid_override_pattern
     "M": "mamba", "*": "attention", "-": "mlp", "E": "experts+shared_mlp",
 }
-LAYER_KEYS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+PATTERN = "hybrid_override_pattern"
+LAYER_KEYS = ("layers_block_type", "layer_types", PATTERN)
 WORDS = {
     ".input_layernorm.": ".norm.",
     "model.embed_tokens.": "backbone.embeddings.",
@@ -56,7 +57,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         mamba_hidden_act="silu", mlp_hidden_act="relu2", attention_bias=False,
         tie_word_embeddings=False,
     )
-    layers = config_parts.layers(values, KINDS, *LAYER_KEYS)
+    layers = config_parts.layers(values, KINDS, *LAYER_KEYS, pattern=PATTERN)
     if not layers:
         values.refuse(f"has no layers, wanted one of {', '.join(LAYER_KEYS)}")
     values.set("num_hidden_layers", len(layers))

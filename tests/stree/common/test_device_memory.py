@@ -7,6 +7,7 @@ import torch
 
 from stree.common import device_memory as free_resources
 from stree.common.device_memory import free_memory_bytes, granted_memory_bytes
+from stree.common.errors import UsageError
 
 GIB = 1024**3
 
@@ -60,6 +61,12 @@ def test_the_host_has_no_more_than_its_groups_grant(monkeypatch):
     assert free_memory_bytes(False) > 7
     monkeypatch.setattr(free_resources, "granted_memory_bytes", lambda: iter([2**60, 7]))
     assert free_memory_bytes(False) == 7
+
+
+def test_a_host_that_does_not_say_its_free_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(free_resources, "lines_of", lambda path: [])
+    with pytest.raises(UsageError, match="says no MemAvailable"):
+        free_memory_bytes(False)
 
 
 def test_what_the_allocator_holds_without_using_it_is_free(monkeypatch):

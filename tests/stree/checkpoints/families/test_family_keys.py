@@ -207,6 +207,18 @@ def test_lists_of_layers_that_differ_are_refused(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"), [("granite", "layer_types"), ("nemotron", "layers_block_type")]
+)
+def test_a_text_is_no_list_of_layers(tmp_path, family, key):
+    random_reference(family, 3).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    usual = json.loads(path.read_text())
+    path.write_text(json.dumps({**usual, key: "M*M"}))
+    with pytest.raises(CheckpointRefused, match=f"{key} = 'M.*wanted a list of names: copy it"):
+        load_model(tmp_path)
+
+
 LARGE = 2**31 - 1
 
 
