@@ -304,6 +304,34 @@ class Decoder(Renamed):
         return self.batch.num_reusable(prompt)
 
 
+@overload
+def generate(
+    target: Any, inputs: Sequence[int], generation_config: Any = None, *,
+    num_return_sequences: None = None, **options: Any,
+) -> GenerationOutput: ...
+
+
+@overload
+def generate(
+    target: Any, inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
+    generation_config: Any = None, *, num_return_sequences: None = None, **options: Any,
+) -> list[GenerationOutput]: ...
+
+
+@overload
+def generate(
+    target: Any, inputs: Any, generation_config: Any = None, *,
+    num_return_sequences: int, **options: Any,
+) -> list[GenerationOutput]: ...
+
+
+@overload
+def generate(
+    target: Any, inputs: Any, generation_config: Any = None, *,
+    num_return_sequences: None = None, **options: Any,
+) -> GenerationOutput | list[GenerationOutput]: ...
+
+
 def generate(
     target: Any, inputs: Any, generation_config: Any = None, *,
     drafter: HybridModel | DrafterSpec | Drafter | None = None, tree: TokenTree | None = None,

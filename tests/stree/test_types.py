@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
-from stree import Decoder, from_transformers, load
+from stree import Decoder, from_transformers, generate, load
 from stree_kernels import ops
 
 decoder: Decoder = load("checkpoint")
@@ -26,6 +26,8 @@ reveal_type(decoder.chat("a", temperature=1.0))  # one
 reveal_type(decoder.chat(question))  # one
 reveal_type(decoder.chat(["a", question]))  # list
 reveal_type(decoder.chat("a", num_return_sequences=2, enable_thinking=False))  # list
+reveal_type(generate(decoder.target, [1, 2]))  # one
+reveal_type(generate(decoder.target, [[1, 2]]))  # list
 reveal_type(from_transformers(None).generate())  # tensor
 reveal_type(ops.current)  # known
 """
@@ -66,8 +68,12 @@ def test_an_environment_that_make_has_set_up_tells_types_anywhere(tmp_path):
 def test_a_call_that_asks_for_answers_by_number_gives_a_list():
     from toys import tiny_model
 
-    from stree import Decoder
+    from stree import Decoder, generate
 
-    decoder = Decoder(tiny_model(1), max_length=32)
-    (one,) = decoder.generate([1, 2], max_new_tokens=3, num_return_sequences=1)
-    assert one.tokens == decoder.generate([1, 2], max_new_tokens=3).tokens
+    target = tiny_model(1)
+    for door in (
+        Decoder(target, max_length=32).generate,
+        lambda *a, **k: generate(target, *a, **k),
+    ):
+        (one,) = door([1, 2], max_new_tokens=3, num_return_sequences=1)
+        assert one.tokens == door([1, 2], max_new_tokens=3).tokens
