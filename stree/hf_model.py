@@ -93,6 +93,7 @@ def from_transformers(
     """
     refuse_unknown("from_transformers", unknown)
     target = shared_model(model)
+    tree = None if tree is None else as_tree_policy(tree)  # before a drafter is loaded
     return TransformersDecoder(
         model, target, _drafter(drafter, target), tree, verifier,
         backtracking=backtracking, num_prefixes=num_prefixes,

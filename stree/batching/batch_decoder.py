@@ -35,7 +35,7 @@ from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
 from stree.common.clock import PhaseClock, Stopwatch
 from stree.common.errors import UsageError
-from stree.common.renamed import Renamed
+from stree.common.renamed import Renamed, say_renamed
 from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
@@ -92,8 +92,7 @@ class BatchDecoder(RequestServer, Renamed):
     """
 
     RENAMED: ClassVar[dict[str, str]] = {
-        "measure_costs": "measure_step_times", "modes": "tree_policy", "growth": "tree_policy",
-        "adaptive_trees": "tree_policy",
+        "measure_costs": "measure_step_times", "growth": "tree_policy",
     }
 
     def __init__(
@@ -147,6 +146,14 @@ class BatchDecoder(RequestServer, Renamed):
         models = described(self.target, self.drafter, self.tree_policy)
         size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
         return f"BatchDecoder({models}, {size}, {placed(self.target)})"
+
+    def _adaptive(self, old_name: str) -> TreePolicy | None:
+        """Return what an old name of `tree_policy` was: None for one fixed tree."""
+        say_renamed(f"BatchDecoder.{old_name}", "tree_policy", stacklevel=4)
+        return self.tree_policy if self.tree_policy.needs_step_times else None
+
+    adaptive_trees = property(lambda self: self._adaptive("adaptive_trees"))
+    modes = property(lambda self: self._adaptive("modes"))
 
     @property
     def room(self) -> MemoryReport:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from stree.common.errors import UsageError
+from stree.common.words import counted
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import PLAIN, TokenTree, as_tree
 
@@ -103,7 +104,12 @@ class TreePolicy:
             self.state = before
 
     def misfit(self, target: Any, temperature: float, num_rows: int) -> str:
-        """Return why `costs` do not hold for such steps (`StepTimes.misfit`); "" if they do."""
+        """Return why `costs` do not hold for such steps (`StepTimes.misfit`); "" if they do.
+
+        They hold for all steps of a policy that needs none.
+        """
+        if not self.needs_step_times:
+            return ""
         return self.costs.misfit(target, self.trees, temperature, num_rows)
 
     @cached_property
@@ -125,7 +131,11 @@ class TreePolicy:
         return self.name
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self})"
+        if not self.needs_step_times:
+            return f"{type(self).__name__}({self})"
+        most = self.costs.most_rows
+        measured = f"costs of up to {counted(most, 'row')}" if most else "no costs measured"
+        return f"{type(self).__name__}({self}, {measured})"
 
 
 class FixedTree(TreePolicy):
@@ -145,10 +155,6 @@ class FixedTree(TreePolicy):
     def choose(self, num_rows: int) -> TokenTree:
         """Return the tree."""
         return self.trees[0]
-
-    def misfit(self, target: Any, temperature: float, num_rows: int) -> str:
-        """Return "": nothing is chosen by step times."""
-        return ""
 
     @property
     def name(self) -> str:

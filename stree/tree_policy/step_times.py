@@ -49,8 +49,13 @@ class StepTimes:
     dtype: str = ""
     temperature: float = 0.0
 
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that was timed; 0 before any measurement."""
+        return max((rows for rows, _ in self.seconds), default=0)
+
     def __str__(self) -> str:
-        most = max((rows for rows, _ in self.seconds), default=0)
+        most = self.most_rows
         times = (
             f"{tree.name} {1e3 * seconds:.1f} ms"
             for (rows, tree), seconds in self.seconds.items() if rows == most

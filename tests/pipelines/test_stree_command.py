@@ -263,6 +263,16 @@ def test_methods_of_the_last_version_work_and_say_the_new_name():
     with pytest.warns(DeprecationWarning, match="called measure_step_times now"):
         assert decoder.measure_costs == decoder.measure_step_times
     with pytest.warns(DeprecationWarning, match="called tree_policy now"):
-        assert decoder.batch.modes is decoder.batch.tree_policy
+        assert decoder.batch.growth is decoder.batch.tree_policy
     with pytest.raises(AttributeError, match="no attribute 'mode'"):
         _ = decoder.batch.mode
+
+
+@pytest.mark.parametrize("old", ["modes", "adaptive_trees"])
+def test_old_names_of_a_choice_of_trees_are_none_for_one_tree(old):
+    target = tiny_model(1)
+    for tree in ("chain-1", "chain-1 or chain-2"):
+        batch = stree.BatchDecoder(target, target, tree, num_rows=1, max_length=32)
+        with pytest.warns(DeprecationWarning, match=f"{old} is called tree_policy now") as told:
+            assert getattr(batch, old) is (batch.tree_policy if " or " in tree else None)
+        assert told[0].filename == __file__

@@ -163,6 +163,12 @@ def test_the_other_settings_of_load(granite):
             stree.from_transformers(granite, **wrong)
 
 
+def test_an_unknown_tree_is_refused_before_the_drafter_is_loaded(granite, monkeypatch):
+    monkeypatch.setattr("stree.hf_model._drafter", lambda *_: pytest.fail("loads the drafter"))
+    with pytest.raises(UsageError, match="chian-2"):
+        stree.from_transformers(granite, "drafter", "chian-2")
+
+
 def test_a_conversation_reads_only_what_is_new(granite):
     decoder, (ids, _) = decoder_of(granite, num_prefixes=2), prompts((6,))
     options = dict(max_new_tokens=8, do_sample=False)

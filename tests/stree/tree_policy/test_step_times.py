@@ -13,6 +13,7 @@ from stree import AdaptiveTrees, StepTimes
 from stree.common.errors import BadData, CannotWrite, NotFound
 from stree.common.words import device_name
 from stree.tree_policy.adaptive import PLAIN
+from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree, as_tree
 
 OWN = TokenTree((-1, 0, 0, 1), "own")
@@ -102,3 +103,19 @@ def test_they_say_which_steps_they_are_not_of(changes, trees, temperature, num_r
     table = StepTimes(**{**vars(costs()), **changes})
     misfit = table.misfit(HERE, trees, temperature, num_rows)
     assert re.search(reason, misfit) and bool(misfit) == bool(reason)
+
+
+def test_a_policy_of_one_s_own_that_needs_no_step_times_has_no_misfit():
+    class Widest(TreePolicy):
+        needs_step_times = False
+
+    policy = Widest(["chain-1", "paper"])
+    assert policy.misfit(HERE, temperature=0.0, num_rows=1) == ""
+    assert repr(policy) == "Widest(chain-1 or paper)"
+
+
+def test_a_choice_by_step_times_says_whether_they_were_measured():
+    policy = AdaptiveTrees(["chain-1"])
+    assert repr(policy) == "AdaptiveTrees(chain-1, no costs measured)"
+    policy.costs = StepTimes({(1, PLAIN): 0.1, (4, PLAIN): 0.2})
+    assert repr(policy) == "AdaptiveTrees(chain-1, costs of up to 4 rows)"

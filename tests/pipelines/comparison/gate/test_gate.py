@@ -172,9 +172,9 @@ def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
 
 def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
     def measured(decoder, *_):
-        costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.adaptive_trees.trees}
-        decoder.adaptive_trees.costs = StepTimes(costs)
-        return decoder.adaptive_trees.costs
+        costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.tree_policy.trees}
+        decoder.tree_policy.costs = StepTimes(costs)
+        return decoder.tree_policy.costs
 
     monkeypatch.setattr(Decoder, "measure_step_times", lambda each, **_: measured(each.batch))
     judge(world, "fair", "--tree", "chain-2 or chain-3")
