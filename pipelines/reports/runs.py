@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,11 +100,11 @@ def load_runs(
     than the others, and when they have no benchmark or temperature in common.
     """
     labels = _labels([Path(folder) for folder in folders])
-    rows = {}
+    chosen = {}
     for label, path in labels.items():
         store = open_results(path)
-        chosen = settings.chosen(store.results(), shown, store.directory)
-        rows[label] = without_replaced(chosen)
+        chosen[label] = settings.chosen(store.results(), shown, store.directory)
+    rows = {label: without_replaced(each) for label, each in chosen.items()}
     settings.require_one(rows)
     notes: list[str] = []
     benchmarks = _shared("benchmark", rows, notes)
@@ -114,9 +113,11 @@ def load_runs(
     def is_shared(row: ResultRow) -> bool:
         return row.benchmark in benchmarks and row.temperature in temperatures
 
-    names = method_names([row for each in rows.values() for row in each if is_shared(row)])
+    found = [without_replaced(list(filter(is_shared, each))) for each in chosen.values()]
+    names = method_names([row for each in found for row in each])  # of the rows that load_run keeps
     runs = {label: load_run(path, shown, is_shared, names) for label, path in labels.items()}
     groups = _groups(labels, notes)
+    notes += [note for members in groups.values() if (note := _about_commits(members, runs))]
     if titles and len(titles) != len(groups):
         raise UsageError(f"--names are {len(titles)}, wanted one for each of {', '.join(groups)}")
     if len(set(titles)) < len(titles):
@@ -130,16 +131,24 @@ def load_runs(
 
 
 def _labels(paths: Sequence[Path]) -> dict[str, Path]:
-    """Name each run by its path below the folder that holds them all.
+    """Name each run by the shortest end of its path that no other has and is more than a seed.
 
     Raises UsageError for a run given twice.
     """
-    whole = [path.resolve() for path in paths]
-    for path in paths:
-        if whole.count(path.resolve()) > 1:
+    whole = [path.resolve().parts for path in paths]
+    for path, parts in zip(paths, whole, strict=True):
+        if whole.count(parts) > 1:
             raise UsageError(f"{path} is given twice")
-    holder = os.path.commonpath([path.parent for path in whole])
-    return {str(path.relative_to(holder)): given for path, given in zip(whole, paths, strict=True)}
+    return {_label(parts, whole): path for parts, path in zip(whole, paths, strict=True)}
+
+
+def _label(parts: tuple[str, ...], every: Sequence[tuple[str, ...]]) -> str:
+    for length in range(1, len(parts)):
+        end = parts[-length:]
+        label = "/".join(end)
+        if _SEED_IN_NAME.sub("", label) and [each[-length:] for each in every].count(end) == 1:
+            return label
+    return "/".join(parts)
 
 
 def _groups(labels: Mapping[str, Path], notes: list[str]) -> dict[str, list[str]]:
@@ -163,9 +172,17 @@ def _groups(labels: Mapping[str, Path], notes: list[str]) -> dict[str, list[str]
             continue
         common = {_SEED_IN_NAME.sub("", label) for label in members}
         name = common.pop() if len(members) > 1 and len(common) == 1 else ""
-        groups[members[0] if name in ("", *groups) else name] = members
+        groups[members[0] if name in ("", *groups, *labels) else name] = members
     order = list(labels)
     return dict(sorted(groups.items(), key=lambda group: order.index(group[1][0])))
+
+
+def _about_commits(members: Sequence[str], runs: Mapping[str, RunData]) -> str:
+    """Return a note on runs that are taken together, when different commits trained them."""
+    commits = dict.fromkeys(str(runs[each].command.get("git_sha"))[:12] for each in members)
+    if len(commits) < 2:
+        return ""
+    return f"{', '.join(members)} are taken together, trained by commits {', '.join(commits)}."
 
 
 def recipe_of(folder: Path) -> Recipe | None:

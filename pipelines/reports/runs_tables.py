@@ -60,9 +60,9 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
     """Make a column per run, at its last checkpoint, with the gain over the first run below."""
     columns, first = runs.columns, runs.columns[0].name
     cells = {m: [c.last(m, benchmark, temperature) for c in columns] for m in runs.methods}
-    at = [checkpoint_title(column.data, column.data.last) for column in columns]
-    lines = [("", *(column.title for column in columns)), ("Checkpoint", *at)]
-    plain = map(plain_speed, zip(*cells.values(), strict=True))
+    last = [checkpoint_title(column.data, column.data.last) for column in columns]
+    lines = [("", *(column.title for column in columns)), ("Checkpoint", *last)]
+    plain = [plain_speed(each[at] for each in cells.values()) for at in range(len(columns))]
     lines.append((f"Speed ({method_label(AUTOREGRESSIVE)})", *plain))
     for method, mine in cells.items():
         label = method_label(method)

@@ -106,14 +106,14 @@ def figures_of(cell: Cell) -> dict[str, Any]:
     }
     if not cell.samples:
         return figures
-    kept, num_cut = without_repeats(cell.samples), sum(each.num_cut for each in cell.samples)
-    answers = Answers.of([kept])
+    num_cut = sum(each.num_cut for each in cell.samples)
+    answers = Answers.of([without_repeats(each) for each in cell.seeds])
     return figures | {
         "num_ended": sum(len(each.turns) for each in cell.samples) - num_cut,
         "num_cut": num_cut,
         "num_stalled": len(stalled(cell.samples)),
         "without_repeats": {
-            "num_prompts": len(kept),
+            "num_prompts": len(answers.prompts),
             "acceptance_length": answers.value(acceptance_length),
             "speedup": answers.value(speedup),
         },

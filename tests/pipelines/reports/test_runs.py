@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -175,8 +174,60 @@ def trained_again(folder):
 
 def test_runs_of_one_recipe_and_one_seed_stand_apart(folders):
     runs = load_runs([folders[0], trained_again(folders[0]), folders[1]])
-    assert [column.name for column in runs.columns] == ["seed-0", "again", "seed-1"]
+    assert [column.name for column in runs.columns] == ["kl/seed-0", "again", "kl/seed-1"]
     assert any("with the same seed, so each has a column" in note for note in runs.notes)
+
+
+def test_a_recipe_does_not_take_the_name_of_another_run(folders, tmp_path):
+    given = [tmp_path / name for name in ("a/kl-1", "a/kl-2", "a/kl")]
+    for old, new in zip(folders, given, strict=True):
+        shutil.copytree(old, new)
+    assert [column.name for column in load_runs(given).columns] == ["kl-1", "kl"]
+
+
+def test_seeds_that_different_commits_trained_are_told(folders, tmp_path):
+    given = [tmp_path / folder.name for folder in folders[:2]]
+    for folder, new in zip(folders, given, strict=False):
+        shutil.copytree(folder, new)
+        (new / "command.json").write_text(json.dumps({"git_sha": f"{new.name}-of-the-commit"}))
+    wanted = "are taken together, trained by commits seed-0-of-th, seed-1-of-th."
+    assert [note for note in load_runs(given).notes if note.endswith(wanted)]
+    told = load_runs(folders[:2]).notes
+    assert not [note for note in told if "taken together" in note]
+
+
+def test_answers_without_repeats_are_paired_over_seeds(folders, runs):
+    row = row_of(runs, "kl", 10000, "stree")
+    assert row["without_repeats"]["num_prompts"] == row["num_prompts"]
+    assert row["without_repeats"]["acceptance_length"] == row["acceptance_length"]["value"]
+
+
+def test_runs_of_plain_decoding_alone_are_compared(folders, tmp_path):
+    given = [tmp_path / folder.name for folder in folders[1:]]
+    for folder, new in zip(folders[1:], given, strict=True):
+        shutil.copytree(folder, new)
+        results = new / "eval/results.jsonl"
+        plain = [line for line in results.read_text().splitlines() if '"autoregressive"' in line]
+        results.write_text("\n".join(plain) + "\n")
+    found = runs_tables.last_table(load_runs(given), "gsm8k", 0.0)
+    assert found.rows[-1] == ("Speed (Autoregressive)", "–", "–")
+
+
+def test_a_tree_of_a_replaced_checkpoint_has_a_name(folders, tmp_path):
+    """A path's newer content, on a benchmark that is not shared, hides nothing on a shared one."""
+    new = tmp_path / "lk"
+    shutil.copytree(folders[2], new)
+    store = ResultStore(new / "eval")
+    row = next(row for row in store.results() if (row.step, row.method) == (100, "stree"))
+    wide = row.tree.model_copy(update={"name": "wide"})
+    again = {"checkpoint": "again", "step": 7, "samples": "samples/gone.jsonl.gz"}
+    with open(new / "eval/results.jsonl", "a") as results:
+        for more in (
+            {"checkpoint_sha256": "older", "tree": wide},
+            {"checkpoint_sha256": "newer", "benchmark": "mt_bench"},
+        ):
+            results.write(row.model_copy(update=again | more).model_dump_json() + "\n")
+    assert "stree:wide" in load_runs([folders[0], new]).methods
 
 
 def test_what_is_another_recipe_is_not_a_seed(folders, tmp_path):
@@ -271,8 +322,7 @@ def test_runs_that_were_decoded_differently_are_refused_by_name(folders, tmp_pat
     for row in store.results():
         store.forget({row.key: "gone"})
         store.publish(row.model_copy(update=changes), store.samples(row))
-    holder = Path(os.path.commonpath([folders[0], other]))
-    said = said.format(folders[0].relative_to(holder), other.relative_to(holder))
+    said = said.format("kl/seed-0", "other")
     with pytest.raises(UsageError, match=re.escape(said)) as got:
         main([str(folders[0]), str(other), "--out", str(tmp_path / "out")])
     assert "\n" not in str(got.value) and not (tmp_path / "out").exists()
