@@ -43,13 +43,14 @@ class Baseline:
         Raises NotFound when there is none, and UsageError when it cannot be moved (`movable`)
         because it is no symlink.
         """
-        if movable and not os.path.islink(given):
+        path = Path(given)  # without a trailing slash, behind which a symlink is not seen
+        if movable and not path.is_symlink():
             raise UsageError(f"--promote moves a symlink, --baseline {given} is none: give one")
         if names_form(given):
-            return cls(Path(given), str(given), None)
-        folder = folder_of(Path(given))
+            return cls(path, str(given), None)
+        folder = folder_of(path)
         candidates = [path for path in (folder, folder / "eval") if (path / RESULTS_NAME).is_file()]
-        return cls(Path(given), str(folder), candidates[0] if candidates else None)
+        return cls(path, str(folder), candidates[0] if candidates else None)
 
     def measured_rows(
         self, evaluation: Evaluation, checkpoint: str, thresholds: Sequence[gate.Threshold]
@@ -129,6 +130,11 @@ def folder_of(given: Path) -> Path:
 
     Raises NotFound when there is none.
     """
+    if os.path.isfile(given):
+        raise NotFound(
+            f"{given} is a file, wanted a folder or a symlink: make a symlink to the folder "
+            f"(ln -sfn FOLDER {given})"
+        )
     folder = Path(os.path.realpath(given)) if os.path.islink(given) else given
     if not os.path.isdir(folder):
         raise NotFound(f"{given} leads to no folder ({os.path.abspath(folder)})")

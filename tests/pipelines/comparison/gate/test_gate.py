@@ -98,7 +98,7 @@ def test_a_better_checkpoint_becomes_the_baseline_only_when_told(world, tmp_path
     pointer.symlink_to(os.path.relpath(world / "drafter/fair", tmp_path))
     judge(world, "better", baseline=pointer)
     assert pointer.resolve() == world / "drafter/fair"
-    judge(world, "better", "--promote", baseline=pointer)
+    judge(world, "better", "--promote", baseline=f"{pointer}/")
     assert pointer.is_symlink() and pointer.resolve() == world / "drafter/better"
     assert "leads to it now" in summary(world)
     assert not list(tmp_path.glob(".tmp-*"))
@@ -106,6 +106,13 @@ def test_a_better_checkpoint_becomes_the_baseline_only_when_told(world, tmp_path
     with pytest.raises(gate.Regression):
         judge(world, "fair", "--promote", baseline=pointer)
     assert pointer.resolve() == world / "drafter/better"
+
+
+def test_an_older_text_file_as_pointer_is_refused_with_what_to_do(world, tmp_path):
+    pointer = tmp_path / "main"
+    pointer.write_text(f"{world}/drafter/fair\n")
+    with pytest.raises(NotFound, match="make a symlink to the folder"):
+        judge(world, "fair", "--promote", baseline=pointer)
 
 
 def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
