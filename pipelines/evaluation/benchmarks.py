@@ -30,7 +30,6 @@ PROMPT_FORMAT = (
 
 
 Text = Annotated[str, Field(pattern=r"\S")]
-Name = Annotated[str, Field(coerce_numbers_to_str=True)]
 
 
 class BenchmarkPrompt(BaseModel):
@@ -43,11 +42,21 @@ class BenchmarkPrompt(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    id: Annotated[Name, Field(min_length=1)]
-    category: Name = ""
+    id: Annotated[str, Field(min_length=1)]
+    category: str = ""
     turns: Annotated[tuple[Text, ...], Field(min_length=1)]
     history: tuple[tuple[str, Text], ...] = ()
     reference_answer: str = ""
+
+    @field_validator("id", mode="before")
+    @classmethod
+    def _id_as_text(cls, given: Any) -> Any:
+        return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+    @field_validator("category", mode="before")
+    @classmethod
+    def _category_as_text(cls, given: Any) -> str:
+        return str(given)
 
     @field_validator("history", mode="before")
     @classmethod

@@ -147,14 +147,17 @@ def add(source: Source, content: bytes, url: str, directory: Path) -> Pin:
     if pin is not None and pin.sha256 != sha256:
         raise BadData(
             f"{url} has sha256 {sha256}, the first download had {pin.sha256}; nothing was changed "
-            f"here: look at it, and delete {directory / PINS_NAME} to take it"
+            f"here: look at it, and delete the entry {source.name} of {directory / PINS_NAME} to "
+            "take it"
         )
     prompts = source.prompts(content)
     benchmark = Benchmark(source.name, tuple(parse_prompts(prompts.encode(), url)))
     if source.prompts_hash not in (None, benchmark.prompts_hash):
         raise BadData(
             f"{url} has prompts of hash {benchmark.prompts_hash}, the published results were "
-            f"measured on {source.prompts_hash}; nothing was changed here"
+            f"measured on {source.prompts_hash}; nothing was changed here: to evaluate on others, "
+            f"put them into {directory} by hand, as {source.name}.jsonl, or give the path of their "
+            "file to --benchmarks"
         )
     pins[source.name] = Pin(
         url=url, licence=source.licence, sha256=sha256, num_bytes=len(content),

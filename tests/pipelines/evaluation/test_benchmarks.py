@@ -68,6 +68,13 @@ def test_errors_show_what_a_line_looks_like(tmp_path):
         load_benchmark("absent", tmp_path)
 
 
+@pytest.mark.parametrize(("given", "text"), [("null", "None"), ('["a"]', "['a']"), ("1.5", "1.5")])
+def test_a_category_of_any_kind_is_kept_as_text(given, text, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(f'{{"id": "x", "turns": ["y"], "category": {given}}}\n')
+    assert load_benchmark(path).prompts[0].category == text
+
+
 def test_limit_takes_the_first_and_the_hash_follows_the_prompts(tmp_path):
     path = str(write(tmp_path / "b.jsonl", ROWS))
     two = load_benchmark(path, limit=2)
@@ -93,6 +100,8 @@ def test_unknown_name_lists_what_there_is(tmp_path):
         ("{", "Expecting"),
         ("[]", "valid dictionary"),
         ('{"turns": ["x"]}', "id: Field required"),
+        ('{"id": true, "turns": ["x"]}', "id: .*valid string"),
+        ('{"id": 1.5, "turns": ["x"]}', "id: .*valid string"),
         ('{"id": "x"}', "turns: Field required"),
         ('{"id": "x", "turns": []}', "turns: .*at least 1"),
         ('{"id": "x", "turns": ["ok", " "]}', "turns.1: .*match"),
