@@ -50,13 +50,18 @@ def packed_samples(label: str) -> str:
 
 
 def append_row(path: Path, row: BaseModel) -> None:
+    """Add a row as `append_line` does."""
+    append_line(path, row.model_dump_json())
+
+
+def append_line(path: Path, text: str) -> None:
     """Add one line in a single write and wait until the disk has it.
 
     A last line without a newline gets one when it is whole, and is cut off when a killed writer
     left it torn: the new row must not be glued to it. Raises CannotWrite when the disk or folder
     refuses.
     """
-    line = row.model_dump_json().encode() + b"\n"
+    line = text.encode() + b"\n"
     with reporting_refusals(path, needed_bytes=len(line), codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -78,7 +83,7 @@ def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
     if not os.path.exists(path):  # nor where a name is too long for a file
         return []
     *lines, last = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).split(b"\n")
-    if _is_json(last):
+    if is_json(last):
         lines.append(last)
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -273,14 +278,14 @@ def _end_last_line(descriptor: int) -> None:
         return
     content = os.pread(descriptor, size, 0)
     start = content.rfind(b"\n") + 1
-    if _is_json(content[start:]):
+    if is_json(content[start:]):
         os.write(descriptor, b"\n")
     else:
         os.ftruncate(descriptor, start)
 
 
-def _is_json(line: bytes) -> bool:
-    """Say whether a line is a whole JSON value; no torn part of a row is one."""
+def is_json(line: bytes) -> bool:
+    """Return True for a whole JSON value; no torn part of a row is one."""
     try:
         json.loads(line)
     except ValueError:

@@ -9,6 +9,7 @@ exist are kept: the same command goes on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from stree.tree_policy.names import TREE_POLICIES
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS
+from stree_pipelines.evaluation.result_store import append_line
 from stree_pipelines.lab.bench_report import rows_of_file
 from stree_pipelines.lab.benches.command import require_results_file
-from stree_pipelines.lab.benches.timing import save_rows
 from stree_pipelines.lab.queue.bench import QueueBench
 from stree_pipelines.lab.queue.queueing import POLICIES
 
@@ -63,13 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     require_results_file(options.out)
     out, bench = Path(options.out), QueueBench(options)
-    rows = list(rows_of_file(out)) if out.exists() else []
-    done = {row["setting_hash"] for row in rows}
+    done = {row["setting_hash"] for row in rows_of_file(out)} if out.exists() else set()
     to_go = [each for each in bench.wanted if each.hash not in done]
     bench.announce(len(to_go))
     for setting in to_go:
-        rows.append(bench.measure(setting))
-        save_rows(out, rows)
+        append_line(out, json.dumps(bench.measure(setting), ensure_ascii=False))
     print(f"{out}: bench_report.py {out.parent} makes a table of it")
 
 

@@ -19,6 +19,7 @@ from stree.common.errors import BadData, UsageError, exit_with_reason, first_lin
 from stree.common.files import write_atomically
 from stree.common.plain_data import parse_json
 from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.evaluation.result_store import is_json
 from stree_pipelines.reports.plots import add_legend, new_figure, to_svg
 from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.tables.tables import MISSING, Table
@@ -274,7 +275,9 @@ def read_rows(directory: Path) -> list[Row]:
 
 
 def rows_of_file(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    """Yield a file's rows. A last line that a killed writer left torn is none."""
+    *lines, last = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, last] if is_json(last) else lines, 1):
         try:
             row = parse_json(line)
             if "git_sha" not in row["environment"] or not _kind(row):

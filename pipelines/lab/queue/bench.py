@@ -40,6 +40,8 @@ from stree_pipelines.lab.queue.queueing import (
     serve,
 )
 
+VERSION = 2  # of rows; 1 had a row's seconds in steps for its occupancy
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -69,6 +71,7 @@ class QueueBench:
         for rate, job, name in itertools.product(options.rates, jobs, options.policies):
             policy = policy_of(options, name)
             identity = {
+                "version": VERSION,
                 "decoding": job.result_key, "policy": asdict(policy), "rate": rate,
                 "num_requests": self.num_requests,
                 "device": device_name(self.evaluation.decoders.device),
@@ -127,7 +130,7 @@ class QueueBench:
         job, policy, settings = setting.job, setting.policy, self.settings
         clears, drafter = policy.name == CLEARING, job.drafter
         return {
-            "version": 1,
+            "version": VERSION,
             "policy": policy.name,
             "queue_size": policy.queue_size if clears else None,
             "max_wait_s": policy.max_wait_s if clears else None,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -371,8 +372,9 @@ def measured(tmp_path, monkeypatch):
         ("--device", "nope"), ("--device", "meta"), ("--shape", "nope"), ("--what", "[]"),
         ("--what", "[nope]"), ("--what", "[steps]"), ("--nodes", "[]"), ("--nodes", "[0]"),
         ("--nodes", "[3000]"), ("--context", "-5"), ("--lengths", "[0]"), ("--repeats", "0"),
-        ("--taus", "[0.5]"), ("--trees", "[]"), ("--drafters", "[]"), ("--processes", "[]"),
-        ("--processes", "[0]"), ("--batch_size", "0"), ("--sequence_length", "-5"),
+        ("--what", "[orders]", "--shape", "mamba2-2.7b"), ("--trees", "[]"), ("--drafters", "[]"),
+        ("--processes", "[]"), ("--processes", "[0]"), ("--batch_size", "0"),
+        ("--sequence_length", "-5"),
         ("--steps", "2"), ("--strategies", "[nope]"), ("--more", "[--trainer.max_steps=2]"),
     ],
 )
@@ -381,6 +383,20 @@ def test_bad_options_are_refused_before_anything_runs(benchmark, options, measur
         measured(benchmark, *options)
     assert getattr(refused.value, "code", 2) == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (("--what", "[profiles]", "--nodes", "[5]"), "profiles are of 1, 16, 64 nodes"),
+        (("--what", "[steps]", "--taus", "[0.5]"), "--taus: wanted numbers of at least 1"),
+        (("--what", "[calls]", "--taus", "[0.5]"), None),
+    ],
+)
+def test_what_a_gpu_would_measure_is_checked_where_it_is_wanted(options, refused, tmp_path):
+    given = bench_decode.build_parser().parse_args([str(tmp_path / "out.jsonl"), *options])
+    with pytest.raises(UsageError, match=refused) if refused else nullcontext():
+        bench_decode.require_possible(["tiny"], given, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

@@ -185,6 +185,18 @@ def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, mo
         queue_bench.QueueBench, "measure", lambda *_: pytest.fail("its row is there")
     )
     bench_queue.main(more)
+    with open(out, "a") as file:
+        file.write('{"policy": "clear')  # torn by a kill
+    assert list(rows_of_file(out)) == again
+    monkeypatch.undo()
+    measured = []
+    monkeypatch.setattr(queue_bench, "VERSION", 3)
+    monkeypatch.setattr(
+        queue_bench.QueueBench, "measure", lambda *_: measured.append(1) or rows[0]
+    )
+    bench_queue.main(more)
+    assert len(measured) == 4, "rows of another version are others"
+    assert list(rows_of_file(out)) == [*again, *[rows[0]] * 4]
 
 
 def test_committed_rows_are_a_table(tmp_path, capsys):
