@@ -37,7 +37,7 @@ from stree_pipelines.lab import study
 from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation
-from stree_pipelines.training.run import estimates as needs
+from stree_pipelines.training.run import estimates as training_estimates
 
 # What is missing is all told at once, each with what asks for it
 
@@ -153,7 +153,7 @@ def test_time_of_the_arithmetic():
         (ModelPlan(CONFIG, CONFIG), 2, "1:00:00"),
         (ModelPlan(CONFIG, CONFIG, cached=True), 1, "1:30:00"),  # 6 of 8 operations
     ):
-        line = needs.arithmetic_line(plan, batches, 4, steps, processes)
+        line = training_estimates.arithmetic_line(plan, batches, 4, steps, processes)
         assert f"at least {time} at" in line and ("target" in line) != plan.cached
 
 
