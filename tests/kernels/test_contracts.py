@@ -1,4 +1,4 @@
-"""What follows from a mixer's dimensions and from what a stream consists of, by hand."""
+"""Sizes that follow from a mixer's dimensions and a stream's parts, worked out by hand."""
 
 from __future__ import annotations
 

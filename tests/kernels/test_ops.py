@@ -1,4 +1,4 @@
-"""Which kernels serve a call: the fused ones where they can, else plain PyTorch and one warning."""
+"""Fused kernels serve a call where they can, else plain PyTorch does, with one warning."""
 
 import importlib.util
 import inspect

@@ -32,7 +32,7 @@ def test_add_rms_norm(shape, dtype):
 
 
 def test_a_scale_in_more_bits_is_not_rounded():
-    """Of 1 + 3·2⁻⁹ bf16 makes another number, which shows in most products."""
+    """bf16 makes another number of 1 + 3·2⁻⁹, which shows in most products."""
     x = normal(1, 5, 1000, dtype=torch.bfloat16)
     scale = torch.full((1000,), 1.0 + 3 * 2**-9, device=DEVICE)
     for add_rms_norm in (naive.add_rms_norm, pointwise.add_rms_norm):

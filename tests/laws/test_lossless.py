@@ -1,4 +1,4 @@
-"""What is sampled with drafts is what plain decoding samples, token for token; mistakes are caught.
+"""Sampling with drafts gives plain decoding's tokens, each of them; mistakes are caught.
 
 The target chooses by common random numbers (`stree.verifiers.coupled`), so exactness has two parts:
 every drafter and tree gives plain decoding's tokens, and these follow the target's distribution.

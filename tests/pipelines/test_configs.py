@@ -83,7 +83,7 @@ def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
     [("mixers", "Mamba-2", "Transformer"), ("drafters-75m", "today", "Transformer")],
 )
 def test_a_transformer_s_rival_differs_in_its_mixer_only(study, recurrent, rival):
-    """As many parameters beside embedding and head, within 4 %, and all else the same."""
+    """Both have equally many parameters without embedding and head, within 4 %."""
     runs = {run.arm.name: run for run in read_study(str(CONFIGS / f"study/{study}.yaml")).runs}
     (one, first), (other, second) = (
         (options, HybridConfig.from_dict(dict(options["model"].pop("drafter"))))

@@ -1,4 +1,4 @@
-"""What the documents tell people to type runs, or is at least understood by what it calls."""
+"""Commands in documents run, or are at least understood by the program that they call."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def is_about_the_quickstart(command: Command) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """As after the quickstart's training: the clone, its corpus, and exports of a run."""
+    """Make a clone as after the quickstart's training, with its corpus and a run's exports."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("pipelines", "checkpoints", "slurm", "Makefile", "pyproject.toml"):
         (folder / name).symlink_to(REPOSITORY / name)
@@ -156,7 +156,7 @@ def test_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch, capsys)
 
 
 def test_examples_of_parts_of_one_s_own_decode_as_plainly():
-    """What the page writes: drafter, verifier, tree policy; the output is the target's."""
+    """The page's drafter, verifier and tree policy give the target's output."""
     text = (REPOSITORY / "docs/add-a-verifier.md").read_text(encoding="utf-8")
     table = torch.full((8, 8, 8), -5.0)
     for token in range(8):
@@ -236,7 +236,7 @@ def test_a_family_as_the_page_adds_one_is_transformers_own(tmp_path, monkeypatch
 
 
 def test_every_command_of_the_guides_is_known():
-    """So that a new one gets into these tests, and none falls out of them unnoticed."""
+    """A new page is in these tests, and none falls out of them unnoticed."""
     commands = [command for guide in GUIDES for command in commands_in(guide)]
     others = {command.words[:2] for command in commands if command.script is None}
     assert others == {

@@ -177,7 +177,7 @@ def test_a_file_without_end_is_given_up(server, tmp_path, monkeypatch):
 
 
 def test_without_a_connection_there_is_one_line(tmp_path, monkeypatch):
-    """Nobody listens on the port of a server that was closed."""
+    """A closed server's port refuses connections."""
     monkeypatch.setattr(fetch_benchmarks, "PAUSE_S", 0.0)
     with Server({}) as closed:
         pass

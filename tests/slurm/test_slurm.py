@@ -92,7 +92,7 @@ def wait_for_step(step: int, cluster: SlurmCluster, job: str, run_dir: Path) -> 
 
 
 def send_usr1(cluster: SlurmCluster, job: str, run_dir: Path, *options: str) -> int:
-    """What --signal=USR1@300 sends, and to whom; the step that was saved for it."""
+    """Send what --signal=USR1@300 sends; return the step that the job saves for it."""
     cluster.run("scancel", "--signal=USR1", *options, job)
     wait_until(lambda: len(checkpoints(run_dir)) == 1, lambda: cluster.output_of(job), 60)
     (saved,) = checkpoints(run_dir)

@@ -1,4 +1,4 @@
-"""What tests of `stree.load` begin with."""
+"""Fixtures of the tests of `stree.load`."""
 
 from __future__ import annotations
 

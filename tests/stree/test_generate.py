@@ -1,4 +1,4 @@
-"""What `generate`, `complete` and `chat` take: the habits of those who come from transformers."""
+"""Inputs of `generate`, `complete` and `chat`, as users of transformers give them."""
 
 from __future__ import annotations
 

@@ -136,5 +136,5 @@ def heard_by(listen):
 
 
 def is_warm_up(generation) -> bool:
-    """By the seed, which no answer has: it is a hash."""
+    """Return whether a generation is a warm-up's, whose seed no answer has: theirs is a hash."""
     return generation.seed == 0

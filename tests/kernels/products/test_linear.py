@@ -61,7 +61,7 @@ def test_linear_of_rows_that_lie_apart():
 
 @pytest.mark.gpu  # CUDA graphs
 def test_linear_in_a_graph_sees_no_memory_of_it():
-    """What stands in for a bias outlives the graph in which it was first used."""
+    """The stand-in for a bias outlives the graph in which it was first used."""
     x, weight = (normal(64, 640, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     wanted = products.linear(x, weight)
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_linear_swiglu(rows, inputs, width, dtype):
 @pytest.mark.parametrize(("inputs", "width", "rank"), [(64, 512, 8), (200, 100, 40)])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 5), (48,), (65,)], ids=str)
 def test_linear_adapted(rows, inputs, width, rank, dtype, kind):
-    """Of many rows both products and their sum are rounded, besides what SwiGLU rounds."""
+    """Both products of many rows and their sum are rounded, besides what SwiGLU rounds."""
     x, low = normal(*rows, inputs, dtype=dtype), normal(*rows, rank, seed=2, dtype=dtype)
     weight = normal(2 * width, inputs, seed=1, dtype=dtype) / inputs**0.5
     up = normal(2 * width, rank, seed=3, dtype=dtype) / rank**0.5

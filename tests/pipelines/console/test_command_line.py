@@ -1,4 +1,4 @@
-"""What all commands do alike: options in full, the one that was meant, a help of the command's own
+"""All commands do alike: options in full, the one that was meant, a help of the command's own
 options, one code for what is not there, and configs that work from any folder."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a long command shows on a terminal, and where there is none."""
+"""Progress of a long command, on a terminal and without one."""
 
 from __future__ import annotations
 

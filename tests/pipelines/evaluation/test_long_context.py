@@ -1,5 +1,4 @@
-"""The same questions after more and more text: prompts, how the data's answers are read, and what a
-report says of it."""
+"""Questions repeated after more and more text: their prompts, readings and report."""
 
 from __future__ import annotations
 

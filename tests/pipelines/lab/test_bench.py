@@ -157,7 +157,7 @@ def test_attention_by_the_order_of_nodes(monkeypatch):
 
 
 def test_decoding_on_a_cpu_beside_transformers(tmp_path):
-    """The same weights give the same tokens in both layouts, and rows have ratios by turn."""
+    """Equal weights give equal tokens in both layouts, and rows have ratios by turn."""
     shape = SimpleNamespace(
         layouts=bench_cpu.LAYOUTS, width=64, layers=2, vocabulary=97, context=5, new_tokens=7,
         repeats=2,

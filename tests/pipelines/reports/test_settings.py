@@ -119,7 +119,7 @@ def test_rows_of_two_batch_sizes_stand_in_no_one_table(run):
 
 
 def test_a_profile_keeps_batch_sizes_apart(run):
-    """What is fastest in batches is no advice for one sequence."""
+    """The fastest tree in batches is no advice for one sequence."""
     measured_again(run, batch_size=8)
     profile = profile_of(open_results(run), run, "10000")
     assert {(m.batch_size, m.method) for m in profile.measurements} == {

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code and the one line that says why."""
+"""A command ends with an exit code and one line that says why."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_destination_on_another_filesystem():
 
 
 def test_files_are_added_to_a_published_folder_in_one_step(tmp_path):
-    """Whoever opens the folder finds it before or after, whole; all else in it stays as it is."""
+    """A reader of the folder finds it before or after, whole; all else in it stays as it is."""
     publish(tmp_path / "step", b"content", manifest_extra={"step": 3})
     (tmp_path / "latest").symlink_to("step")
     (tmp_path / "step/.gitattributes").write_text("hidden")

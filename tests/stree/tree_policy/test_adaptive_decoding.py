@@ -36,7 +36,7 @@ class Counting(AdaptiveTrees):
 
 
 def test_answers_that_have_not_ended_count():
-    """Of answers that begin together, the first that end are the short ones."""
+    """The first answers that end are the short ones, if all begin together."""
     model = tiny_model(seed=1)
     policy = Counting([CHAIN], StepTimes({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
     decoder = BatchDecoder(model, model, policy, num_rows=4, max_length=128)

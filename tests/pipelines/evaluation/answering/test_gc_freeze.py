@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def nothing_left_alone():
-    """As in a command: the tests' own process leaves alone what it has imported."""
+    """A process of its own freezes what it has imported, as a command does."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     yield

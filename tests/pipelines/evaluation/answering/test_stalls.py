@@ -80,7 +80,7 @@ def test_a_plain_answer_that_waited_marks_what_is_compared_with_it():
 
 
 def test_rows_are_judged_each_by_itself():
-    """Of two rows together, one of which is three times as fast, half would be outliers."""
+    """Half would be outliers of two rows together, one of which is three times as fast."""
     fast = [each.model_copy(update={"decode_s": each.decode_s / 3}) for each in answers()]
     other = [each.model_copy(update={"benchmark": "gsm8k"}) for each in fast]
     assert stalled([*answers(), *other]) == []

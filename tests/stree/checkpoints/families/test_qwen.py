@@ -1,4 +1,4 @@
-"""What Qwen3-Next's and Qwen3.5's checkpoints have beyond what transformers writes for their text
+"""Parts of Qwen3-Next's and Qwen3.5's checkpoints that transformers does not write for their text
 models alone: published configs, vision, further heads, experts in one tensor."""
 
 import functools
