@@ -193,7 +193,7 @@ case("samples that are a gzip bomb", "report", r"unpacks to over 100 times its s
                              gzip_bomb(b"\n", 1000)))
 case("metrics of 200,000 letters", "report", r"metrics\.csv is no table",
      lambda at: with_results(at, "metrics.csv", "step,loss\n1," + "9" * 200_000 + "\n"))
-case("baseline of no name", "baseline", r"leads to no folder",
+case("baseline of no name", "baseline", r"wanted a folder or a symlink",
      lambda at: written(at, "baseline", b"runs\0elsewhere"))
 
 
