@@ -96,7 +96,7 @@ class Work:
         return sum(len(store.journalled(job.samples_name)) for job in self.pending)
 
     def describe(self, config: Mapping[str, Any], facts: Iterable[str]) -> Iterator[str]:
-        """Yield the lines of a dry run, with `facts` before those on what it takes.
+        """Yield the lines of a dry run: first `facts`, then memory and time.
 
         Raises CannotWrite when its rows do not fit on the disk and, after the last line,
         OutOfMemory when the models do not fit into memory.

@@ -12,7 +12,7 @@ from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.evaluation.sampling import OFF
 
 _TYPES = get_type_hints(EvaluationSettings)
-# Name and help; those of sampling are the last
+# Name and help; the sampling options are the last
 OPTIONS: dict[str, str] = {
     each.name: each.metadata["help"]
     for each in sorted(fields(EvaluationSettings), key=lambda each: each.name in OFF)

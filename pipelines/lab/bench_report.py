@@ -291,7 +291,7 @@ def rows_of_file(path: Path) -> Iterator[Row]:
 
 
 def _kind(row: Row) -> str:
-    """Return the kind of a row. Raises KeyError for what is none."""
+    """Return the kind of a row. Raises KeyError for an object that is no row."""
     if "op" in row:
         return "op"
     return "queue" if "policy" in row else row["what"]

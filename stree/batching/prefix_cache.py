@@ -46,7 +46,7 @@ class SavedRow:
     following: Tensor | None
 
     def load(self, row: int, cache: HybridCache, drafter: Any) -> None:
-        """Copy these copies into an empty row, those of the drafter unless it is None."""
+        """Copy these copies into an empty row, the drafter's too unless the drafter is None."""
         cache.load(self.target, row)
         if drafter is not None and self.drafter is not None:
             drafter.cache.load(self.drafter, row)

@@ -130,7 +130,7 @@ class RunningSequence:
     num_read: int = 0  # tokens of the prompt that are in the caches
     num_drafted_from: int = 0  # tokens that the drafter has read
     behind: bool = False  # whether the drafter has missed the prompt or a block
-    # The drafter's time: for the prompt, and for catching up on what it had missed
+    # The drafter's times: of the prompt, and of catching up on missed tokens
     prefill_time: Stopwatch = field(default_factory=Stopwatch)
     catch_up_time: Stopwatch = field(default_factory=Stopwatch)
     longest: int = 1  # the most tokens that the row's block has

@@ -19,7 +19,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 
 
 def shown(text: str, mark: str = "\ufffd") -> str:
-    """Replace characters that a terminal would obey, and those that reorder a line, by `mark`."""
+    """Replace control characters, and characters that reorder a line, by `mark`."""
     return _OBEYED.sub(mark, text)
 
 

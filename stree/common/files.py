@@ -383,7 +383,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 @contextmanager
 def _temporary(parent: Path) -> Iterator[Path]:
-    """Yield a path in `parent` for what is in the making; remove what is there at the end."""
+    """Yield a temporary path in `parent`; at the end remove a file or folder that is left there."""
     path = _temporary_path(parent)
     _in_use.add(path)
     try:

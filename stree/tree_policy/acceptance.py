@@ -38,7 +38,7 @@ class Acceptance:
         self.of_rows(1)
 
     def of_rows(self, num_rows: int) -> None:
-        """Let the observations of `num_rows` rows fade as those of one step."""
+        """Let observations fade by one step, in which `num_rows` rows were observed."""
         self.num_rows, self._memory = num_rows, MEMORY ** (1 / num_rows)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:

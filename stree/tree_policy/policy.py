@@ -17,7 +17,7 @@ from stree.trees.token_tree import PLAIN, TokenTree, as_tree
 class TreePolicy:
     """Choice of the tree of each step, of several trees and plain decoding.
 
-    A policy of your own overrides `choose`, and of the other methods those that it learns by.
+    A policy of your own overrides `choose`, and the methods by which it learns.
 
     Args:
         trees: Trees or their names, at least one with drafts; plain decoding is added.
@@ -93,7 +93,7 @@ class TreePolicy:
     def forgetting(self) -> Iterator[None]:
         """Forget everything inside the block, and restore it after the block.
 
-        A warm-up's answers are few, short and alike, and would be taken for those of requests. Step
+        A warm-up's answers are few, short and alike: they say nothing about requests. Step
         times that are set inside the block stay.
         """
         before = self.state

@@ -207,12 +207,12 @@ class Speeds:
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of a drafter's prefill; those of a catch-up before any prefill."""
+        """Seconds of a drafter's prefill; before any prefill, seconds of a catch-up."""
         return (self._prefills_s or self._catch_ups_s).value
 
     @property
     def catch_up_s(self) -> float:
-        """Seconds of a drafter's catch-up; those of a prefill before any catch-up."""
+        """Seconds of a drafter's catch-up; before any catch-up, seconds of a prefill."""
         return (self._catch_ups_s or self._prefills_s).value
 
     def of(self, num_rows: int) -> dict[TokenTree, float]:

@@ -101,7 +101,7 @@ def test_a_disk_too_small_for_the_run(training, tmp_path, seed, lacking):
 
 
 def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
-    """TensorBoard's rows are given up, those of metrics.csv are not."""
+    """TensorBoard's rows are given up, the rows of metrics.csv are not."""
     with mounted(tmp_path / "disk", PLENTY) as disk:
         run_dir = disk.folder / "run"
         arguments = distill_arguments(

@@ -200,7 +200,7 @@ def findings(data: RunData) -> list[LadderFindings]:
 
 
 def introduction(data: RunData) -> str:
-    """Explain the tables, and name their drafter: one of those that are there."""
+    """Explain the tables, and name the drafter that they are of."""
     if not data.last:
         return INTRO
     title, count = checkpoint_title(data, data.last), len(data.checkpoints)

@@ -95,7 +95,7 @@ def table_rows(data: RunData) -> Iterator[dict[str, Any]]:
 
 
 def figures_of(cell: Cell) -> dict[str, Any]:
-    """Return a cell's figures, how its answers ended, and figures without those that repeat."""
+    """Return a cell's figures, how its answers ended, and figures without repeating answers."""
     figures = {
         "num_prompts": cell.num_prompts,
         "acceptance_length": _interval_of(cell, "acceptance_length"),

@@ -13,7 +13,7 @@ from stree_kernels.sampling import top
 
 
 def drawn(draw, x, temperatures, count, ids=None):
-    """Return what `draw` does, the tokens and what is finite; one place is nobody's."""
+    """Return the logits, tokens and finite flags of `draw`, whose last draft has no place (-1)."""
     batch, num_nodes = x.shape[:2]
     sampling = None
     if temperatures is not None:

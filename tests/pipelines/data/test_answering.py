@@ -105,7 +105,7 @@ def test_prompts_of_benchmarks_and_of_later_turns(workspace, tmp_path):
 
 @pytest.fixture
 def generate_until(workspace, monkeypatch):
-    """Return a call that generates until so many answers are there, and is stopped then."""
+    """Return a call that generates a number of answers, and is stopped then."""
 
     def run(stop_after, out, *options):
         made = []

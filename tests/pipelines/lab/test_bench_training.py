@@ -1,4 +1,4 @@
-"""Measure steps of training, and report them beside each other."""
+"""Measure steps of training, and report them in one table."""
 
 import re
 import weakref

@@ -169,7 +169,7 @@ class OnItsWay:
 
 @pytest.mark.parametrize("on_its_way", [False, True])
 def test_no_more_is_held_than_asked_for(on_its_way):
-    """Copies whose lengths nobody has asked for count, too."""
+    """Copies count even if their lengths were never asked for."""
     target = tiny_model(1)
     decoder = BatchDecoder(target, num_rows=1, max_length=64, num_prefixes=3)
     prefixes, asked = decoder.prefixes, []

@@ -28,7 +28,7 @@ TRUTH = np.array([[0.55, 0.15, 0.08], [0.6, 0.14, 0.05], [0.62, 0.1, 0.05], [0.5
 
 
 def certain(truth) -> AcceptanceRates:
-    """Return rates of so many calls that the prior does not matter."""
+    """Return rates of enough calls to make the prior irrelevant."""
     reached = np.full(truth.shape, 10**9)
     return AcceptanceRates(reached, (truth * reached).astype(np.int64))
 
