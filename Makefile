@@ -17,13 +17,6 @@ QUICK := OMP_NUM_THREADS=1
 # many containers, or every process would compile it anew
 export PYTHONDONTWRITEBYTECODE :=
 
-# The packages under their import names. Editors and type checkers follow a path in the environment,
-# not the hook of an editable installation
-PACKAGES = mkdir -p build/packages && for each in stree:stree kernels:stree_kernels \
-  pipelines:stree_pipelines; do ln -sfn $(CURDIR)/$${each%%:*} build/packages/$${each\#\#*:}; done
-SHOW_PACKAGES = $(PACKAGES) && echo $(CURDIR)/build/packages > \
-  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stree_packages.pth"
-
 .NOTPARALLEL:  # two of them would set up the same environment
 
 .PHONY: help install quickstart chat test test-long test-gpu check docs clean
@@ -65,25 +58,21 @@ test-gpu: $(VENV)/ready-dev  ## what needs a GPU, and the kernels' tests on it
 
 check: $(VENV)/ready-dev  ## lint, types, and the rules of tests/test_house.py
 	$(BIN)/ruff check .
-	$(PACKAGES)
-	MYPYPATH=build/packages $(BIN)/mypy -p stree -p stree_kernels -p stree_pipelines
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_house.py
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable .
-	$(SHOW_PACKAGES)
 	touch $@
 
 $(VENV)/ready-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable '.[dev]'
-	$(SHOW_PACKAGES)
 	touch $@
 
 docs: $(VENV)/ready  ## the documentation as a site, in build/site/index.html
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	$(PACKAGES)
 	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment, runs, data and build folders

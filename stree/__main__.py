@@ -13,21 +13,26 @@ from stree.common.errors import UsageError, exit_with_reason
 
 
 class Entry(NamedTuple):
-    """A command: its module in `stree_pipelines`, its line of the help, and its first arguments."""
+    """A command: its module and package, its line of the help, and its first argument."""
 
     module: str
     summary: str
     subcommand: str = ""
+    package: str = "stree_pipelines.commands"
 
+
+LAB = "stree_lab"  # in a clone only
 
 COMMANDS = {
     "chat": Entry("chat", "chat with a target, and see what its drafter saves"),
     "doctor": Entry("doctor", "say what works on this machine, and what to do about the rest"),
     "corpus": Entry("corpus", "unpack the embedded corpus, Python's documentation"),
-    "tokenizer": Entry("data.tokenizer_training", "train a tokenizer"),
+    "tokenizer": Entry("tokenizer_training", "train a tokenizer", package="stree_pipelines.data"),
     "train": Entry("train_target", "train a target", "fit"),
     "distil": Entry("distill", "distil a drafter from a target", "fit"),
-    "mask": Entry("data.loss_mask", "print conversations with their loss mask"),
+    "mask": Entry(
+        "loss_mask", "print conversations with their loss mask", package="stree_pipelines.data"
+    ),
     "cache": Entry("cache_teacher", "keep a target's top-k probabilities for distillations"),
     "answers": Entry("generate_data", "let a target answer prompts, for data of its own"),
     "fetch": Entry("fetch_benchmarks", "fetch public benchmarks"),
@@ -38,10 +43,14 @@ COMMANDS = {
     "report": Entry("report", "write the tables, figures and page of a run, or of several"),
     "compare": Entry("compare", "compare drafters, trees and verifiers on one target"),
     "project": Entry(
-        "lab.project_speed", "work out what drafts are worth at another target's times"
+        "project_speed", "work out what drafts are worth at another target's times", package=LAB
     ),
-    "study": Entry("lab.study", "train drafters that differ in one thing each, and compare them"),
-    "papers": Entry("lab.paper_tables", "print the papers' tables with our numbers beside theirs"),
+    "study": Entry(
+        "study", "train drafters that differ in one thing each, and compare them", package=LAB
+    ),
+    "papers": Entry(
+        "paper_tables", "print the papers' tables with our numbers beside theirs", package=LAB
+    ),
     "gate": Entry("benchmark_checkpoint", "fail where a checkpoint is worse than its baseline"),
 }
 _WIDTH = max(map(len, COMMANDS))
@@ -76,8 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rest = [entry.subcommand, *rest]
     from stree_pipelines.console.command_line import typed_as
 
-    module = importlib.import_module(f"stree_pipelines.{entry.module}")
-    with typed_as(f"stree {name}", f"{entry.module.replace('.', '/')}.py"):
+    try:
+        module = importlib.import_module(f"{entry.package}.{entry.module}")
+    except ModuleNotFoundError as error:
+        if error.name != LAB:
+            raise
+        raise UsageError(
+            f"stree {name} needs a clone of the repository, got an installed package: in the "
+            "clone type make install, then .venv/bin/stree"
+        ) from error
+    folder = "stree_lab/" if entry.package == LAB else ""
+    with typed_as(f"stree {name}", f"{folder}{entry.module}.py"):
         module.main(rest)
 
 

@@ -19,7 +19,7 @@ from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import parse_yaml, read_text
 
 MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
-MAX_CHILDREN = 255  # of a node: one program finds a row's best (`kernels/sampling/top.py`)
+MAX_CHILDREN = 255  # of a node: one program finds a row's best (kernel `top`)
 # Forms of names that `TokenTree.load` takes
 FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
 

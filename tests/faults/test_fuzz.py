@@ -24,11 +24,11 @@ from parsed import ParseOnly
 from stree.chat_encoding import ChatEncoder
 from stree.common.errors import BadData, StreeError, UsageError
 from stree.trees.token_tree import TokenTree
-from stree_pipelines import eval_spec
+from stree_pipelines.commands import eval_spec
+from stree_pipelines.commands.distill import DistillCLI
 from stree_pipelines.data.conversations import Conversation, read_conversations
 from stree_pipelines.data.raw_rows import REASONS
 from stree_pipelines.data.tokenizer_training import train_tokenizer
-from stree_pipelines.distill import DistillCLI
 from stree_pipelines.evaluation.plan import resolve
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, read_rows

@@ -29,7 +29,7 @@ from stree.trees.token_tree import balanced
 from stree.verifiers import VERIFIERS
 from stree.verifiers.coupled import Coupled
 from stree_kernels import naive, ops
-from stree_pipelines.lab.papers.node_order import heavy_path
+from stree_lab.papers.node_order import heavy_path
 
 TREES = [
     TokenTree.chain(1), TokenTree.chain(4), TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 2)),

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from stree.common.errors import BadData, NotFound, UsageError
-from stree_pipelines.ask_conversations import main
+from stree_pipelines.commands.ask_conversations import main
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 
 

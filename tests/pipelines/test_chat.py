@@ -17,8 +17,8 @@ from stree import Decoder, GenerationConfig, TokenTree
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.prompts import chat_ids
-from stree_pipelines import chat as terminal_chat
-from stree_pipelines.chat import Chat, Words, main, typed_lines
+from stree_pipelines.commands import chat as terminal_chat
+from stree_pipelines.commands.chat import Chat, Words, main, typed_lines
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
 CTRL_D = b"\x04"

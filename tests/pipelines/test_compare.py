@@ -19,7 +19,7 @@ from stree.common.errors import UsageError
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.trees.token_tree import TokenTree
-from stree_pipelines import compare
+from stree_pipelines.commands import compare
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.arms import (
     TRIED_CHAINS,

@@ -13,9 +13,9 @@ from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.models.multi_step import require_ahead
 from stree.models.slicing import drafter_config_from, headed
-from stree_pipelines.distill import DistillCLI
-from stree_pipelines.lab.studies.plan import StudyRun, read_study
-from stree_pipelines.train_target import TargetCLI
+from stree_lab.studies.plan import StudyRun, read_study
+from stree_pipelines.commands.distill import DistillCLI
+from stree_pipelines.commands.train_target import TargetCLI
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig, default_layers

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stree.common.errors import CannotWrite
-from stree_pipelines import corpus
-from stree_pipelines.corpus import FILES, SHIPPED, unpack_corpus
+from stree_pipelines.commands import corpus
+from stree_pipelines.commands.corpus import FILES, SHIPPED, unpack_corpus
 from stree_pipelines.data.conversations import read_conversations
 
 

@@ -14,7 +14,7 @@ from tiny_run import ARCHITECTURE, make_workspace
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree_pipelines import doctor
+from stree_pipelines.commands import doctor
 from stree_pipelines.resources import machine_checks
 from stree_pipelines.resources.estimates import ModelPlan, training_memory
 

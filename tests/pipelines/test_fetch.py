@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from stree.common.errors import BadData, UsageError
-from stree_pipelines import fetch_benchmarks
+from stree_pipelines.commands import fetch_benchmarks
+from stree_pipelines.commands.fetch_benchmarks import Unreachable, fetch, main
 from stree_pipelines.evaluation import sources
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import read_rows
 from stree_pipelines.evaluation.sources import PINS_NAME, SOURCES
-from stree_pipelines.fetch_benchmarks import Unreachable, fetch, main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLISHED = REPOSITORY / "docs/results/h200-sharegpt"

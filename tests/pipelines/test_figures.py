@@ -32,11 +32,11 @@ import torch
 
 from stree import metrics
 from stree_kernels import ops
-from stree_pipelines import suggest_tree
+from stree_lab.benches import calls, models
+from stree_pipelines.commands import suggest_tree
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.lab.benches import calls, models
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs/results"

@@ -19,9 +19,9 @@ from hand_made_run import (
 from html_pages import require_self_contained
 
 from stree.common.errors import BadData, CannotWrite, UsageError
+from stree_pipelines.commands.report import main, write_report
 from stree_pipelines.evaluation.records import Divergence, Tree
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.report import main, write_report
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import POOLED, load_run
 from stree_pipelines.reports.tables import tables

@@ -13,8 +13,8 @@ from hand_made_run import make_run
 
 from stree import metrics
 from stree.common.errors import UsageError
+from stree_pipelines.commands.report import main, write_report
 from stree_pipelines.evaluation.result_store import ResultStore, write_rows
-from stree_pipelines.report import main, write_report
 from stree_pipelines.reports.run_data import POOLED, load_run
 
 

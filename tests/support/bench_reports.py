@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from stree_pipelines.lab import bench_report
-from stree_pipelines.lab.benches import models
+from stree_lab import bench_report
+from stree_lab.benches import models
 
 CPU = torch.device("cpu")
 TINY = models.OWN_SHAPES["tiny"].mixer_shape

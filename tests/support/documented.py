@@ -36,7 +36,7 @@ class Command:
         words = shlex.split(line, comments=True)
         while "=" in words[0]:
             words.pop(0)  # a variable of the environment
-        scripts = [word for word in words if re.fullmatch(r"(pipelines|slurm)/\w+\.(py|sh)", word)]
+        scripts = [word for word in words if re.fullmatch(r"(pipelines(/stree_lab)?|slurm)/\w+\.(py|sh)", word)]
         if not scripts:
             return cls(tuple(words), None, ())
         before = []
@@ -51,7 +51,9 @@ class Command:
     @property
     def main(self) -> Callable[[Sequence[str]], None]:
         assert self.script is not None
-        return importlib.import_module(f"stree_pipelines.{Path(self.script).stem}").main
+        script = Path(self.script)
+        package = "stree_lab" if script.parent.name == "stree_lab" else "stree_pipelines.commands"
+        return importlib.import_module(f"{package}.{script.stem}").main
 
 
 def commands_in(document: Path) -> list[Command]:

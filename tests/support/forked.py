@@ -157,7 +157,7 @@ def _serve() -> None:
     import torch.utils.tensorboard  # noqa: F401 (Lightning's logger imports it when it starts)
 
     for name in ("distill", "train_target", "eval_spec"):
-        importlib.import_module(f"stree_pipelines.{name}")
+        importlib.import_module(f"stree_pipelines.commands.{name}")
     from stree_pipelines.training.teachers import on_policy_check
 
     # With the defaults the check would take half the time of a tiny training.

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from stree.common.errors import BadData
-from stree_pipelines import generate_data
+from stree_pipelines.commands import generate_data
 from stree_pipelines.data.datamodule import ConversationDataModule
 
 NUM_PROMPTS, TEMPERATURES = 6, (0.0, 0.7, 1.0)

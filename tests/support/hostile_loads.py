@@ -19,7 +19,7 @@ from stree.common.errors import exit_with_reason
 from stree.speculation_profile import load_profile
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
-from stree_pipelines import distill, eval_spec, report
+from stree_pipelines.commands import distill, eval_spec, report
 from stree_pipelines.comparison.gate.baseline import Baseline
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.generated import read_answers

@@ -25,7 +25,7 @@ from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.attention import tree_attention
 from stree_kernels.contracts import CacheState
-from stree_pipelines.lab.papers.node_order import depth_first, heavy_path
+from stree_lab.papers.node_order import depth_first, heavy_path
 
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(40)]
 TREES_ON_CUDA = [

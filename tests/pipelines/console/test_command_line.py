@@ -17,7 +17,18 @@ from tiny_run import distill_arguments, make_workspace
 from stree.common.errors import NotFound, StreeError, UsageError
 from stree.generation import GenerationConfig
 from stree.tree_policy.names import TREE_POLICIES
-from stree_pipelines import (
+from stree_lab import (
+    bench_cpu,
+    bench_decode,
+    bench_kernels,
+    bench_queue,
+    bench_report,
+    bench_training,
+    paper_tables,
+    project_speed,
+    study,
+)
+from stree_pipelines.commands import (
     ask_conversations,
     benchmark_checkpoint,
     cache_teacher,
@@ -39,17 +50,6 @@ from stree_pipelines.console import command_line
 from stree_pipelines.console.command_line import input_path, suggestion
 from stree_pipelines.data import loss_mask, tokenizer_training
 from stree_pipelines.evaluation.plan import EvaluationSettings
-from stree_pipelines.lab import (
-    bench_cpu,
-    bench_decode,
-    bench_kernels,
-    bench_queue,
-    bench_report,
-    bench_training,
-    paper_tables,
-    project_speed,
-    study,
-)
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = str(REPOSITORY / "configs/distill/quickstart.yaml")
@@ -118,9 +118,10 @@ def test_every_command_is_here():
     assert {path.stem for path in with_parsers} == set(NAMES.values())
 
 
-def test_pipelines_has_commands_in_front_and_all_else_in_folders():
-    in_front = {path.stem for path in (REPOSITORY / "pipelines").glob("*.py")}
-    assert in_front - {"stree"} <= set(NAMES.values())
+def test_every_command_has_its_script():
+    scripts = {path.stem for path in (REPOSITORY / "pipelines").glob("*.py")}
+    commands = (REPOSITORY / "pipelines/stree_pipelines/commands").glob("*.py")
+    assert scripts == {path.stem for path in commands} <= set(NAMES.values())
 
 
 def test_an_evaluation_s_defaults_stand_in_one_place():
@@ -144,7 +145,8 @@ def test_only_what_trains_waits_for_the_trainer():
 
 def imported_by_command() -> Iterator[tuple[str, str]]:
     """Yield (command, module) for each module that is imported when a command starts."""
-    folders = {"stree": "stree", "stree_kernels": "kernels", "stree_pipelines": "pipelines"}
+    folders = {"stree": "stree", "stree_kernels": "kernels/stree_kernels",
+               "stree_pipelines": "pipelines/stree_pipelines", "stree_lab": "pipelines/stree_lab"}
 
     @cache
     def imports(path: Path) -> set[str]:

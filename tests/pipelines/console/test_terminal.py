@@ -11,7 +11,7 @@ from pseudo_terminal import CTRL_C, Shown, run_on_terminal
 from run_checks import steps_in
 from tiny_run import distill_arguments
 
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 
 FIGURES = re.compile(r"loss \d+\.\d{4}  acceptance 0\.\d{3}  [\d,]+ tok/s")
 BAR = re.compile(r"step (\d+)/(\d+) .*[━╸╺].* ETA (\?|[\d:]+)")

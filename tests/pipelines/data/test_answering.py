@@ -26,7 +26,7 @@ from stree.chat_encoding import encode_prompt
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import BadData, UsageError
-from stree_pipelines import generate_data
+from stree_pipelines.commands import generate_data
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data import answering
 from stree_pipelines.data.answering import seed_of

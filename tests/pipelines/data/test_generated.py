@@ -18,7 +18,7 @@ from generating import data_of, generate, refuses, rows_of
 from tiny_run import distill_arguments, metric_rows, write_conversations
 
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
-from stree_pipelines import cache_teacher, distill
+from stree_pipelines.commands import cache_teacher, distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
 

@@ -15,8 +15,8 @@ from stree.checkpoints.identity import checkpoint_sha256
 from stree.common.errors import CheckpointRefused, InvariantBroken
 from stree.decoder import Decoder
 from stree_kernels import naive
+from stree_pipelines.commands.eval_spec import main as eval_spec
 from stree_pipelines.console.command_line import typed_command
-from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.answering import decoders
 from stree_pipelines.evaluation.evaluate import require_lossless
 from stree_pipelines.evaluation.plan import prompt_seed

@@ -14,10 +14,10 @@ from tiny_evaluation import export, quiet, settings_for, tiny_model
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, InvariantBroken, UsageError
+from stree_pipelines.commands.eval_spec import build_parser
+from stree_pipelines.commands.eval_spec import main as eval_spec
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data.tokenizer_training import train_tokenizer
-from stree_pipelines.eval_spec import build_parser
-from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import resolve

@@ -16,7 +16,7 @@ from forked import wait_until
 from tiny_run import distill_arguments, make_workspace
 
 from stree.common.errors import Interrupted, UsageError
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.evaluation import launch
 from stree_pipelines.evaluation.launch import start_process, submit_job
 from stree_pipelines.training.checkpoints.export import Exports
@@ -111,7 +111,7 @@ def test_a_submission_that_fails_says_why_in_one_line(tmp_path, monkeypatch, scr
 def test_an_evaluation_process_gets_the_gpus_that_it_is_given(workspace, tmp_path, monkeypatch):
     told = tmp_path / "told"
     (tmp_path / "tells.py").write_text(TELL_ENVIRONMENT.format(path=str(told)))
-    monkeypatch.setattr(callbacks, "EVAL_SCRIPT", tmp_path / "tells.py")
+    monkeypatch.setattr(callbacks, "EVALUATION", (sys.executable, str(tmp_path / "tells.py")))
     train(workspace, tmp_path / "run", "--evaluation.mode", "process",
           "--evaluation.visible_devices", "1")
     arguments, environment = json.loads(told.read_text())

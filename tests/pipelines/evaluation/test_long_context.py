@@ -16,15 +16,15 @@ from stree.chat_encoding import chat_encoder
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import BadData, UsageError
 from stree.models.hidden_states import HiddenStateTap
-from stree_pipelines.ask_conversations import main as ask
+from stree_lab import paper_tables
+from stree_pipelines.commands.ask_conversations import main as ask
+from stree_pipelines.commands.report import write_records, write_report
 from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation.answering import drafter_readings as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import Reading, ReadingKey
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.lab import paper_tables
-from stree_pipelines.report import write_records, write_report
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.tables import by_length
 

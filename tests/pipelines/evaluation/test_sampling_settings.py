@@ -14,8 +14,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from stree.common.errors import InvariantBroken, UsageError
 from stree.decoder import Decoder
 from stree_kernels import naive
-from stree_pipelines import compare
-from stree_pipelines.eval_spec import main as eval_spec
+from stree_pipelines.commands import compare
+from stree_pipelines.commands.eval_spec import main as eval_spec
+from stree_pipelines.commands.report import main as report
 from stree_pipelines.evaluation.answering.answers import _least_change
 from stree_pipelines.evaluation.arms import comparison_of
 from stree_pipelines.evaluation.evaluate import Evaluation
@@ -23,7 +24,6 @@ from stree_pipelines.evaluation.plan import make_job, prompt_seed
 from stree_pipelines.evaluation.records import ResultRow, SampleRow, config_hash
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.evaluation.sampling import OFF, sampling_of
-from stree_pipelines.report import main as report
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.profiles.model_card import _places
 from stree_pipelines.reports.run_data import load_run, open_results

@@ -16,10 +16,10 @@ from html_pages import require_self_contained
 
 from stree import metrics
 from stree.common.errors import BadData, UsageError
+from stree_pipelines.commands.report import main, write_runs_report
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.report import main, write_runs_report
 from stree_pipelines.reports import runs_tables
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.runs import load_runs

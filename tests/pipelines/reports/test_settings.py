@@ -22,17 +22,17 @@ from hand_made_run import (
 from stree import metrics
 from stree.common.errors import UsageError
 from stree.speculation_profile import Tree
+from stree_pipelines.commands.profile_drafter import main as profile_drafter
+from stree_pipelines.commands.report import main as report
+from stree_pipelines.commands.suggest_tree import main as suggest_tree
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.evaluation.sampling import OFF
-from stree_pipelines.profile_drafter import main as profile_drafter
-from stree_pipelines.report import main as report
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.profiles.model_card import _places
 from stree_pipelines.reports.run_data import load_run, open_results
 from stree_pipelines.reports.settings import differing, setting_of
 from stree_pipelines.reports.tables.tables import table6, table6_markdown
-from stree_pipelines.suggest_tree import main as suggest_tree
 
 DEVICE = "CPU: other"
 

@@ -7,7 +7,7 @@ import html
 import pytest
 from hand_made_run import CALLS, STEPS, make_run
 
-from stree_pipelines.report import main
+from stree_pipelines.commands.report import main
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.simulation import (
     Checkpoint,

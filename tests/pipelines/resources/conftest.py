@@ -7,7 +7,7 @@ import pytest
 from dry_runs import PROMPTS, options_of
 from tiny_run import make_workspace
 
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 
 
 @pytest.fixture(scope="module")

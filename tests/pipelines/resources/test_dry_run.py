@@ -22,7 +22,8 @@ from tiny_run import ARCHITECTURE, VOCAB_SIZE
 
 from stree.common.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
 from stree.models.model import HybridModel
-from stree_pipelines import (
+from stree_lab import study
+from stree_pipelines.commands import (
     benchmark_checkpoint,
     cache_teacher,
     compare,
@@ -33,7 +34,6 @@ from stree_pipelines import (
 )
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
-from stree_pipelines.lab import study
 from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation

@@ -22,8 +22,8 @@ from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.models.slicing import drafter_config_from
-from stree_pipelines import distill, eval_spec
-from stree_pipelines.lab import bench_training
+from stree_lab import bench_training
+from stree_pipelines.commands import distill, eval_spec
 from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training import distillation

@@ -13,7 +13,7 @@ from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 
 
 @pytest.fixture(scope="module")

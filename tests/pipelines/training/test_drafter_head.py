@@ -17,7 +17,7 @@ import stree
 from stree.checkpoints.load_save import load_config, load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.data.packing import TokenTable
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.drafter_head import (

@@ -7,7 +7,7 @@ from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace
 import stree
 from stree.checkpoints.load_save import load_config
 from stree.generation import GenerationConfig
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 
 SEEDS = {"granite": 3, "nemotron": 3, "qwen3_5": 1}  # with experts
 

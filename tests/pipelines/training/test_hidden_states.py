@@ -15,7 +15,7 @@ from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
 from stree_pipelines.training.hidden_states import FeatureConfig, default_layers
 

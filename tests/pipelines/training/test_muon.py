@@ -15,7 +15,7 @@ from stree.checkpoints.load_save import load_model
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.resources.estimates import checkpoint_bytes
 from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO
 from stree_pipelines.training.distillation import Distillation

@@ -18,7 +18,7 @@ from tiny_run import distill_arguments, metric_rows
 
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import Preempted, UsageError
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 

@@ -21,7 +21,7 @@ from stree.common.errors import CannotWrite, InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.layers import mamba
 from stree.models.model import HybridModel
-from stree_pipelines import cache_teacher, distill, train_target
+from stree_pipelines.commands import cache_teacher, distill, train_target
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
 from stree_pipelines.training.losses import distillation_loss as losses

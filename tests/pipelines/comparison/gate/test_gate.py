@@ -22,8 +22,8 @@ from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.tree_policy.adaptive import PLAIN
 from stree.tree_policy.step_times import StepTimes
-from stree_pipelines.benchmark_checkpoint import build_parser
-from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
+from stree_pipelines.commands.benchmark_checkpoint import build_parser
+from stree_pipelines.commands.benchmark_checkpoint import main as benchmark_checkpoint
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.run_data import told_shares

@@ -23,9 +23,9 @@ from stree.speculation_profile import PROFILE_NAME, Tree, load_profile
 from stree.tree_policy.adaptive import PLAIN
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
+from stree_pipelines.commands.profile_drafter import main
 from stree_pipelines.evaluation.plan import form_sha256
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
-from stree_pipelines.profile_drafter import main
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import open_results
 

@@ -12,6 +12,7 @@ from stree.common.errors import UsageError
 from stree.speculation_profile import Tree
 from stree.tree_policy.names import as_tree_policy
 from stree.trees.token_tree import TokenTree, balanced
+from stree_pipelines.commands.suggest_tree import main
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.reports.profiles.tree_suggestion import (
     Acceptance,
@@ -21,7 +22,6 @@ from stree_pipelines.reports.profiles.tree_suggestion import (
     fastest,
     suggest,
 )
-from stree_pipelines.suggest_tree import main
 
 # By depth (deeper ones are as the last) and rank: a draft's chance once its parent is accepted.
 TRUTH = np.array([[0.55, 0.15, 0.08], [0.6, 0.14, 0.05], [0.62, 0.1, 0.05], [0.5, 0.2, 0.1]])

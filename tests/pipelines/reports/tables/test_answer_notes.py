@@ -10,11 +10,11 @@ from hand_made_run import make_run
 
 from stree import metrics
 from stree.common.errors import UsageError
+from stree_lab.papers.tables import made
+from stree_pipelines.commands.report import write_report
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import BaselineTiming
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.lab.papers.tables import made
-from stree_pipelines.report import write_report
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.settings import require_one_ending
 from stree_pipelines.reports.tables.answer_notes import endings, marks, repeating

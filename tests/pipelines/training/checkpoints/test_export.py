@@ -19,8 +19,8 @@ from stree.checkpoints.load_save import load_model, weights_fingerprint
 from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import CannotWrite, UsageError
 from stree.common.files import verify_manifest
-from stree_pipelines import distill
-from stree_pipelines.eval_spec import main as eval_spec
+from stree_pipelines.commands import distill
+from stree_pipelines.commands.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.training.checkpoints.export import Exports, log_spaced_steps
@@ -202,7 +202,7 @@ def test_evaluating_in_a_process_gives_the_rows_by_the_end(
 def test_an_evaluation_that_fails_is_told_and_the_training_finishes(
     workspace, tmp_path, evaluation_config, monkeypatch, capfd
 ):
-    monkeypatch.setattr(callbacks, "EVAL_SCRIPT", tmp_path / "fails.py")
+    monkeypatch.setattr(callbacks, "EVALUATION", (sys.executable, str(tmp_path / "fails.py")))
     (tmp_path / "fails.py").write_text("import sys; sys.exit(66)")
     more = ("--evaluation.mode", "process", "--evaluation.config", str(evaluation_config))
     with pytest.raises(EvaluationFailed, match="1 of its evaluations failed") as failed:
@@ -327,7 +327,3 @@ def test_random_numbers_inside_do_not_count():
         torch.manual_seed(9), np.random.seed(9), random.seed(9)
         draw()
     assert draw() == want
-
-
-def test_the_evaluation_script_is_where_the_callback_looks():
-    assert callbacks.EVAL_SCRIPT.is_file() and Path(sys.executable).is_file()

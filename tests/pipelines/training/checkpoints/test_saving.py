@@ -20,7 +20,7 @@ from lanes import quick_first
 from tiny_run import distill_arguments, metric_rows
 
 from stree.common.errors import CheckpointRefused, Interrupted, Preempted, UsageError
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.training.checkpoints.saving import (
     STATE_KEYS,
     SafeCheckpointIO,

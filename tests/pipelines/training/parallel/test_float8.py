@@ -12,7 +12,7 @@ from toys import tiny_model
 
 from stree.common.errors import UsageError
 from stree.models.model import HybridModel
-from stree_pipelines import cache_teacher, distill
+from stree_pipelines.commands import cache_teacher, distill
 from stree_pipelines.resources.estimates import held_bytes, num_parameters
 from stree_pipelines.training.parallel.float8 import (
     FLOAT8,

@@ -18,7 +18,7 @@ from tiny_run import distill_arguments, metric_rows
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import UsageError
 from stree.models.model import Layer
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.training.parallel import sharding
 from stree_pipelines.training.teachers.on_policy_check import OnPolicyCheck
 

@@ -10,7 +10,7 @@ from process_group import run_together
 from tiny_run import distill_arguments
 
 from stree.common.errors import Interrupted, InvariantBroken, NotFound
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
 from stree_pipelines.training.run.restarts import Restarts

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import wandb as lightning_wandb
 from tiny_run import distill_arguments
 
 from stree.common.errors import UsageError
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
 
 

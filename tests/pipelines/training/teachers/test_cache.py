@@ -33,7 +33,7 @@ from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CannotWrite, CheckpointRefused, UsageError
 from stree.common.files import publish_directory
-from stree_pipelines import cache_teacher, distill
+from stree_pipelines.commands import cache_teacher, distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.packing import TokenTable
 from stree_pipelines.evaluation.context import Workers

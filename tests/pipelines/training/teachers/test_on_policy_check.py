@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_run import VOCAB_SIZE, distill_arguments
 
-from stree_pipelines import distill
+from stree_pipelines.commands import distill
 from stree_pipelines.data.packing import TokenTable
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.teachers import on_policy_check

@@ -1,0 +1,1 @@
+"""Benches, studies and the papers' tables: they need a clone, and ship in no wheel."""

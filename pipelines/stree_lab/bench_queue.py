@@ -1,0 +1,76 @@
+"""Serve requests that arrive by chance; measure what each waits for, by policy and method.
+
+python pipelines/stree_lab/bench_queue.py queue.jsonl --target T --drafter D --rates 0.5 1 2
+A policy says when a request gets a row: continuous, as soon as one is free; clearing, the
+periodic-clearing queue, whose batches begin when --queue_size requests wait or the first of them
+has waited --max_wait_s. Traffic is Poisson, and the same for all policies and methods. Rows that
+exist are kept: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import stree.common.threads  # noqa: F401  (before torch is loaded)
+
+from stree.common.errors import exit_with_reason
+from stree.tree_policy.names import TREE_POLICIES
+from stree_lab.bench_report import rows_of_file
+from stree_lab.benches.command import require_results_file
+from stree_lab.queue.bench import QueueBench
+from stree_lab.queue.queueing import POLICIES
+from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
+from stree_pipelines.evaluation.plan import METHODS
+from stree_pipelines.evaluation.result_store import append_line
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser("bench_queue.py", description=__doc__)
+    add = parser.add_argument
+    add("out", type=str, help="file to write, JSON lines")
+    add("--config", action="config", help="YAML file with any of these options")
+    add("--target", type=str, required=True, help="target folder")
+    add("--drafter", type=str | None, help="drafter folder, for methods that draft")
+    add("--prompts", type=str, default=DEFAULT_BENCHMARKS[0],
+        help="a name in --benchmark_dir, or a JSONL file, whose prompts' first turns are asked in "
+        f"turn; {PROMPT_FORMAT}")
+    add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
+    add("--methods", type=str, nargs="+", default=[],
+        help=f"of {', '.join(METHODS)} (default: the first and, with a drafter, the last)")
+    add("--policies", type=str, nargs="+", default=list(POLICIES), help=", ".join(POLICIES))
+    add("--rates", type=float, nargs="+", default=[1.0], help="requests a second, on average")
+    add("--num_requests", "--num-requests", type=int, default=64, help="of a setting")
+    add("--batch_size", "--batch-size", type=int, default=8, help="rows: requests decoded at once")
+    add("--queue_size", "--queue-size", type=int | None,
+        help="of clearing: requests that clear the queue (default: as many as rows)")
+    add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
+        help="of clearing: seconds after which the first request clears it")
+    add("--tree", type=str, default="paper", help=f"of stree: {TREE_POLICIES}")
+    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="a request")
+    add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
+    add("--seed", type=int, default=0, help="of arrivals and of sampling")
+    add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
+    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
+    require_results_file(options.out)
+    out, bench = Path(options.out), QueueBench(options)
+    done = {row["setting_hash"] for row in rows_of_file(out)} if out.exists() else set()
+    to_go = [each for each in bench.wanted if each.hash not in done]
+    bench.announce(len(to_go))
+    for setting in to_go:
+        append_line(out, json.dumps(bench.measure(setting), ensure_ascii=False))
+    print(f"{out}: bench_report.py {out.parent} makes a table of it")
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

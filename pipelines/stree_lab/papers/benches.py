@@ -1,0 +1,287 @@
+"""Make the papers' tables and figures from rows of `bench_decode.py` and `bench_kernels.py`.
+
+The rows are times and bytes of random weights. The builders are as in `tables.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stree.trees.token_tree import balanced
+from stree_lab.bench_report import read_rows
+from stree_lab.benches.models import ATTENTION, OWN
+from stree_lab.papers.node_order import num_blocks
+from stree_lab.papers.order_bench import BLOCK, ORDERS, random_tree
+from stree_lab.papers.tables import LABELS, OURS, Cells, Rows, of_paper
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.reports.tables.tables import MISSING, figure
+
+CHAIN_NODES, TREE_NODES = 5, 13  # of the paper's chain and tree, roots included
+STREE_1_SHAPES = {
+    "mamba2-2.7b": "Mamba2-2.7B", "mamba2-7b": "7B", "mamba2-13b": "13B", "mamba2-23b": "23B",
+    "8b": "MambaInLlama-8B's shape",
+}
+ORDER_TREES = 10  # of which blocks are counted, for each size
+STREE_5_SHAPES = ("8b", "8b-25", "8b-0")
+SNAKES_4_SHAPES = ("mamba2-1.3b", "mamba2-2.7b", "mamba2-7b", "mamba2-13b")
+PNG = re.compile(r"png-(\d+)-(\d+)|chain-(\d+)")  # speculations and drafts; a chain is one draft
+
+Row = dict[str, Any]
+
+
+def bench_rows(folder: Path, **wanted: Any) -> list[Row]:
+    """Read the benchmark rows that have these values."""
+    rows = read_rows(folder) if folder.is_dir() else []
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def stree_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    calls = _calls(folder)
+    used, columns = [], []
+    for shape, name in STREE_1_SHAPES.items():
+        if not {CHAIN_NODES, TREE_NODES} <= calls.get(shape, {}).keys():
+            continue
+        tree, chain = calls[shape][TREE_NODES], calls[shape][CHAIN_NODES]
+        used += [tree, chain]
+        columns.append((
+            f"{name}, {OURS}", figure(_ms(tree, "us_step")),
+            *(f"{figure(_ms(call, 'us_tree'))} ({call['over_step']:.2f}x)"
+              for call in (tree, chain)),
+        ))
+    return [
+        (*line, *ours) for line, *ours in zip(paper, *columns, strict=True)
+    ], used
+
+
+def stree_figure_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    found = _calls(folder)
+    shapes = ("8b", "mamba2-2.7b")  # the paper's
+    calls = {shape: found[shape] for shape in shapes if CHAIN_NODES in found.get(shape, {})}
+    heads = [f"{shape}, {what}" for shape in calls for what in ("ms", "τ that it needs")]
+    lines: list[Cells] = [("N", *heads)]
+    for count in sorted({count for each in calls.values() for count in each}):
+        cells = []
+        for each in calls.values():
+            ms, ms_chain = (_ms(each.get(nodes), "us_tree") for nodes in (count, CHAIN_NODES))
+            cells += [figure(ms), figure(ms / ms_chain if ms and ms_chain else None, unit="×")]
+        lines.append((str(count), *cells))
+    return lines, [row for each in calls.values() for row in each.values()]
+
+
+def _calls(folder: Path) -> dict[str, dict[int, Row]]:
+    """Read the target calls after 1,024 tokens, by shape and number of nodes."""
+    calls: dict[str, dict[int, Row]] = {}
+    for row in bench_rows(folder, what="target call", context=1024):
+        calls.setdefault(row["shape"], {})[row["num_nodes"]] = row
+    return calls
+
+
+def stree_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = {
+        (row["num_beams"], row["num_steps"]): row
+        for row in bench_rows(folder, what="beams", shape="mamba2-2.7b")
+    }
+    lines: list[Cells] = [paper[0]]
+    for name, told in (("Speed", "ms a target call"), ("Memory", "GB of weights and caches")):
+        field, measured = MEASURES[name]
+        of_measure = [cells for cells in paper if cells[0] == name]
+        lines += of_paper(of_measure)
+        for _, steps, *_ in of_measure:
+            cells = [
+                figure(measured(rows.get((count, int(steps))), f"{field}_{way}"))
+                for count in (2, 3, 4, 5) for way in ("tree", "unrolled")
+            ]
+            lines.append((f"{told}, {OURS}", steps, *cells))
+    return lines, rows.values()
+
+
+def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = {
+        (row["shape"], row["method"]): row
+        for row in bench_rows(folder, what="graphs", temperature=1.0, num_rows=1)
+        if row["shape"] in STREE_5_SHAPES and row["verifier"] == "multi_step"
+    }
+    shapes = [shape for shape in STREE_5_SHAPES if (shape, AUTOREGRESSIVE) in rows]
+    lines: list[Cells] = [paper[0]]
+    for (method, label), line in zip(LABELS.items(), paper[1:], strict=True):
+        assert line[0] == label
+        cells = []
+        for at, shape in enumerate(STREE_5_SHAPES):
+            tau = line[2 + 3 * at]
+            us, us_plain = (_step_us(rows.get((shape, each))) for each in (method, AUTOREGRESSIVE))
+            if us is None or us_plain is None:
+                cells += [MISSING] * 3
+                continue
+            speed, per_tau = 1e6 * float(tau) / us, us_plain / us
+            over = "" if method == AUTOREGRESSIVE else f" ({float(tau) * per_tau:.2f}×)"
+            cells += [f"{speed:.1f}{over}", tau, f"{per_tau:.2f}" if over else "-"]
+        lines += [*of_paper([line]), (f"{label}, {OURS}", *cells)]
+    used = [row for (shape, _), row in rows.items() if shape in shapes]
+    return lines, used if len(shapes) > 1 else []
+
+
+def stree_figure_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = {row["num_nodes"]: row for row in bench_rows(folder, what="unrolled")}
+    (*labels, states, tokens, runtime), *lines_of_paper = paper
+    lines: list[Cells] = [(*labels, states, OURS, tokens, OURS, runtime, OURS)]
+    used: list[Row | None] = []
+    for depth, way, states, tokens, runtime in lines_of_paper:
+        tree = balanced([2] * (int(depth) - 1))
+        row = rows.get(tree.num_nodes)
+        leaves, computed, key = 1, tree.num_nodes, "us_tree"
+        if way == "Unrolled":
+            leaves, key = len(tree.levels[-1]), "us_unrolled"
+            computed = leaves * int(depth)
+            if row and f"{key}_multi_step" in row:
+                key = f"{key}_multi_step"
+        used.append(row)
+        ours = figure(_ms(row, key))
+        lines.append((depth, way, states, str(leaves), tokens, str(computed), runtime, ours))
+    return lines, used
+
+
+def snakes_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    keys = ("us_mamba_ssm_updates", "us_multi_step", "us_fused")
+    found = {
+        row["num_nodes"]: row for row in bench_rows(folder, op="mamba_tree", shape="8b")
+        if row["num_nodes"] <= 16 and set(keys) <= row.keys()
+    }
+    (label, *heads), *lines_of_paper = paper
+    theirs = {int(count): cells for count, *cells in lines_of_paper}
+    ours = (f"{name}, {OURS}" for name in ("SSU", "multi-step", "tree scan with conv and replay"))
+    lines: list[Cells] = [(label, *(f"{name}, paper" for name in heads), *ours)]
+    for count in sorted(theirs.keys() | found.keys()):
+        cells = (figure(_ms(found.get(count), key), form=".4f") for key in keys)
+        lines.append((str(count), *theirs.get(count, [MISSING] * 3), *cells))
+    return lines, found.values()
+
+
+def snakes_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table by shape and number of speculations, from trees that are one or several
+    drafts."""
+    found: dict[tuple[str, int], dict[int, Row]] = {}
+    for row in bench_rows(folder, what="joint", num_rows=1):
+        drafts = PNG.fullmatch(row["tree"])
+        if drafts and row["shape"] in ("8b", "mamba2-2.7b"):
+            length, count, of_one = drafts.groups()
+            found.setdefault((row["shape"], int(length or of_one)), {})[int(count or 1)] = row
+    lines = [paper[0], *of_paper(paper[1:])]
+    for (shape, length), rows in sorted(found.items()):
+        cells = [
+            figure(_ms(rows.get(count), f"us_{way}"))
+            for count in (1, 2, 3, 4) for way in ("replay", "joint")
+        ]
+        lines.append((f"{length} ({shape}), {OURS}", *cells))
+    used = [row for rows in found.values() for row in rows.values()]
+    for shape in sorted({shape for shape, _ in found}):
+        plain = [_ms(row, "us_plain") for row in used if row["shape"] == shape]
+        times = [ms for ms in plain if ms is not None]
+        if times:
+            median = figure(statistics.median(times))
+            lines.append((f"0 ({shape}), {OURS}", *[median] * 8))
+    return lines, used
+
+
+def snakes_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = {
+        row["shape"]: row
+        for row in bench_rows(folder, what="joint", num_rows=1, tree="png-6-1")
+        if row["shape"] in SNAKES_4_SHAPES
+    }
+    lines: list[Cells] = [paper[0]]
+    for name, told in (("Speed", "Speed"), ("Memory", "Weights and caches")):
+        field, measured = MEASURES[name]
+        lines += of_paper(cells for cells in paper if cells[0] == name)
+        some, none = [], []
+        for row in map(rows.get, SNAKES_4_SHAPES):
+            plain, *both = (measured(row, f"{field}_{way}") for way in ("plain", "replay", "joint"))
+            for mine in both:
+                some.append(f"{mine:.2f} ({mine / plain:.2f}×)" if mine and plain else MISSING)
+                none.append(figure(plain))
+        lines += [(f"{told}, {OURS}", "6", *some), (f"{told}, {OURS}", "0", *none)]
+    return lines, rows.values()
+
+
+def snakes_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = bench_rows(folder, what="serve")
+    titles = {"plain": "plain", "tree": "tree", "modes": "chosen"}
+    speedups = ("tree", "modes")
+    lines: list[Cells] = [(
+        "batch size", "τ", *(f"tokens/s, {title}" for title in titles.values()),
+        *(titles[way] for way in speedups),
+    )]
+    for row in sorted(rows, key=lambda row: (row["tau"], row["num_rows"])):
+        lines.append((
+            str(row["num_rows"]), f"{row['tau']:g}",
+            *(f"{row[f'tokens_per_second_{way}']:.0f}" for way in titles),
+            *(figure(row[f"speedup_{way}"], unit="×") for way in speedups),
+        ))
+    return lines, rows
+
+
+def drafters_figure_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = bench_rows(folder, what="draft_lengths")
+    contexts = sorted({row["context"] for row in rows})
+    lines: list[Cells] = [("", "", *(f"{context / 1024:g}k" for context in contexts))]
+    lengths: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row in rows:
+        drafted = row["shape"], row["drafter"], row["level_nodes"], row["tree"]
+        lengths.setdefault(drafted, {})[row["context"]] = row
+    for (_, drafter, nodes, _), found in lengths.items():
+        called = {OWN: "Mamba-2", ATTENTION: "Transformer"}.get(drafter, drafter)
+        name = f"{called}, {nodes} a level, {OURS}"
+        for what, key, unit, form in (
+            ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
+        ):
+            cells = (found[each][key] / unit if each in found else None for each in contexts)
+            lines.append((name, what, *(figure(cell, form=form) for cell in cells)))
+    return lines, rows
+
+
+def dyspec_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Count the blocks of a tree's mask that are not empty, by node order, and time attention."""
+    rows = {(row["num_nodes"], row["order"]): row for row in bench_rows(folder, what="orders")}
+    head, *lines_of_paper = paper
+    counted = (f"{name}, {OURS}" for name in ORDERS)
+    timed = (f"{name}, {OURS}, µs" for name in ORDERS)
+    lines: list[Cells] = [(*head, *counted, *timed, f"every block, {OURS}, µs")]
+    for size, *cells in lines_of_paper if rows else []:
+        trees = [random_tree(int(size), seed) for seed in range(ORDER_TREES)]
+        blocks = (
+            statistics.mean(num_blocks(order(tree), BLOCK) for tree in trees)
+            for order in ORDERS.values()
+        )
+        found = [rows.get((int(size), name)) for name in ORDERS]
+        times = [_us(row, "us_sparse") for row in found] + [_us(found[0], "us_dense")]
+        lines.append((
+            size, *cells, *(f"{each:.1f}" for each in blocks),
+            *(figure(each, form=".1f") for each in times),
+        ))
+    return lines, rows.values()
+
+
+def _us(row: Row | None, key: str) -> float | None:
+    return row[key]["median"] if row and key in row else None
+
+
+def _ms(row: Row | None, key: str) -> float | None:
+    us = _us(row, key)
+    return None if us is None else us / 1000
+
+
+def _step_us(row: Row | None) -> float | None:
+    """Return the µs of a step's graphs."""
+    target = _us(row, "us_target")
+    return None if target is None else target + (_us(row, "us_draft") or 0.0)
+
+
+def _gb(row: Row | None, key: str) -> float | None:
+    """Return the GB of a field with the weights."""
+    return (row["weight_bytes"] + row[key]) / 1e9 if row else None
+
+
+MEASURES = {"Speed": ("us", _ms), "Memory": ("cache_bytes", _gb)}  # by the papers' names

@@ -1,0 +1,1 @@
+"""Training, evaluation and comparison of drafters: what the commands of pipelines/ do."""

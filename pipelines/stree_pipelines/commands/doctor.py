@@ -1,0 +1,64 @@
+"""Say what works on this machine, and what to do about what does not.
+
+    python pipelines/doctor.py --target checkpoints/python-docs-hybrid
+
+Ends with 0 when all needed parts work: PyTorch, disk and (with --target) memory always; Triton
+wherever PyTorch sees a GPU; any other part when it is named with --need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from stree.checkpoints.load_save import load_config
+from stree.common.errors import UsageError
+from stree_pipelines.console.command_line import PlainParser, input_path
+from stree_pipelines.resources import machine_checks as machine
+
+OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
+
+
+def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> list[str]:
+    """Print a line per check and return the names of needed ones that fail.
+
+    Raises the target's own errors when its config cannot be read.
+    """
+    config = load_config(target) if target is not None else None
+    checks: dict[str, Callable[[], str]] = {
+        "torch": machine.check_torch,
+        "cuda": machine.check_cuda,
+        "triton": machine.check_triton,
+        "mamba-ssm": machine.check_mamba_ssm,
+        "nccl": partial(machine.check_backend, "nccl"),
+        "gloo": partial(machine.check_backend, "gloo"),
+        "slurm": machine.check_slurm,
+        "disk": partial(machine.check_disk, Path(run_dir), config),
+    }
+    if config is not None:
+        checks["memory"] = partial(machine.check_memory, config)
+    needed = {"torch", "disk", "memory", *need, *(["triton"] if machine.HAS_CUDA else [])}
+    failed = []
+    for name, look in checks.items():
+        try:
+            print(f"ok    {name:10} {look()}")
+        except machine.Absent as absent:
+            mark = "FAILS" if name in needed else "-    "
+            print(f"{mark} {name:10} {absent.found}: {absent.advice}")
+            failed += [name] * (name in needed)
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = PlainParser("doctor.py", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--target", help="target folder: is there memory and disk for distilling from it?")
+    add("--run_dir", "--run-dir", default="runs", help="where runs are to be kept (default: runs)")
+    add("--need", nargs="+", default=[], choices=OPTIONAL, help="what must work here, too")
+    options = parser.parse_args(arguments)
+    target = options.target and input_path(options.target)
+    failed = examine(target, options.run_dir, tuple(options.need))
+    if failed:
+        raise UsageError(f"needed here, and not working: {', '.join(failed)} (see above)")
+    print("Everything that is needed works.")

@@ -1,0 +1,287 @@
+"""Let a target answer prompts itself: text of the kind that a drafter meets when it drafts.
+
+    python pipelines/generate_data.py --target checkpoints/python-docs-hybrid \\
+        --drafter runs/quickstart/drafter/latest --prompts data/python-docs/train.jsonl \\
+        --samples 2 --temperatures 0 1 --out data/own
+    python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
+        --data.train data/own --run_dir runs/own
+
+The drafter speeds the target up and does not change its answers. The same command again goes on
+where it was stopped; several processes (accelerate launch, torchrun, srun) share the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import stree.common.threads  # noqa: F401  (before torch is loaded)
+
+import torch
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.step_timing import context_of, room_to_time
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
+from stree.common.errors import UsageError
+from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+from stree.drafters.model import ModelDrafterSpec
+from stree.drafters.names import DRAFTERS, DrafterName
+from stree.drafters.ngram import NGram
+from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
+from stree.tree_policy.policy import FixedTree, TreePolicy
+from stree.trees.token_tree import TokenTree
+from stree.verifiers import VERIFIERS, named, require_tree
+from stree_pipelines.console.command_line import CommandParser, input_path
+from stree_pipelines.console.input_checks import drafter as drafter_there
+from stree_pipelines.console.input_checks import folder, require_there, source, template
+from stree_pipelines.console.input_checks import tree as tree_there
+from stree_pipelines.console.progress import EvaluationProgress, measured_step_times
+from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
+from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
+from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
+from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
+from stree_pipelines.resources.estimates import (
+    MemoryEstimate,
+    cache_bytes,
+    head_in_8_bits_bytes,
+    model_line,
+    num_parameters,
+    require_disk,
+    require_writable,
+)
+
+SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
+
+
+def build_parser() -> CommandParser:
+    """Make the parser; each option is also a key of the YAML file given with --config."""
+    parser = CommandParser("generate_data.py", description=__doc__)
+    add = parser.add_argument
+    add("--config", action="config", help="YAML file with any of these options")
+    add("--target", type=str, required=True, help="folder of the target")
+    add("--drafter", type=str | None, help=f"{DRAFTERS} (default: plain decoding)")
+    add("--prompts", type=str, required=True,
+        help="conversations as distill.py reads them (their own answers are left out), or JSONL of "
+        "benchmark prompts")
+    add("--out", type=str, required=True, help="folder of the answers")
+    add("--turn", type=str, choices=["first", "last"], default="first",
+        help="which answer of a conversation the target gives")
+    add("--limit", type=int | None, help="first so many prompts (default: all)")
+    add("--samples", type=int, default=1, help="answers to each prompt")
+    add("--temperatures", type=float, nargs="+", default=[1.0],
+        help="of the samples of a prompt, in turn; 0 is greedy")
+    add("--top_k", "--top-k", type=int, default=0, help="0 for all tokens")
+    add("--top_p", "--top-p", type=float, default=1.0, help="1 for all tokens")
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
+    add("--max_length", "--max-length", type=int, default=2048,
+        help="tokens of prompt and answer; longer prompts are left out")
+    add("--tree", type=str, default="paper", help=f"that the drafter fills: {TREE_POLICIES}")
+    add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
+    add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
+    add("--chat_template", "--chat-template", type=str | None,
+        help="name or .jinja file (default: the tokenizer's own)")
+    add("--seed", type=int, default=0, help="of sampling, together with prompt and sample")
+    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--shard_samples", "--shard-samples", type=int, default=1024,
+        help="answers in a shard: what a kill loses at most")
+    add("--compare", type=int, default=16,
+        help="answers on which the drafter's gain in speed is measured first, or 0")
+    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments).as_dict()
+    for name in ("target", "drafter", "prompts", "chat_template"):
+        options[name] = options[name] and input_path(options[name])
+    workers = Workers.unconnected()
+    progress = EvaluationProgress(enabled=workers.is_main)
+    generation = plan(options, progress)
+    spec, missing = generation.spec, generation.missing()
+    progress.say(
+        f"{options['out']}: {spec.num_prompts:,} prompts, {spec.samples} answers each; "
+        f"{spec.num_shards - len(missing)} of {spec.num_shards} shards are there"
+    )
+    device, dtype = pick_device(options["device"]), pick_dtype(options["dtype"])
+    if options["dry_run"]:
+        require_writable(options["out"])
+        describe(options, generation, device.type == "cuda", dtype)
+        return
+    if not missing:
+        return
+
+    def say_waiting() -> None:
+        EvaluationProgress().say(f"waiting for another command that fills {options['out']}")
+
+    with workers.locked(generation.folder, say_waiting):
+        generation.require_same_data()  # as the other command left it
+        if generation.missing():
+            fill(options, generation, workers, progress)
+
+
+def fill(
+    options: dict[str, Any], generation: Generation, workers: Workers, progress: EvaluationProgress
+) -> None:
+    """Load the models and write this worker's share of what is missing in the folder."""
+    spec = generation.spec
+    device, dtype = pick_device(options["device"]), pick_dtype(options["dtype"])
+    tokenizer = load_tokenizer(options["target"])
+    target = load_model(options["target"], device, dtype)
+    drafter = None
+    if options["drafter"] is not None:
+        drafter = load_drafter(options["drafter"], device, dtype, tokenizer)
+    sizes: dict[str, Any] = dict(
+        num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
+    )
+    decoder = BatchDecoder(target, drafter, generation.tree_policy, verifier=spec.verifier, **sizes)
+    progress.say(str(decoder.room))
+    made_with: dict[str, Any] = {
+        **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
+    }
+    if decoder.tree_policy.needs_step_times:
+        hottest = max(range(spec.samples), key=spec.temperature)
+        settings = generation.request(hottest).generation
+        costs = measured_step_times(decoder, str(decoder.tree_policy), settings, progress.say)
+        made_with["measuring_costs_s"] = costs.took_s
+    if drafter is not None and options["compare"] > 0 and workers.is_main:
+        plain = BatchDecoder(target, **sizes)
+        ways = generation.compare(decoder, plain, options["compare"])
+        del plain
+        progress.say(comparison_line(*ways))
+        made_with["compared"] = {
+            name: asdict(each) for name, each in zip(("speculation", "plain"), ways, strict=True)
+        }
+    tally = generation.write(decoder, workers, made_with, progress)
+    share = f" by process {workers.rank} of {workers.count}" if workers.count > 1 else ""
+    made = (
+        f"{options['out']}: {tally.num_tokens:,} tokens in {tally.seconds:.0f} s{share}, "
+        f"{tally.tokens_per_second:,.0f} a second, τ {tally.acceptance_length:.2f}"
+    )
+    if left := len(generation.missing()):
+        progress.say(f"{made}; {left} shards are others', the last of whom tells the whole")
+        return
+    # The last process to end, which need not be the one that shows progress
+    EvaluationProgress().say(
+        f"{made}; all {spec.num_shards} shards are there, of "
+        f"{num_answer_tokens(generation.folder, spec):,} tokens"
+    )
+
+
+def load_drafter(
+    called: str, device: torch.device, dtype: torch.dtype, tokenizer: Any
+) -> ModelDrafterSpec | NGram | CrossTokenizerSpec:
+    name = DrafterName.parse(called)
+    model = None if name.folder is None else load_model(name.folder, device, dtype)
+    return name.make(model, tokenizer)
+
+
+def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
+    """Plan the generation; everything that can be refused is refused here, before a model loads."""
+    if options["compare"] < 0:
+        raise UsageError(f"compare is {options['compare']}, wanted 0 or more")
+    if options["limit"] is not None and options["limit"] < 1:
+        raise UsageError(f"limit is {options['limit']}, wanted at least 1 prompt")
+    target, drafter = options["target"], options["drafter"]
+    require_there([
+        folder("--target", target),
+        *([] if drafter is None else drafter_there("--drafter", drafter)),
+        source("--prompts", options["prompts"]), tree_there("--tree", options["tree"]),
+        template("--chat_template", options["chat_template"]),
+    ])
+    config = load_config(target)
+    tokenizer = load_tokenizer(target)
+    tree_policy: TreePolicy = FixedTree(TokenTree.chain(0, "root"))
+    identity, verifier = None, GenerationSpec.verifier
+    if drafter is not None:
+        identity, verifier = DrafterIdentity.at(drafter), options["verifier"]
+        identity.require_fit(target)
+        for remark in identity.remarks(target, options["max_length"]):
+            progress.say(remark)
+        tree_policy = as_tree_policy(options["tree"], input_path)
+        tosses = not getattr(named(verifier), "any_dynamic_tree", False)
+        if tree_policy.needs_step_times and tosses and max(options["temperatures"]) > 0:
+            raise UsageError(
+                f"--verifier {verifier} tosses coins by the tree of a step, which "
+                f"--tree {tree_policy} chooses by what other rows do, so answers would "
+                "differ by --num_rows: take the verifier coupled, or name one tree"
+            )
+        for each in tree_policy.trees:
+            require_tree(named(verifier), each)
+        require_fillable(tree_of(tree_policy), identity.name)
+    deepest = tree_policy.deepest
+    prompts = read_prompts(
+        options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
+    )
+    room = min(options["max_length"], config.num_positions or options["max_length"])
+    kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)
+    if tree_policy.needs_step_times and room_to_time(deepest, room, context_of(room)) < 1:
+        raise UsageError(
+            f"--tree {tree_policy} is chosen by measured costs, and {room} tokens "
+            f"are too few to time steps of {deepest} in: raise --max_length, "
+            "or name one tree or shallower ones"
+        )
+    if len(kept) < len(prompts):
+        progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
+    tree = tree_of(tree_policy)
+    spec = GenerationSpec(
+        target_sha256=checkpoint_sha256(target),
+        drafter_sha256=None if identity is None else identity.sha256,
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        vocab_size=config.vocab_size,
+        prompts_sha256=prompts_sha256(kept),
+        num_prompts=len(kept),
+        temperatures=tuple(options["temperatures"]),
+        tree=f"{tree.name} {tree.parents}",
+        verifier=verifier,
+        **{name: options[name] for name in (
+            "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
+        )},
+    )
+    generation = Generation(options["out"], spec, kept, tree_policy)
+    for sample in range(min(spec.samples, len(spec.temperatures))):
+        generation.request(sample)  # refuses settings that no decoding could use
+    return generation
+
+
+def describe(
+    options: dict[str, Any], generation: Generation, on_cuda: bool, dtype: torch.dtype
+) -> None:
+    """Print the memory and disk it takes; raises CannotWrite or OutOfMemory when there is too
+    little."""
+    spec, tree_policy = generation.spec, generation.tree_policy
+    nodes = tree_policy.largest.num_nodes
+    drafter = DrafterName.parse(options["drafter"] or "ngram")
+    folders = {"target": options["target"], "drafter": drafter.folder}
+    models = {name: load_config(each) for name, each in folders.items() if each}
+    parts: dict[str, int] = {}
+    for name, config in models.items():
+        print(model_line(name, config))
+        parts[name] = dtype.itemsize * num_parameters(config)
+        rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
+        parts[f"{name}'s caches"] = rows
+    if drafter.float8:
+        parts["head in 8 bits"] = head_in_8_bits_bytes(models["drafter"])
+    if options["drafter"] and options["compare"]:
+        plain = cache_bytes(models["target"], options["max_length"], 1, dtype)
+        parts["plain decoding's caches"] = plain * options["num_rows"]
+    memory = MemoryEstimate(parts, on_cuda)
+    print(memory)
+    ids = sum(len(each.tokens) for each in generation.prompts) * spec.samples
+    most = 4 * (ids + spec.num_samples * spec.max_new_tokens)
+    print(require_disk(options["out"], {"answers, uncompressed, at most": most}), flush=True)
+    memory.require(SMALLER)
+
+
+def comparison_line(speculation: Tally, plain: Tally) -> str:
+    ratio = speculation.tokens_per_second / plain.tokens_per_second
+    line = (
+        f"on a sample: {speculation.tokens_per_second:,.0f} tokens/s with the drafter (τ "
+        f"{speculation.acceptance_length:.2f}), {plain.tokens_per_second:,.0f} without, "
+        f"{ratio:.2f}×"
+    )
+    if ratio < 1:
+        return f"{line}: leave --drafter out, plain decoding is faster here"
+    return line
