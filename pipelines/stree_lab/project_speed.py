@@ -1,6 +1,6 @@
 """Project a comparison's accepted drafts to another target's step times.
 
-    cd docs/results; python ../../pipelines/lab/project_speed.py h200-policies/features \
+    cd docs/results; python ../../pipelines/stree_lab/project_speed.py h200-policies/features \
         --times h200-policies/features/8b-calls.jsonl h200-step/5237370/8b-large.jsonl
 
 Prints the best chain, each fixed tree and a choice by cost for every benchmark, as speed-ups over

@@ -245,7 +245,8 @@ def test_every_command_of_the_guides_is_known():
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
     for name, entry in COMMANDS.items():
-        script = entry.module.replace(".", "/")
+        script = f"{entry.package}.{entry.module}".replace(".", "/")
+        script = script.removeprefix("stree_pipelines/commands/")
         assert f"| `stree {name}` | `pipelines/{script}.py` | {entry.summary} |" in page
 
 

@@ -227,7 +227,7 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
         "--benchmarks starter --tree configs/trees/paper.yaml --limit 1 --max_new_tokens 4 "
         "--temperatures 0 --out eval"
     )
-    typed = ("doctor", "corpus data", "papers --list", evaluation, "report eval")
+    typed = ("doctor", "corpus data", evaluation, "report eval")
     told = run(str(installed / "python"), "-c", SESSION, *typed)
     assert "Everything that is needed works." in told
     assert all(Path(each).is_relative_to(installed.parent) for each in told.splitlines()[-3:])
@@ -236,6 +236,12 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
     }
     assert (empty / "eval/report.html").is_file()
     assert (empty / "data/train.jsonl").is_file()
+    refused = subprocess.run(
+        [str(installed / "stree"), "papers", "--list"],
+        cwd=empty, env=environment, capture_output=True, text=True, check=False,
+    )
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "stree papers needs a clone of the repository" in refused.stderr
 
 
 @pytest.mark.parametrize(

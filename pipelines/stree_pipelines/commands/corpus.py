@@ -14,7 +14,7 @@ from pathlib import Path
 from stree.common.files import write_atomically
 from stree_pipelines.console.command_line import PlainParser
 
-SHIPPED = Path(__file__).parent / "data/python_docs"
+SHIPPED = Path(__file__).parents[1] / "data/python_docs"
 FILES = {
     "train.jsonl": "training conversations",
     "valid.jsonl": "validation conversations",

@@ -142,7 +142,7 @@ def test_an_evaluation_process_is_alone_whatever_its_training_was_launched_by(
         monkeypatch.setenv(name, value)
     told = tmp_path / "told"
     (tmp_path / "tells.py").write_text(TELL_ENVIRONMENT.format(path=str(told)))
-    assert start_process(tmp_path / "tells.py", [], None).wait() == 0
+    assert start_process([sys.executable, str(tmp_path / "tells.py")], [], None).wait() == 0
     _, environment = json.loads(told.read_text())
     assert not environment.keys() & PLACE.keys() and environment["CUDA_VISIBLE_DEVICES"] == "5"
 
@@ -153,8 +153,8 @@ def test_an_evaluation_process_ends_when_its_training_is_killed(tmp_path):
         f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
     )
     starting = (
-        "import pathlib, time; from stree_pipelines.evaluation.launch import start_process; "
-        f"start_process(pathlib.Path({str(script)!r}), [], None); time.sleep(120)"
+        "import sys, time; from stree_pipelines.evaluation.launch import start_process; "
+        f"start_process([sys.executable, {str(script)!r}], [], None); time.sleep(120)"
     )
     parent = subprocess.Popen([sys.executable, "-c", starting])
     wait_until(lambda: told.is_file() and told.read_text(), lambda: "the child's number")

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-import stree.common.errors
+import stree
 from stree.common.errors import BadData, one_line
 
 # In the package's place an empty one: what it imports takes more than a second, and is not needed.
 SCRIPT = f"""
 import atexit, sys, types
 sys.modules["stree"] = types.ModuleType("stree")
-sys.modules["stree"].__path__ = [{os.path.dirname(stree.common.errors.__file__)!r}]
+sys.modules["stree"].__path__ = [{os.path.dirname(stree.__file__)!r}]
 from stree.common.errors import CheckpointRefused, exit_with_reason
 atexit.register(lambda: print("shut down", flush=True))
 def main():
