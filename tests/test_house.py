@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "stree", "kernels/stree_kernels", "pipelines/stree_pipelines", "pipelines/stree_lab"
 )
-COMMANDS = ROOT / "pipelines/stree_pipelines/commands"  # one module a command, however many there are
+COMMANDS = ROOT / "pipelines/stree_pipelines/commands"  # one module for each command
 LAB = "stree_lab"
 MOST_MODULES = 12
 FORBIDDEN = re.compile(

@@ -20,6 +20,7 @@ JOB_SCRIPTS = {
     "slurm/eval_spec.sh": ("pipelines/eval_spec.py", []),
     "slurm/benchmark_checkpoint.sh": ("pipelines/benchmark_checkpoint.py", []),
 }
+SCRIPT = re.compile(r"(pipelines(/stree_lab)?|slurm)/\w+\.(py|sh)")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Command:
         words = shlex.split(line, comments=True)
         while "=" in words[0]:
             words.pop(0)  # a variable of the environment
-        scripts = [word for word in words if re.fullmatch(r"(pipelines(/stree_lab)?|slurm)/\w+\.(py|sh)", word)]
+        scripts = [word for word in words if SCRIPT.fullmatch(word)]
         if not scripts:
             return cls(tuple(words), None, ())
         before = []

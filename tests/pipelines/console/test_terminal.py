@@ -7,11 +7,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from forked import DISTILL
 from pseudo_terminal import CTRL_C, Shown, run_on_terminal
 from run_checks import steps_in
 from tiny_run import distill_arguments
-
-from stree_pipelines.commands import distill
 
 FIGURES = re.compile(r"loss \d+\.\d{4}  acceptance 0\.\d{3}  [\d,]+ tok/s")
 BAR = re.compile(r"step (\d+)/(\d+) .*[━╸╺].* ETA (\?|[\d:]+)")
@@ -21,7 +20,7 @@ def on_terminal(workspace: Path, run_dir: Path, steps: int) -> list[str]:
     """Return the command as it is typed, which decides itself if there is a bar."""
     arguments = distill_arguments(workspace, run_dir, steps=steps)
     at = arguments.index("--trainer.enable_progress_bar")
-    return [sys.executable, distill.__file__, *arguments[:at], *arguments[at + 2 :]]
+    return [sys.executable, str(DISTILL), *arguments[:at], *arguments[at + 2 :]]
 
 
 def bars_of(shown: Shown, columns: int) -> list[re.Match[str]]:

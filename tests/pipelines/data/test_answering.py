@@ -161,7 +161,7 @@ def test_killed_for_good_it_goes_on(workspace, tmp_path):
     small = ("--shard_samples", "1")
     whole, killed = generate(workspace, tmp_path / "whole", *small), tmp_path / "killed"
     running = subprocess.Popen(
-        [sys.executable, generate_data.__file__, *arguments(workspace, killed, *small)],
+        [sys.executable, "-m", "stree", "answers", *arguments(workspace, killed, *small)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 200
