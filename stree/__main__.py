@@ -33,7 +33,6 @@ COMMANDS = {
     "mask": Entry(
         "loss_mask", "print conversations with their loss mask", package="stree_pipelines.data"
     ),
-    "cache": Entry("cache_teacher", "keep a target's top-k probabilities for distillations"),
     "answers": Entry("generate_data", "let a target answer prompts, for data of its own"),
     "fetch": Entry("fetch_benchmarks", "fetch public benchmarks"),
     "ask": Entry("ask_conversations", "write prompts from conversations held out of training"),

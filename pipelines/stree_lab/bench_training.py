@@ -4,12 +4,11 @@
 
     python pipelines/stree_lab/bench_training.py runs/bench/8b.jsonl --what "[step]" --shape 8b \
         --recipe configs/distill/llama3.1-8b.yaml --batch_size 2 --sequence_length 2048 --steps 6 \
-        --more "[--model.optimizer.kind=muon]" --teacher "[live,cached]"
+        --more "[--model.optimizer.kind=muon]"
 
 Target and data are random. All runs have the same rows per step in the same micro-batches; a
 process alone accumulates the share of several, so that their losses should be one curve. `step`
-times one training step of a recipe in its parts, with its memory and its share of the GPU's peak;
-the target runs, too, or its outputs come from a teacher cache, which has no features.
+times one training step of a recipe in its parts, with its memory and its share of the GPU's peak.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from stree_lab.benches.command import (
 )
 from stree_lab.benches.models import OWN_SHAPES, random_model
 from stree_lab.benches.timing import Row, spread
-from stree_lab.benches.training_step import TEACHERS, TeacherKind, step_row
+from stree_lab.benches.training_step import step_row
 from stree_pipelines.commands import distill
 from stree_pipelines.console.command_line import CommandParser, read_yaml
 from stree_pipelines.data.tokenizer_training import train_tokenizer
@@ -51,7 +50,6 @@ from stree_pipelines.training.run.parser import TrainingParser
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
-FROM_A_CACHE = {"target_dtype": "bfloat16", "features": None}  # overrides of any recipe
 ALONE = ("auto", 1)
 TESTS = {  # by measurement
     "processes": ["pipelines/training/losses", "pipelines/training/parallel/test_scaling.py"],
@@ -108,34 +106,26 @@ def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
 
 
 def measure_step(options: Any, device: torch.device) -> Iterator[Row]:
-    """Yield a row per teacher: a step of a recipe with a target of this shape.
+    """Yield the row of a step of a recipe with a target of this shape.
 
     Layers are compiled on a GPU.
     """
-    file = options.recipe and Path(options.recipe).stem
-    for teacher in options.teacher:
-        model = recipe(options, teacher)
-        row = step_row(
-            TARGETS[options.shape], teacher, options.batch_size, options.sequence_length,
-            options.steps, device, **{**model, "compile_layers": device.type == "cuda"},
-        )
-        features = model["features"]
-        unread = tuple(f"--model.{name}" for name in FROM_A_CACHE)
-        yield dict(
-            shape=options.shape, recipe=file,
-            options=[
-                each for each in _of_model(options.more)
-                if teacher == "live" or not each.startswith(unread)
-            ],
-            features=features.layers if features else [], **row,
-        )
+    model = recipe(options)
+    row = step_row(
+        TARGETS[options.shape], options.batch_size, options.sequence_length, options.steps, device,
+        **{**model, "compile_layers": device.type == "cuda"},
+    )
+    features = model["features"]
+    yield dict(
+        shape=options.shape, recipe=options.recipe and Path(options.recipe).stem,
+        options=_of_model(options.more), features=features.layers if features else [], **row,
+    )
 
 
-def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
+def recipe(options: Any) -> dict[str, Any]:
     """Return the options of `Distillation` in a config of distill.py, overridden by `more`.
 
-    Missing options have their defaults. The random target is in bf16 when they say fp32. With a
-    cached teacher there are no features.
+    Missing options have their defaults. The random target is in bf16 when they say fp32.
     """
     content = read_yaml(Path(options.recipe)) if options.recipe else {"model": {}}
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
@@ -147,8 +137,6 @@ def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
     as_given = (lambda _, **options: options, Distillation, False)
     found: dict[str, Any] = parser.instantiate(given, instantiators=[as_given]).model
     del found["target"]
-    if teacher == "cached":
-        return {**found, **FROM_A_CACHE}
     if found["target_dtype"] == "float32":
         found["target_dtype"] = "bfloat16"
     return found
@@ -191,7 +179,6 @@ def build_parser() -> CommandParser:
     add("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
     add("--what", type=list[str], default=["processes"], help=f"of {', '.join(TESTS)}")
     add("--recipe", type=str | None, help="config of distill.py whose model section is the step's")
-    add("--teacher", type=list[str], default=["live"], help=f"of {', '.join(TEACHERS)}, for step")
     add("--strategies", type=list[str], default=["ddp", "fsdp2"])
     add("--processes", type=list[int], default=[1, 2, 4])
     add("--batch_size", "--batch-size", type=int, default=16)
@@ -207,7 +194,6 @@ def require_possible(options: Any) -> None:
     """Raise UsageError for options that cannot be measured, CannotWrite for the file."""
     require_some("shape", [options.shape], sorted(TARGETS))
     require_some("what", options.what, TESTS)
-    require_some("teacher", options.teacher, TEACHERS)
     require_numbers(options, "processes", "batch_size", "sequence_length", "steps")
     if options.steps < 3:
         raise UsageError(f"--steps: wanted at least 3 (2 warm up), got {options.steps}")
@@ -224,8 +210,7 @@ def require_possible(options: Any) -> None:
         raise UsageError('--recipe is the recipe of a step: add --what "[step]", or leave it out')
     require_results_file(options.out)
     if "step" in options.what:
-        for teacher in options.teacher:
-            recipe(options, teacher)
+        recipe(options)
 
 
 def main(arguments: list[str] | None = None) -> None:

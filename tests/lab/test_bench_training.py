@@ -1,7 +1,6 @@
 """Measure steps of training, and report them in one table."""
 
 import re
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,63 +59,36 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
         "model: {features: {layers: [1]}, optimizer: {kind: muon}}\ndata: {train: x}\n"
     )
     options = SimpleNamespace(
-        shape="tiny", batch_size=2, sequence_length=40, steps=1, teacher=["live", "cached"],
+        shape="tiny", batch_size=2, sequence_length=40, steps=1,
         recipe=str(recipe), more=["--trainer.precision=bf16-mixed"],
     )
 
-    def measured(*more, teacher):
-        given = SimpleNamespace(**{**vars(options), "more": more, "teacher": teacher})
+    def measured(*more):
+        given = SimpleNamespace(**{**vars(options), "more": more})
         return bench_training.measure_step(given, CPU)
 
-    made = [
-        *measured(teacher=["live"]),
-        *measured("--model.target_dtype=float8", teacher=["live", "cached"]),
-    ]
-    live, rounded, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
+    made = [*measured(), *measured("--model.target_dtype=float8")]
+    usual, rounded = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
     stages = capsys.readouterr().err.splitlines()
-    assert len(stages) == 5 + 5 + 6 and all(
+    assert len(stages) == 5 + 5 and all(
         re.fullmatch(r".* … \d+\.\d s", line) for line in stages
     )
-    assert rounded["operations"] == live["operations"]
-    for row in (live, rounded, cached):
+    assert rounded["operations"] == usual["operations"]
+    for row in (usual, rounded):
         assert row["counted_tokens"] == 2 * (12 + 12 + 4)  # of 16, 16 and 8 tokens
         target = models.random_model(bench_training.TINY, CPU)
         assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
         assert row["us_step"]["median"] > 0
-    assert set(live["us_parts"]) == {"data", "target", "drafter", "update"}
-    assert set(cached["us_parts"]) == {"data", "drafter", "update"}
-    assert set(live["operations"]) == {"target", "drafter"}
-    assert set(cached["operations"]) == {"drafter"}
-    cells, _ = report(tmp_path, (live, rounded, cached), capsys)
-    assert [line[:8] for line in cells[2:]] == [
-        ["tiny", "2", "40", "live", live["target_dtype"], "1", "tiny-recipe", "–"],
-        ["tiny", "2", "40", "live", "float8", "1", "tiny-recipe", "--model.target_dtype=float8"],
-        ["tiny", "2", "40", "cached", "–", "–", "tiny-recipe", "–"],
+    assert set(usual["us_parts"]) == {"data", "target", "drafter", "update"}
+    assert set(usual["operations"]) == {"target", "drafter"}
+    cells, _ = report(tmp_path, (usual, rounded), capsys)
+    assert [line[:7] for line in cells[2:]] == [
+        ["tiny", "2", "40", usual["target_dtype"], "1", "tiny-recipe", "–"],
+        ["tiny", "2", "40", "float8", "1", "tiny-recipe", "--model.target_dtype=float8"],
     ]
-    smaller = measured(
-        "--model.drafter_layers=first", "--model.head.vocab_size=64", teacher=["cached"]
-    )
+    smaller = measured("--model.drafter_layers=first", "--model.head.vocab_size=64")
     [smaller] = timing.write_rows(tmp_path / "rows.jsonl", smaller, CPU)
-    assert smaller["drafter_parameters"] < cached["drafter_parameters"]
-
-
-@pytest.mark.parametrize("teacher", training_step.TEACHERS)
-def test_a_target_is_gone_where_a_cache_stands_for_it(short_conversations, monkeypatch, teacher):
-    made, there = [], []
-
-    def noted(config, device):
-        model = models.random_model(config, device)
-        made.append(weakref.ref(model))
-        return model
-
-    def measured(*arguments):
-        there.append(made[0]() is not None)
-        return {}
-
-    monkeypatch.setattr(training_step, "random_model", noted)
-    monkeypatch.setattr(training_step, "_measured", measured)
-    training_step.step_row(bench_training.TINY, teacher, 1, 32, 1, CPU)
-    assert there == [teacher == "live"]
+    assert smaller["drafter_parameters"] < usual["drafter_parameters"]
 
 
 def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
@@ -130,14 +102,14 @@ def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, mon
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    training_step.step_row(config, "live", 1, 32, 1, CPU)
+    training_step.step_row(config, 1, 32, 1, CPU)
     assert len(updated) > 4 and all(updated)
 
 
 def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
     out = str(tmp_path / "o.jsonl")
     with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
-        training_step.step_row(bench_training.TINY, "live", 1, 200, 1, CPU)
+        training_step.step_row(bench_training.TINY, 1, 200, 1, CPU)
     recipe = ["--recipe", "configs/distill/quickstart.yaml"]
     tiny = [out, "--shape", "tiny", "--device", "cpu", *recipe]
     with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
@@ -150,24 +122,18 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
         bench_training.main([*tiny[:-1], str(data), "--what", "[step]"])
 
 
-@pytest.mark.parametrize("teacher", training_step.TEACHERS)
-def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
+def test_operations_of_a_training_step(short_conversations):
     """The operations are those of the products with weights, as PyTorch counts a step's `mm` and
     in-place `addmm_`; batched products are others."""
     target = models.random_model(bench_training.TINY, CPU)
-    features = FeatureConfig([0, 3]) if teacher == "live" else None
     table = training_step._conversations(target.config, 2, 40)
-    options, cached = {}, None
-    if teacher == "cached":
-        cached = training_step._cached(target, table, 2, 40, tmp_path)
-        options["teacher_cache"] = str(tmp_path)
-    module = Distillation.from_model(target, features=features, **options)
-    batches = MicroBatches(table, pack(table, 40, range(len(table))), 2, 0, 0, teacher=cached)
+    module = Distillation.from_model(target, features=FeatureConfig([0, 3]))
+    batches = MicroBatches(table, pack(table, 40, range(len(table))), 2, 0, 0)
     step = training_step._Step(module, batches, CPU)
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         step.whole()
-    plan = ModelPlan(module.exported.config, target.config, cached=teacher != "live")
+    plan = ModelPlan(module.exported.config, target.config)
     operations = distillation_operations(plan, 80, step.num_counted)
     counted = counter.get_flop_counts()["Global"]
     products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm_]

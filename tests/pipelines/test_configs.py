@@ -78,16 +78,12 @@ def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
     assert len(schedules) == 1  # no arm wins by its schedule
 
 
-@pytest.mark.parametrize(
-    ("study", "recurrent", "rival"),
-    [("mixers", "Mamba-2", "Transformer"), ("drafters-75m", "today", "Transformer")],
-)
-def test_a_transformer_s_rival_differs_in_its_mixer_only(study, recurrent, rival):
+def test_a_transformer_s_rival_differs_in_its_mixer_only():
     """Both have equally many parameters without embedding and head, within 4 %."""
-    runs = {run.arm.name: run for run in read_study(str(CONFIGS / f"study/{study}.yaml")).runs}
+    runs = {run.arm.name: run for run in read_study(str(CONFIGS / "study/drafters-75m.yaml")).runs}
     (one, first), (other, second) = (
         (options, HybridConfig.from_dict(dict(options["model"].pop("drafter"))))
-        for options in (parse_run(runs[name]) for name in (recurrent, rival))
+        for options in (parse_run(runs[name]) for name in ("today", "Transformer"))
     )
     assert first.attn_layers == () and len(second.attn_layers) == second.num_layers
     shape = ("vocab_size", "d_model", "num_layers", "intermediate_size", "tie_embeddings")

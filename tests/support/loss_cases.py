@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_leaves
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     chunked_distillation_loss,
-    live_teacher,
+    teacher_of,
 )
-from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
 
 
 def distillation_loss(
@@ -25,10 +24,10 @@ def distillation_loss(
     )
 
 
-def live_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):
-    """Return the same for a teacher of hidden states (a `LiveTeacher`)."""
+def target_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):
+    """Return the same for a teacher of hidden states."""
     temperature = options.get("temperature", 1.0)
-    teacher = live_teacher(teacher_hidden, teacher_head, mask, student_hidden, temperature)
+    teacher = teacher_of(teacher_hidden, teacher_head, mask, student_hidden, temperature)
     return distillation_loss(student_hidden, student_head, teacher, mask, **options)
 
 
@@ -45,14 +44,6 @@ def make_case(shape=(3, 21), vocab=97, student_width=12, teacher_width=20, seed=
         "teacher_head": randn(vocab, teacher_width, scale=0.5),
         "mask": torch.rand(shape, generator=generator) < 0.6,
     }, torch.randint(vocab, shape, generator=generator)
-
-
-def top_k_case(k, temperature=1.0, **options):
-    """Make a case, and the top k of its teacher on the rows that count."""
-    case, labels = make_case(**options)
-    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
-    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head, temperature), k, chunk_rows=5)
-    return case, labels, teacher, (hidden, head)
 
 
 class StorageCounter(TorchDispatchMode):

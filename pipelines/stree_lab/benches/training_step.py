@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +14,11 @@ from stree.common.errors import UsageError
 from stree.common.words import counted
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateTap
-from stree.models.model import HybridModel
 from stree_lab.benches.models import random_model
 from stree_lab.benches.timing import interleave, release_memory
-from stree_pipelines.console.progress import EvaluationProgress, stage
+from stree_pipelines.console.progress import stage
 from stree_pipelines.data.micro_batches import Batch, MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
-from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.resources.estimates import (
     PEAKS,
     ModelPlan,
@@ -30,26 +26,19 @@ from stree_pipelines.resources.estimates import (
     num_parameters,
 )
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.teachers.cache import CachedTargets, CacheSpec, TeacherCache
-from stree_pipelines.training.teachers.cache_writer import CacheWriter
 from stree_pipelines.training.teachers.frozen_target import TargetDtype
 
-TeacherKind = Literal["live", "cached"]
-TEACHERS: tuple[TeacherKind, ...] = ("live", "cached")
 SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of its prompt, which has no loss
-TOP_K = 64  # tokens of each prediction in a cache, cache_teacher.py's default
-PRECISION = "bf16-mixed"
 
 
 def step_row(
-    config: HybridConfig, teacher: TeacherKind, batch_size: int, sequence_length: int, repeats: int,
+    config: HybridConfig, batch_size: int, sequence_length: int, repeats: int,
     device: torch.device, target_dtype: TargetDtype = "bfloat16", **options: Any,
 ) -> dict[str, Any]:
     """Measure a distillation step from a random target under bf16 autocast, and return its row.
 
     The target is in bf16 or has products in 8 bits; rows are conversations of 512 random tokens.
-    The target runs in each step, or once for a cache that the steps read. `options` are those of
-    Distillation. Prints its stages on stderr.
+    `options` are those of Distillation. Prints its stages on stderr.
     """
     if sequence_length <= PROMPT:
         raise UsageError(
@@ -58,29 +47,20 @@ def step_row(
         )
     release_memory(device)  # of the row before
     table = _conversations(config, batch_size, sequence_length)
-    with tempfile.TemporaryDirectory() as folder:
-        with _stage(f"random target of {num_parameters(config):,} parameters", device):
-            target = random_model(config, device)
-        cached = None
-        if teacher == "cached":
-            with _stage("teacher cache, with first uses of the target's kernels", device):
-                cached = _cached(target, table, batch_size, sequence_length, Path(folder))
-            options["teacher_cache"] = folder
-        with _stage("drafter, cut from it", device):
-            module = Distillation.from_model(target, target_dtype=target_dtype, **options)
-            module = module.to(device).train()
-            kept = module.exported.config.head_vocab_size
-            module.begin_head(torch.arange(kept, device=device) if kept else None, False)
-            if module.frozen is not None:
-                module.frozen.place(device, 1)
-            module.prepare_layers()
-        del target  # a cache has its outputs
-        release_memory(device)
-        packing = pack(table, sequence_length, range(len(table)))
-        batches = MicroBatches(table, packing, batch_size, seed=0, pad_id=0, teacher=cached)
-        step = _Step(module, batches, device)
-        held = {} if module.frozen is None else {"target_dtype": target_dtype}
-        return {"teacher": teacher, **held, **_measured(step, config, repeats)}
+    with _stage(f"random target of {num_parameters(config):,} parameters", device):
+        target = random_model(config, device)
+    with _stage("drafter, cut from it", device):
+        module = Distillation.from_model(target, target_dtype=target_dtype, **options)
+        module = module.to(device).train()
+        kept = module.exported.config.head_vocab_size
+        module.begin_head(torch.arange(kept, device=device) if kept else None, False)
+        module.frozen.place(device, 1)
+        module.prepare_layers()
+    release_memory(device)
+    packing = pack(table, sequence_length, range(len(table)))
+    batches = MicroBatches(table, packing, batch_size, seed=0, pad_id=0)
+    step = _Step(module, batches, device)
+    return {"target_dtype": target_dtype, **_measured(step, config, repeats)}
 
 
 def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]:
@@ -98,7 +78,7 @@ def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]
         parts = interleave(step.parts(), device, repeats)
     seconds = whole["median"] * 1e-6
     drafter = module.exported.config
-    plan = ModelPlan(drafter, target, cached=module.frozen is None)
+    plan = ModelPlan(drafter, target)
     operations = distillation_operations(plan, num_tokens, step.num_counted)
     total = sum(operations.values())
     row = dict(
@@ -124,7 +104,7 @@ class _Step:
         self._normalizer = torch.full((), float(self.num_counted), device=device)
 
     def batch(self) -> Batch:
-        """Read a batch as a training does, from memory and the cache's files, to the device."""
+        """Read a batch as a training does, from memory to the device."""
         batch = {name: each for name, each in self.batches[0].items() if isinstance(each, Tensor)}
         return self.module.transfer_batch_to_device(batch, self.device, 0)
 
@@ -147,7 +127,6 @@ class _Step:
         features = HiddenStateTap(module.exported.config.feature_layers)
 
         def target_pass(features: HiddenStateTap | None = None) -> None:
-            assert frozen is not None
             with torch.autocast(self.device.type, torch.bfloat16):
                 frozen.hidden_states(*inputs, features)
 
@@ -163,8 +142,10 @@ class _Step:
 
         for parameter in module.exported.parameters():  # the head's, too: all weights are updated
             parameter.grad = torch.zeros_like(parameter)
-        ways = {"data": self.batch, "drafter": drafter_passes, "update": self.update}
-        return ways if frozen is None else {"target": target_pass, **ways}
+        return {
+            "target": target_pass, "data": self.batch, "drafter": drafter_passes,
+            "update": self.update,
+        }
 
 
 def _conversations(config: HybridConfig, batch_size: int, sequence_length: int) -> TokenTable:
@@ -174,22 +155,6 @@ def _conversations(config: HybridConfig, batch_size: int, sequence_length: int) 
     places = np.concatenate([np.arange(each) for each in lengths])
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=len(places), dtype=np.int32)
     return TokenTable(tokens, places >= PROMPT, np.cumsum([0, *lengths], dtype=np.int64))
-
-
-def _cached(
-    target: HybridModel, table: TokenTable, batch_size: int, sequence_length: int, folder: Path
-) -> CachedTargets:
-    """Write the target's outputs as cache_teacher.py does, and open them as a training does."""
-    spec = CacheSpec(
-        target_sha256="", tokenizer_fingerprint="", vocab_size=target.config.vocab_size,
-        sequence_length=sequence_length, temperature=1.0, top_k=TOP_K, dtype="float16",
-        shard_positions=len(table.tokens),
-    )
-    silent = EvaluationProgress(enabled=False)
-    CacheWriter(folder, spec, {"train": table}).write(
-        target, 0, batch_size, Workers(), {}, PRECISION, silent
-    )
-    return TeacherCache(folder).split("train", table, sequence_length)
 
 
 @contextmanager

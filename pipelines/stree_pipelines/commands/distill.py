@@ -18,7 +18,7 @@ import torch
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import weights_fingerprint
 from stree.checkpoints.partners import TARGET_WEIGHTS
-from stree.checkpoints.tokenizer import fingerprint, require_same_tokenizer
+from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.models.config import HybridConfig
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.distillation import Distillation
@@ -31,7 +31,6 @@ from stree_pipelines.training.drafter_head import (
 from stree_pipelines.training.run.cli import TrainingCLI
 from stree_pipelines.training.run.console import say
 from stree_pipelines.training.run.parser import TrainingParser
-from stree_pipelines.training.teachers.cache import TeacherCache
 
 
 class DistillCLI(TrainingCLI):
@@ -56,14 +55,6 @@ class DistillCLI(TrainingCLI):
         model = self.options["model"]
         if model["start_from"] is not None:
             require_same_tokenizer(str(self.target_path), model["start_from"])
-        if model["teacher_cache"] is not None:
-            cache = TeacherCache(model["teacher_cache"])
-            cache.require(
-                target_sha256=checkpoint_sha256(str(self.target_path)),
-                tokenizer_fingerprint=fingerprint(self.datamodule.tokenizer),
-                temperature=model["temperature"],
-            )
-            self.datamodule.use_teacher(cache)
         self._prepare_head()
 
     def _prepare_head(self) -> None:

@@ -109,8 +109,8 @@ def of_evaluation(
 
 # Inputs in the configuration of a training, by section and name
 TRAINING_INPUTS: dict[tuple[str, str], Callable[[str, str], Look]] = {
-    ("model", "target"): folder, ("model", "teacher_cache"): folder,
-    ("model", "start_from"): folder, ("data", "train"): source, ("data", "valid"): source,
+    ("model", "target"): folder, ("model", "start_from"): folder, ("data", "train"): source,
+    ("data", "valid"): source,
     ("data", "tokenizer"): folder, ("data", "template"): template, ("evaluation", "config"): file,
 }
 

@@ -29,7 +29,6 @@ from stree_pipelines.data.generated import is_generated, read_answers
 from stree_pipelines.data.loss_mask import show_mask
 from stree_pipelines.data.micro_batches import Batch, MicroBatches, as_tensors, permutation
 from stree_pipelines.data.packing import Packing, TokenTable, joined, make_batch, pack, shared_out
-from stree_pipelines.training.teachers.cache import CachedTargets, TeacherCache
 
 CHUNK = 1024  # conversations encoded together
 MIX_STREAM = 1 << 40  # stream of random numbers; passes over the data use the small numbers
@@ -271,7 +270,6 @@ class ConversationDataModule(pl.LightningDataModule):
         self.pad_id = 0
         self._train: tuple[TokenTable, Packing] | None = None
         self._valid: tuple[TokenTable, Packing] | None = None
-        self._teachers: dict[str, CachedTargets] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, tokenise and pack the data, once."""
@@ -313,7 +311,6 @@ class ConversationDataModule(pl.LightningDataModule):
         for source, share in zip(self.train_sources, mix, strict=True):
             limit = self.limit and math.ceil(self.limit * share / sum(mix))
             tables += self._read([source], encoder, limit)
-        # The same for all seeds: a teacher cache is made once for all of them.
         orders = [permutation(0, MIX_STREAM + n, len(table)) for n, table in enumerate(tables)]
         parts = shared_out(tables, mix, orders)
         for source, table, part in zip(self.train_sources, tables, parts, strict=True):
@@ -349,24 +346,13 @@ class ConversationDataModule(pl.LightningDataModule):
         valid = {} if self._valid is None else {"valid": self._valid[0]}
         return {"train": self._train[0], **valid}
 
-    def use_teacher(self, cache: TeacherCache) -> None:
-        """Add the target's outputs from a cache to the batches (`CachedTargets.of_rows`).
-
-        Raises `CheckpointRefused` when the cache is of other data, or damaged.
-        """
-        self._teachers = {
-            split: cache.split(split, table, self.sequence_length)
-            for split, table in self.tables.items()
-        }
-
     def micro_batches(
         self, rank: int = 0, world_size: int = 1, accumulate: int = 1
     ) -> MicroBatches:
         """Return the training batches of a rank by number; needs `setup` only, no trainer."""
         assert self._train is not None, "setup() comes first"
         return MicroBatches(
-            *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate,
-            self._teachers.get("train"),
+            *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate
         )
 
     @property
@@ -405,8 +391,6 @@ class ConversationDataModule(pl.LightningDataModule):
             rows = np.arange(begin, min(begin + self.batch_size, num_rows))
             batch = as_tensors(make_batch(table, packing, rows if len(rows) else [0], self.pad_id))
             batch["loss_mask"] &= len(rows) > 0
-            if "valid" in self._teachers:
-                batch |= as_tensors(self._teachers["valid"].of_rows(packing, rows))
             batches.append(batch)
         return FixedBatches(batches)
 

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from stree_pipelines.data.packing import Packing, TokenTable, count_rows, make_batch
-from stree_pipelines.training.teachers.cache import CachedTargets
 
 Batch = dict[str, Any]
 
@@ -50,7 +49,6 @@ class MicroBatches:
     rank: int = 0
     world_size: int = 1
     accumulate: int = 1
-    teacher: CachedTargets | None = None
 
     def rows(self, k: int) -> NDArray[np.int64]:
         """Return the packing's rows in micro-batch k of this rank: (batch_size,)."""
@@ -81,10 +79,7 @@ class MicroBatches:
         return rows
 
     def __getitem__(self, k: int) -> Batch:
-        rows = self.rows(k)
-        arrays = make_batch(self.table, self.packing, rows, self.pad_id)
-        if self.teacher is not None:
-            arrays |= self.teacher.of_rows(self.packing, rows)
+        arrays = make_batch(self.table, self.packing, self.rows(k), self.pad_id)
         totals = self.totals(k // self.accumulate)
         return {**as_tensors(arrays), "totals": totals}
 

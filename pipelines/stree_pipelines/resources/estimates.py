@@ -104,22 +104,16 @@ def activation_bytes(
 class ModelPlan:
     """Architectures of a training, and the options that decide its memory.
 
-    `target` runs with the trained model; `cached` says that its outputs come from a cache instead.
-    `passes` is how often the trained model reads each token.
+    `target` runs with the trained model; `passes` is how often the trained model reads each token.
     """
 
     trained: HybridConfig
     target: HybridConfig | None = None
     target_dtype: torch.dtype = torch.float32
-    cached: bool = False
     activation_checkpointing: bool = False
     passes: int = 1
     compiled: bool = False  # whether the trained model's layers are compiled
     optimizer: OptimizerKind = "adamw"
-
-    @property
-    def live_target(self) -> HybridConfig | None:
-        return None if self.cached else self.target
 
 
 def training_memory(
@@ -130,7 +124,7 @@ def training_memory(
     They are those of the fuller of two moments: while the target runs, and in the loss, where the
     drafter's activations wait. Gradients are there in both, of the step or micro-batch before.
     """
-    trained, target, dtype = plan.trained, plan.live_target, AUTOCAST[precision]
+    trained, target, dtype = plan.trained, plan.target, AUTOCAST[precision]
     kept = checkpoint_bytes(trained, plan.optimizer) + GRADIENT_BYTES * num_parameters(trained)
     always = {"weights, gradients, moments": kept}
     head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
@@ -143,20 +137,9 @@ def training_memory(
     }]
     if target is not None:
         always["target"] = held_bytes(target, plan.target_dtype)
+        # Without gradients one layer's activations live at a time.
         moments.insert(0, {"target's activations": _one_layer_bytes(target, shape, precision)})
     return always | max(moments, key=lambda parts: sum(parts.values()))
-
-
-def forward_memory(
-    target: HybridConfig, shape: tuple[int, int], precision: str, on_cuda: bool, dtype: torch.dtype
-) -> dict[str, int]:
-    """Count the bytes by part of a frozen target that predicts (B, T) tokens."""
-    return {
-        "target": held_bytes(target, dtype),
-        # Without gradients one layer's activations live at a time.
-        "target's activations": _one_layer_bytes(target, shape, precision),
-        "loss": _loss_bytes(target.vocab_size, shape, on_cuda),
-    }
 
 
 def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
@@ -230,8 +213,8 @@ def distillation_operations(plan: ModelPlan, num_tokens: int, num_counted: int) 
     """
     in_layers, head = _weights(plan.trained)
     parts = {"drafter": 6 * (plan.passes * num_tokens * in_layers + num_counted * head)}
-    if plan.live_target is not None:
-        in_layers, head = _weights(plan.live_target)
+    if plan.target is not None:
+        in_layers, head = _weights(plan.target)
         parts["target"] = 2 * num_tokens * in_layers + 2 * num_counted * head
     return parts
 

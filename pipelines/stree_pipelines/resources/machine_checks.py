@@ -165,8 +165,8 @@ def check_memory(target: HybridConfig) -> str:
     )
     if free < wanted:
         raise Absent(
-            found, "use a larger device, a smaller target or fewer drafter layers, share the "
-            "weights among GPUs, or compute the target's outputs first (cache_teacher.py)"
+            found, "use a larger device, a smaller target or fewer drafter layers, or share "
+            "the weights among GPUs"
         )
     return found
 

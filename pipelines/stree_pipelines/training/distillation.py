@@ -1,4 +1,4 @@
-"""Train a drafter on its frozen target's outputs, live or from a teacher cache."""
+"""Train a drafter on its frozen target's outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
     chunked_distillation_loss,
-    live_teacher,
+    teacher_of,
 )
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
@@ -41,7 +41,6 @@ from stree_pipelines.training.teachers.frozen_target import (
     held_dtype,
     loaded_dtype,
 )
-from stree_pipelines.training.teachers.teachers import Teacher, TopK
 
 
 class Distillation(Training):
@@ -63,12 +62,11 @@ class Distillation(Training):
         target_placement: Placement = "replicated",
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
-        teacher_cache: str | None = None,
         activation_checkpointing: bool = False,
         _target: HybridModel | None = None,
         _load: Callable[..., HybridModel] | None = None,
     ) -> None:
-        """Make the drafter, and load the target unless its outputs are cached.
+        """Make the drafter, and load the target.
 
         Args:
             target: folder of the target's checkpoint; its tokenizer is the drafter's, too.
@@ -92,8 +90,6 @@ class Distillation(Training):
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer, and the loss (a minute at the start, faster steps on
                 a GPU).
-            teacher_cache: folder that cache_teacher.py filled; the target's outputs are read from
-                there, and the target does not run. The divergence is then that of top k and tail.
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
         """
@@ -106,18 +102,14 @@ class Distillation(Training):
             self.target_config, drafter, drafter_layers, start_from, features, head
         )
         require_no_labels_outside(config, ce_weight)
-        self.features = features_of(config, features, teacher_cache, activation_checkpointing)
+        self.features = features_of(config, features, activation_checkpointing)
         self._micro_batch: tuple[int, ...] = ()  # seeds all random draws of its step
         is_sliced = drafter is None and start_from is None
-        model = _target
-        # A cut-out drafter starts from the target's weights
-        if model is None and (teacher_cache is None or is_sliced):
-            model = load(target, dtype=loaded_dtype(target_dtype))
+        model = load(target, dtype=loaded_dtype(target_dtype)) if _target is None else _target
         whole: HybridModel | None = None
         if start_from is not None:
             whole = load(start_from).train()
         elif is_sliced:
-            assert model is not None
             whole = slice_drafter(model, drafter_layers, config.feature_layers, config.own_features)
         self._whole_head: Tensor | None = None  # (V, D), until the head has copied its rows
         if whole is None:
@@ -127,10 +119,7 @@ class Distillation(Training):
         else:
             self.exported = with_random_head(whole, head.vocab_size, head.rank)
             self._whole_head = whole.head_weight.detach()
-        self.frozen: FrozenTarget | None = None
-        if teacher_cache is None:
-            assert model is not None
-            self.frozen = FrozenTarget(model, target_placement, target_dtype)
+        self.frozen = FrozenTarget(model, target_placement, target_dtype)
 
     @classmethod
     def from_model(cls, target: HybridModel, **options: Any) -> Distillation:
@@ -151,8 +140,7 @@ class Distillation(Training):
         ahead = 0 if self.features is None else self.features.ahead
         return replace(
             super().plan(), target=self.target_config, target_dtype=self.target_dtype,
-            cached=self.frozen is None, passes=1 + ahead,
-            compiled=self.loss_spec.compiled and not ahead,
+            passes=1 + ahead, compiled=self.loss_spec.compiled and not ahead,
         )
 
     def begin_head(self, ids: Tensor | None, is_resumed: bool) -> None:
@@ -164,21 +152,19 @@ class Distillation(Training):
         self._whole_head = None
 
     @property
-    def target(self) -> HybridModel | None:
-        """The live target; None when its outputs come from a cache."""
-        return None if self.frozen is None else self.frozen.model
+    def target(self) -> HybridModel:
+        return self.frozen.model
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.frozen is not None:
-            self.frozen.place(self.device, self.trainer.world_size)
+        self.frozen.place(self.device, self.trainer.world_size)
 
     def compiled_models(self) -> list[HybridModel]:
         ahead = self.features is not None and self.features.ahead  # these passes are not compiled
-        return ([] if ahead else [self.exported]) + ([] if self.target is None else [self.target])
+        return [*([] if ahead else [self.exported]), self.target]
 
     def frozen_weights(self) -> Iterable[tuple[str, Tensor]]:
-        return () if self.target is None else self.target.named_parameters()
+        return self.target.named_parameters()
 
     def counted_mask(self, batch: Batch) -> Tensor:
         return batch["loss_mask"]
@@ -186,7 +172,8 @@ class Distillation(Training):
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         # The target runs first: the drafter's activations stay in memory for the backward pass.
         features = HiddenStateTap(self.exported.config.feature_layers)
-        target_hidden = self._target_hidden(batch, features)
+        inputs = batch["tokens"], batch["segment_ids"]
+        target_hidden = self.frozen.hidden_states(*inputs, features)
         hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
         mask = shift_left(self.counted_mask(batch))
         terms = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
@@ -195,18 +182,12 @@ class Distillation(Training):
         return terms
 
     def _loss_of(
-        self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None,
+        self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor,
         normalizer: Tensor | None,
     ) -> LossTerms:
-        """Compare drafter and target where `mask` counts; target_hidden None: from the cache."""
-        teacher: Teacher
-        if target_hidden is None:
-            teacher = TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
-        else:
-            assert self.frozen is not None
-            temperature = self.loss_spec.temperature
-            head = self.frozen.model.head_weight
-            teacher = live_teacher(target_hidden, head, mask, hidden, temperature)
+        """Compare drafter and target where `mask` counts."""
+        temperature, head = self.loss_spec.temperature, self.target.head_weight
+        teacher = teacher_of(target_hidden, head, mask, hidden, temperature)
         return chunked_distillation_loss(
             hidden, self.exported.head_weight, teacher.over(self.exported.head_ids), mask,
             self.loss_spec, shift_left(batch["tokens"]), normalizer,
@@ -227,12 +208,6 @@ class Distillation(Training):
         generator = torch.Generator(self.exported.device)
         return generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    def _target_hidden(self, batch: Batch, features: HiddenStateTap) -> Tensor | None:
-        """Return a live target's hidden states (B, T, D); None when they are cached."""
-        if self.frozen is None:
-            return None
-        return self.frozen.hidden_states(batch["tokens"], batch["segment_ids"], features)
-
     def _drafter_hidden(self, batch: Batch, features: HiddenStateTap) -> list[Tensor]:
         """Return the drafter's hidden states (B, T, D), then one tensor per multi-step pass.
 
@@ -251,7 +226,7 @@ class Distillation(Training):
         return [self.exported.hidden_states(tokens, segment_ids, read=read, known=known)]
 
     def _with_drafts(
-        self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor | None,
+        self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor,
         normalizer: Tensor | None,
     ) -> LossTerms:
         """Add the loss of each token as a drafted one, at a depth drawn anew for each token."""

@@ -133,7 +133,6 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 def features_of(
     drafter: HybridConfig,
     given: FeatureConfig | None,
-    teacher_cache: str | None,
     activation_checkpointing: bool,
 ) -> FeatureConfig | None:
     """Return how the drafter learns its features; None when it reads none.
@@ -151,11 +150,6 @@ def features_of(
             f"model.features.own is {features.own}, the drafter of model.start_from "
             f"{'reads' if drafter.own_features else 'does not read'} its own hidden states: "
             "train it as it was (model.features.own and model.features.ahead)"
-        )
-    if teacher_cache is not None:
-        raise UsageError(
-            "model.teacher_cache has the target's distribution and no features of it: leave it "
-            "out, or model.features"
         )
     if features.ahead and activation_checkpointing:
         raise UsageError(

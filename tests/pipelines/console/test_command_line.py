@@ -31,7 +31,6 @@ from stree_lab import (
 from stree_pipelines.commands import (
     ask_conversations,
     benchmark_checkpoint,
-    cache_teacher,
     chat,
     compare,
     corpus,
@@ -59,7 +58,6 @@ GATE = ["new", "--baseline", "old", "--target", "t", "--out", "o", "--fail_below
 COMMANDS = {
     distill: ["fit", "--config", QUICKSTART, "--run_dir", "r"],
     train_target: ["fit", "--config", TARGET, "--run_dir", "r"],
-    cache_teacher: ["--config", QUICKSTART, "--out", "o"],
     generate_data: ["--target", "t", "--prompts", "p", "--out", "o"],
     eval_spec: ["--run", "r"],
     benchmark_checkpoint: GATE,
@@ -140,7 +138,7 @@ def test_an_evaluation_s_defaults_stand_in_one_place():
 def test_only_what_trains_waits_for_the_trainer():
     """Lightning takes longer to import than all the rest."""
     waits = {name for name, module in imported_by_command() if module.startswith("lightning")}
-    assert waits == {"distill", "train_target", "cache_teacher", "bench_training", "study"}
+    assert waits == {"distill", "train_target", "bench_training", "study"}
 
 
 def imported_by_command() -> Iterator[tuple[str, str]]:
@@ -208,7 +206,7 @@ def test_nothing_is_suggested_where_nothing_is_alike():
     [
         (distill, "trainer: {max_step: 3}", "trainer.max_step (did you mean trainer.max_steps?)"),
         (distill, "model: {optimizer: {lrr: 3}}", "model.optimizer.lrr (did you mean model.optimi"),
-        (cache_teacher, "data: {limits: 3}", "data.limits (did you mean data.limit?)"),
+        (distill, "data: {limits: 3}", "data.limits (did you mean data.limit?)"),
         (eval_spec, "temperature: [0]", "temperature (did you mean temperatures?)"),
         (benchmark_checkpoint, "fail_bellow: 3", "fail_bellow (did you mean fail_below?)"),
     ],
@@ -301,14 +299,6 @@ def test_a_training_s_help_has_its_own_options_first(main, capsys, monkeypatch):
     assert "--trainer.barebones" in everything and "Default: ``" not in everything
 
 
-def test_the_cache_s_help_has_what_it_reads(capsys, monkeypatch):
-    text = help_of(cache_teacher.main, ["--help"], capsys, monkeypatch)
-    names = set(re.findall(r"^  (?:-\w, )?--([\w.]+)", text, re.M))
-    assert names == cache_teacher.READ | {
-        "out", "top_k", "dtype", "shard_positions", "device", "dry_run"
-    }
-
-
 # Files
 
 
@@ -319,12 +309,8 @@ def test_the_cache_s_help_has_what_it_reads(capsys, monkeypatch):
         (distill, ["--model.target", "absent", "--dry_run"]),
         (distill, ["--model.target", str(REPOSITORY / "checkpoints/python-docs-hybrid"),
                    "--data.train", "absent.jsonl", "--dry_run"]),
-        (distill, ["--model.teacher_cache", "absent", "--data.train", "{train}", "--dry_run"]),
         (train_target, ["--config", "absent.yaml"]),
         (train_target, ["--data.train", "absent.jsonl", "--dry_run"]),
-        (cache_teacher, ["--config", "absent.yaml"]),
-        (cache_teacher, ["--model.target", "absent", "--dry_run"]),
-        (cache_teacher, ["--data.train", "data/absent", "--dry_run"]),
         (eval_spec, []),
         (eval_spec, ["--config", "absent.yaml"]),
         (eval_spec, ["--target", "absent", "--methods", "autoregressive", "--benchmarks",

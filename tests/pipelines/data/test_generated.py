@@ -18,7 +18,7 @@ from generating import data_of, generate, refuses, rows_of
 from tiny_run import distill_arguments, metric_rows, write_conversations
 
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
-from stree_pipelines.commands import cache_teacher, distill
+from stree_pipelines.commands import distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
 
@@ -52,17 +52,11 @@ def test_what_was_drafted_worst_can_be_taken_alone(workspace, whole):
             data_of(workspace, str(whole), hardest=share)
 
 
-def test_a_distillation_and_a_teacher_cache_take_it_beside_chats(workspace, whole, tmp_path):
+def test_a_distillation_takes_it_beside_chats(workspace, whole, tmp_path):
     sources = json.dumps([str(whole), str(workspace / "train.jsonl")])
     more = ("--data.train", sources, "--data.mix", "[0.5,0.5]", "--data.hardest", "0.5")
-    cache_teacher.main([
-        "--model.target", str(workspace / "target"), *more, "--data.sequence_length", "64",
-        "--device", "cpu", "--top_k", "8", "--out", str(tmp_path / "cache"),
-    ])
-    cached = ("--model.teacher_cache", str(tmp_path / "cache"), "--data.valid", "null")
-    seed = ("--seed_everything", "3")  # the mix does not depend on it
     run = tmp_path / "run"
-    distill.main(distill_arguments(workspace, run, *more, *cached, *seed, steps=2))
+    distill.main(distill_arguments(workspace, run, *more, "--data.valid", "null", steps=2))
     assert len([row for row in metric_rows(run) if row["loss"]]) == 2
 
 

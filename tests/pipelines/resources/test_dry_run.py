@@ -25,7 +25,6 @@ from stree.models.model import HybridModel
 from stree_lab import study
 from stree_pipelines.commands import (
     benchmark_checkpoint,
-    cache_teacher,
     compare,
     distill,
     eval_spec,
@@ -46,8 +45,6 @@ MISSING = {
     "distil": ("model.target: no folder T", "model.start_from: no folder S",
                "data.valid: V.jsonl: no such file",
                "data.template: no chat template 'none.jinja'"),
-    "cache": ("model.target: no folder T", "data.valid: V.jsonl: no such file",
-              "data.template: no chat template 'none.jinja'"),
     "eval": ("--run: no folder nowhere", "--target: no folder T",
              "--benchmarks: no benchmark file b2.jsonl; no benchmark 'b1' in",
              "--tree: no tree 'X.yaml'", "--chat_template: no chat template 'none'"),
@@ -85,9 +82,6 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
         "distil": (distill.main, ["fit", "--config", str(config), "--run_dir", "r",
                    "--model.target", "T", "--model.start_from", "S", "--data.train", "starter",
                    "--data.valid", "V.jsonl", "--data.template", "none.jinja"]),
-        "cache": (cache_teacher.main, ["--config", str(config), "--out", "o", "--model.target", "T",
-                  "--model.start_from", "not read here", "--data.train", "starter",
-                  "--data.valid", "V.jsonl", "--data.template", "none.jinja"]),
         "eval": (eval_spec.main, ["--run", "nowhere", "--target", "T", "--benchmarks", "b1",
                  "b2.jsonl", "--tree", "chain-2 or X.yaml", "--chat_template", "none"]),
         "gate": (benchmark_checkpoint.main, ["C", "--baseline", "B", "--target", "T", "--out", "o",
@@ -151,10 +145,9 @@ def test_time_of_the_arithmetic():
     for plan, processes, time in (
         (ModelPlan(CONFIG, CONFIG), 1, "2:00:00"),
         (ModelPlan(CONFIG, CONFIG), 2, "1:00:00"),
-        (ModelPlan(CONFIG, CONFIG, cached=True), 1, "1:30:00"),  # 6 of 8 operations
     ):
         line = training_estimates.arithmetic_line(plan, batches, 4, steps, processes)
-        assert f"at least {time} at" in line and ("target" in line) != plan.cached
+        assert f"at least {time} at" in line and "target" in line
 
 
 def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
@@ -166,18 +159,6 @@ def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, mon
         "--data.sequence_length", "64", "--trainer.accelerator", "cpu",
     ])
     assert f"target: {HybridModel(CONFIG).num_parameters():,} parameters" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_teacher_cache_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cache_teacher, "load_model", None)
-    cache_teacher.main([
-        "--model.target", str(workspace / "target"), "--data.train", str(workspace / "train.jsonl"),
-        "--data.sequence_length", "64", "--out", str(tmp_path / "cache"), "--dry_run",
-    ])
-    printed = capsys.readouterr().out
-    assert "0 of 1 shards are there" in printed and "memory: about" in printed
-    assert "top_k: 64" in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -235,7 +216,6 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
         (("--model.target", "absent"), NotFound),
         (("--model.drafter_layers", "[0,9]"), UsageError),
         (("--export.every_n_steps", "3"), UsageError),
-        (("--model.teacher_cache", "absent"), NotFound),
         (("--data.global_batch_size", "3"), UsageError),
         (("--trainer.max_steps", "0"), UsageError),
         (("--evaluation.mode", "inline", "--evaluation.config", "eval.yaml"), StreeError),
@@ -289,7 +269,7 @@ def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["distill", "target", "cache", "evaluation", "gate"]
+    "command", ["distill", "target", "evaluation", "gate"]
 )
 def test_memory_that_is_too_small_is_code_71(
     command, workspace, finished, tmp_path, monkeypatch, capsys
@@ -303,10 +283,6 @@ def test_memory_that_is_too_small_is_code_71(
         "target": (train_target.main, [
             "fit", "--run_dir", str(tmp_path / "run"), *architecture_options(), "--data.tokenizer",
             target, "--data.train", train, "--trainer.accelerator", "cpu",
-        ]),
-        "cache": (cache_teacher.main, [
-            "--model.target", target, "--data.train", train, "--out", str(tmp_path / "cache"),
-            "--device", "cpu",
         ]),
         "evaluation": (eval_spec.main, evaluation_of(workspace, finished)),
         "gate": (benchmark_checkpoint.main, [

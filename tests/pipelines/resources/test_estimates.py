@@ -112,23 +112,14 @@ def test_caches_and_weights_are_counted_as_they_are(config):
     assert estimates.num_parameters(config) == HybridModel(config).num_parameters()
 
 
-def test_a_cached_target_takes_no_memory():
-    live, cached = (
-        estimates.training_memory(ModelPlan(CONFIG, CONFIG, cached=each), (2, 48), "32-true", False)
-        for each in (False, True)
-    )
-    assert live["target"] == 4 * HybridModel(CONFIG).num_parameters()
-    assert sum(live.values()) - sum(cached.values()) == live["target"]
-
-
 def test_of_the_target_s_pass_and_the_drafter_s_the_fuller_counts():
     wide = CONFIG.replace(num_heads=256, head_dim=64)  # its layer keeps more than a whole drafter
     narrow = CONFIG.replace(num_layers=1, attn_layers=())
     shape = 2, 48
     plan = ModelPlan(narrow, wide)
     while_it_runs = estimates.training_memory(plan, shape, "32-true", False)
-    alone = estimates.forward_memory(wide, shape, "32-true", False, torch.float32)
-    assert while_it_runs["target's activations"] == alone["target's activations"]
+    alone = estimates._one_layer_bytes(wide, shape, "32-true")
+    assert while_it_runs["target's activations"] == alone
     assert "activations" not in while_it_runs and "loss" not in while_it_runs
     later = estimates.training_memory(replace(plan, passes=100), shape, "32-true", False)
     assert "activations" in later and "target's activations" not in later
@@ -167,15 +158,15 @@ def test_a_step_at_8b_takes_what_was_measured():
         if "recipe" in row:
             file = CONFIGS / f"distill/{row['recipe']}.yaml"
             options = SimpleNamespace(recipe=str(file), more=row["options"])
-            model = bench_training.recipe(options, row["teacher"])
+            model = bench_training.recipe(options)
             parts = ("drafter", "drafter_layers", "start_from", "features", "head")
             drafter = distillation.drafter_config_of(target, *(model[part] for part in parts))
             kind = model["optimizer"].kind
         assert estimates.num_parameters(drafter) == row["drafter_parameters"]
         shape = row["batch_size"], row["sequence_length"]
         plan = ModelPlan(
-            drafter, target, held_dtype(row.get("target_dtype", "bfloat16")),
-            cached=row["teacher"] != "live", compiled=True, optimizer=kind,
+            drafter, target if row["teacher"] == "live" else None,  # one row read a cache
+            held_dtype(row.get("target_dtype", "bfloat16")), compiled=True, optimizer=kind,
         )
         parts = estimates.training_memory(plan, shape, "bf16-mixed", True)
         estimated = sum(parts.values()) - 4 * row["drafter_parameters"]
@@ -200,8 +191,7 @@ def test_one_kind_of_layer_is_enough(layers):
     live = estimates.training_memory(plan, (2, 48), "32-true", False)
     one_layer = config.replace(num_layers=1, attn_layers=layers[:1])
     alone = estimates.activation_bytes(one_layer, (2, 48), "32-true")
-    asked = estimates.forward_memory(config, (2, 48), "32-true", False, torch.float32)
-    assert asked["target's activations"] == alone
+    assert estimates._one_layer_bytes(config, (2, 48), "32-true") == alone
     assert live["activations"] == alone + 4 * config.num_layers * config.d_model * 2 * 48
     trees = {"vanilla": 5, "tree": 13}
     assert estimates.decoding_memory(config, config, torch.float32, 100, trees)["caches"] > 0
@@ -216,8 +206,7 @@ def test_of_a_hybrid_the_larger_layer_counts():
         for layers in ((), (0,))
     )
     assert mamba < attention
-    memory = estimates.forward_memory(hybrid, shape, "32-true", False, torch.float32)
-    assert memory["target's activations"] == attention
+    assert estimates._one_layer_bytes(hybrid, shape, "32-true") == attention
 
 
 def test_a_target_of_attention_alone_says_what_it_takes(tmp_path, workspace, capsys):

@@ -21,7 +21,7 @@ from stree.common.errors import CannotWrite, InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.layers import mamba
 from stree.models.model import HybridModel
-from stree_pipelines.commands import cache_teacher, distill, train_target
+from stree_pipelines.commands import distill, train_target
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.hidden_states import FeatureConfig
 from stree_pipelines.training.losses import distillation_loss as losses
@@ -328,15 +328,6 @@ def test_settings_that_no_run_can_have_are_refused_before_data_is_read(
     with pytest.raises(UsageError, match=message):
         distill.main(distill_arguments(workspace, tmp_path / "run", *more))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_cache_is_not_made_at_a_precision_that_would_train_wrongly(workspace, tmp_path):
-    with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed"):
-        cache_teacher.main([
-            "--out", str(tmp_path / "cache"), "--model.target", str(workspace / "target"),
-            "--data.train", str(workspace / "train.jsonl"), "--trainer.precision", "16-mixed",
-        ])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from stree.common.errors import UsageError
 from stree.models.layers.part import product_dtype
 from stree_pipelines.training.losses.divergences import Chunk, Divergence, ForwardKL, RowTerms
-from stree_pipelines.training.teachers.teachers import LiveTeacher, Teacher
+from stree_pipelines.training.teachers.teacher import Teacher
 
 # Size of one (C, V) fp32 buffer. On a CPU it fits the cache. On a GPU it is as large as memory
 # allows: each chunk adds to the head's gradient, which reads and writes 8·V·Ds bytes.
@@ -79,13 +79,13 @@ class LossTerms:
         return values
 
 
-def live_teacher(
+def teacher_of(
     teacher_hidden: Tensor,
     teacher_head: Tensor,
     mask: Tensor,
     student_hidden: Tensor,
     temperature: float = 1.0,
-) -> LiveTeacher:
+) -> Teacher:
     """Make the teacher of the rows in `mask`; no gradient flows to it.
 
     teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Products run in the
@@ -94,7 +94,7 @@ def live_teacher(
     rows_M = _rows_of(mask, teacher_hidden=teacher_hidden)
     dtype = product_dtype(student_hidden)
     hidden_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
-    return LiveTeacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
+    return Teacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
 
 
 def chunked_distillation_loss(
@@ -114,12 +114,6 @@ def chunked_distillation_loss(
     τ, D as in divergences.py (forward KL: τ² Σ_v p_v (log p_v − log q_v)), and q¹ the student at
     τ = 1. The simulated acceptance is mean_m Σ_v min(p_mv, q_mv): the chance that a token drawn
     from the student passes speculative sampling (Leviathan et al. 2023, corollary 3.6).
-
-    When the teacher knows its top k only, D is the divergence after all tokens outside the top k
-    are merged into one, hence at most the full one (data processing inequality; Cover & Thomas,
-    Elements of Information Theory, section 2.8) and equal to it when k = V: the student is free to
-    spread the tail as it likes. The simulated acceptance counts the top k only, so it is at most
-    the full one, too.
 
     Args:
         student_hidden: (…, Ds) float, hidden states that predict the token of the same row.
@@ -141,13 +135,11 @@ def chunked_distillation_loss(
     rows_M = _rows_of(mask, student_hidden=student_hidden)
     if len(teacher) != len(rows_M):
         raise UsageError(f"the teacher has {len(teacher)} rows, the mask {len(rows_M)}")
-    if isinstance(teacher, LiveTeacher):
-        num_tokens = len(teacher.head if teacher.ids is None else teacher.ids)
-        if num_tokens != len(student_head):
-            raise UsageError(
-                f"the teacher's head has {num_tokens} tokens, the student's "
-                f"{len(student_head)}; a drafter needs its target's vocabulary"
-            )
+    if teacher.num_tokens != len(student_head):
+        raise UsageError(
+            f"the teacher's head has {teacher.num_tokens} tokens, the student's "
+            f"{len(student_head)}; a drafter needs its target's vocabulary"
+        )
     if spec.ce_weight and labels is None:
         raise UsageError(f"ce_weight is {spec.ce_weight} but there are no labels")
     return _loss_of(student_hidden, student_head, teacher, rows_M, spec, labels, normalizer)
@@ -214,8 +206,8 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_hidden = with_grad and ctx.needs_input_grad[0]
         needs_head = with_grad and ctx.needs_input_grad[1]
         num_rows, dtype = student_MD.shape[0], product_dtype(student_MD)
-        # A live teacher's logits span its own vocabulary, which may be the wider one.
-        wider = teacher.head if isinstance(teacher, LiveTeacher) else student_head
+        # A teacher's logits span its own vocabulary, which may be the wider one.
+        wider = student_head if teacher is None else teacher.head
         chunk_tokens = spec.chunk_tokens or chunk_rows(len(wider), student_head.is_cuda)
         chunk_terms = _compiled(_chunk_terms) if spec.compiled else _chunk_terms
         sums_3 = student_MD.new_zeros(3, dtype=torch.float32)
@@ -267,7 +259,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def of_chunk(
         student_CD: Tensor, teacher: Teacher | None, labels_C: Tensor | None, *others: Any
     ) -> Any:
-        rows = [student_CD, *(() if teacher is None else teacher.parts), labels_C]
+        rows = [student_CD, None if teacher is None else teacher.hidden, labels_C]
         for each in rows:
             if each is not None and len(each) > 1:  # a single row has a graph of its own
                 torch._dynamo.mark_dynamic(each, 0)
@@ -333,11 +325,11 @@ def _compare(
     if spec.temperature != 1.0:
         logits_CV.div_(spec.temperature)
     log_q_CV = torch.log_softmax(logits_CV, dim=-1)
-    log_p_CV = teacher.log_distribution(log_q_CV)
+    log_p_CV = teacher.log_distribution()
     p_CV = log_p_CV.exp()
     q_CV = torch.exp(log_q_CV, out=logits_CV)
-    accepted_C = teacher.overlap(p_CV, q_CV)
-    inside_C = p_CV.sum(1) if teacher.is_partial else None
+    accepted_C = torch.minimum(p_CV, q_CV).sum(1)
+    inside_C = None if teacher.ids is None else p_CV.sum(1)
     chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, spec.temperature, inside_C)
     return accepted_C, spec.divergence(chunk, with_grad), log_q_CV
 

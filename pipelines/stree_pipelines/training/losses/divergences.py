@@ -13,11 +13,6 @@ Each divergence gives a value a row, and its gradient with respect to the studen
 z. For a value Σ_v φ(p_v, q_v) that gradient is q_v (g_v − Σ_u q_u g_u) with g = ∂φ/∂q. Values that
 are quadratic in small differences of logits carry a factor τ², linear ones τ, so the size of a
 gradient does not depend on the temperature (Hinton et al. 2015, section 2).
-
-They are f-divergences (`LK` a mixture of two): g depends on p_v / q_v alone, and merging
-tokens into one bucket never raises the value. So the distribution that a cached top k gives
-(`TopK.log_distribution`, its tail spread like the student's) yields value and gradient of the
-divergence of the merged distributions.
 """
 
 from __future__ import annotations
@@ -34,9 +29,9 @@ from torch import Tensor
 class Chunk:
     """log p, log q, p and q, each (C, V) fp32, and the acceptance `accepted` (C,).
 
-    `accepted` is Σ_v min(p_v, q_v) as far as the teacher knows. All but log_q may be overwritten: a
-    large vocabulary leaves no memory for copies. For a head over some tokens S the columns are S,
-    and `inside` (C,) is Σ_S p; else it is None.
+    `accepted` is Σ_v min(p_v, q_v). All but log_q may be overwritten: a large vocabulary leaves no
+    memory for copies. For a head over some tokens S the columns are S, and `inside` (C,) is Σ_S p;
+    else it is None.
     """
 
     log_p: Tensor

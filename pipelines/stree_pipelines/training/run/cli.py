@@ -49,7 +49,7 @@ from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.run.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.run.console import has_cursor, quieten, say
 from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_training
-from stree_pipelines.training.run.parser import HelpAll, TrainingParser, is_of_use
+from stree_pipelines.training.run.parser import HelpAll, TrainingParser
 from stree_pipelines.training.run.progress import TrainingBar
 from stree_pipelines.training.run.rank_watchdog import RankWatchdog
 from stree_pipelines.training.run.restarts import Restarts
@@ -76,7 +76,6 @@ class TrainingCLI(LightningCLI):
     usage = f"{SUBCOMMAND} --config FILE --run_dir FOLDER"
     export_folder = "drafter"
     evaluates = True
-    trains = True  # `fit` is its subcommand; a command that only reads the same config has none
     resume_path: Path | None = None
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
@@ -96,9 +95,8 @@ class TrainingCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_class=TrainingParser,
-            parser_kwargs={SUBCOMMAND: texts} if self.trains else texts,
+            parser_kwargs={SUBCOMMAND: texts},
             args=args,
-            run=self.trains,
         )
 
     @staticmethod
@@ -109,9 +107,7 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, with the subcommand first, and resolve the input paths of the configuration."""
         given = sys.argv[1:] if args is None else list(args)
-        if self.trains:
-            given = self._with_subcommand(given)
-        self.config = parser.parse_args(given)
+        self.config = parser.parse_args(self._with_subcommand(given))
         self._dump_config()  # with names as they were given: the same run from any folder
         for section, name in TRAINING_INPUTS:
             options = self.options.get(section, {})
@@ -135,8 +131,7 @@ class TrainingCLI(LightningCLI):
         return f"{program_name()} {self.usage}"
 
     def add_arguments_to_parser(self, parser: TrainingParser) -> None:
-        parser.is_shown = self.is_shown
-        self.add_own_options(parser)
+        self._add_own_options(parser)
         parser.add_lightning_class_args(LogMetrics, "progress")
         parser.add_lightning_class_args(Exports, "export")
         # Training state before evaluations: an evaluation that fails must not cost a step.
@@ -145,11 +140,7 @@ class TrainingCLI(LightningCLI):
             parser.add_lightning_class_args(EvaluateExports, "evaluation")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
-    def is_shown(self, name: str) -> bool:
-        """Return True when --help has the option `name`."""
-        return is_of_use(name)
-
-    def add_own_options(self, parser: TrainingParser) -> None:
+    def _add_own_options(self, parser: TrainingParser) -> None:
         """Add the options that are no part of a YAML file."""
         parser.add_argument(
             "--help_all", "--help-all", action=HelpAll, default=argparse.SUPPRESS,
@@ -171,8 +162,8 @@ class TrainingCLI(LightningCLI):
 
     @property
     def options(self) -> Any:
-        """The parsed configuration, the subcommand's if there is one."""
-        return self.config[self.config["subcommand"]] if self.trains else self.config
+        """The parsed configuration of the subcommand."""
+        return self.config[self.config["subcommand"]]
 
     @property
     def run_dir(self) -> Path:

@@ -76,8 +76,7 @@ def describe_training(
     )
     yield model_line(name, plan.trained)
     if plan.target is not None:
-        cached = ", its outputs come from the cache" if plan.cached else ""
-        yield model_line("target", plan.target) + cached
+        yield model_line("target", plan.target)
     if layers := plan.trained.feature_layers:
         yield f"features of the target: layers {', '.join(map(str, layers))}; {plan.passes} passes"
     yield (

@@ -18,7 +18,7 @@ from stree_pipelines.data.packing import TokenTable
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.module import Batch, shift_left
 from stree_pipelines.training.parallel.zero import ZeroStrategy
-from stree_pipelines.training.teachers.teachers import LiveTeacher
+from stree_pipelines.training.teachers.teacher import Teacher
 
 NUM_ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 24
 # Acceptances of 192 tokens are known to about 0.03.
@@ -64,7 +64,7 @@ class OnPolicyResult:
 class OnPolicyCheck(pl.Callback):
     """Callback that measures at the end of the training.
 
-    `found` is None when the target's outputs are cached, or its weights cannot be gathered.
+    `found` is None when the target's weights cannot be gathered.
     """
 
     def __init__(self) -> None:
@@ -72,9 +72,8 @@ class OnPolicyCheck(pl.Callback):
         self.found: OnPolicyResult | None = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(pl_module, Distillation) or pl_module.frozen is None:
-            return
-        if isinstance(trainer.strategy, ZeroStrategy):  # gathers weights in its own forward only
+        # ZeRO gathers weights in its own forward only
+        if not isinstance(pl_module, Distillation) or isinstance(trainer.strategy, ZeroStrategy):
             return
         tables = trainer.datamodule.tables  # type: ignore[attr-defined]
         with (
@@ -162,12 +161,10 @@ def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) ->
 
 def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Tensor:
     """Return log-probabilities (M, V) of the token that follows each of the M `places` (R, T)."""
-    frozen = module.frozen
-    assert frozen is not None
     moved = module.transfer_batch_to_device({**batch, "places": places}, module.device, 0)
-    hidden_MD = frozen.hidden_states(moved["tokens"], moved["segment_ids"])[moved["places"]]
-    head = frozen.model.head_weight
-    return LiveTeacher(hidden_MD.to(head.dtype), head).log_distribution(hidden_MD)
+    hidden_MD = module.frozen.hidden_states(moved["tokens"], moved["segment_ids"])[moved["places"]]
+    head = module.target.head_weight
+    return Teacher(hidden_MD.to(head.dtype), head).log_distribution()
 
 
 def _acceptance(module: Distillation, batch: Batch) -> float:

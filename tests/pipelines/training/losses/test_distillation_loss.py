@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from lanes import quick_first
-from loss_cases import distillation_loss, live_loss, make_case, peak_bytes, top_k_case
+from loss_cases import distillation_loss, make_case, peak_bytes, target_loss
 
 from stree.common.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
@@ -24,7 +24,7 @@ from stree_pipelines.training.losses.distillation_loss import (
     chunked_cross_entropy,
 )
 from stree_pipelines.training.losses.divergences import LK, ForwardKL
-from stree_pipelines.training.teachers.teachers import TopK
+from stree_pipelines.training.teachers.teacher import Teacher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,52 +36,9 @@ def dense_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
-def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
-    case, labels, teacher, (hidden, head) = top_k_case(97, temperature)
-    options = dict(labels=labels, ce_weight=ce_weight, temperature=temperature, chunk_tokens=7)
-    leaves = case["student_hidden"], case["student_head"]
-    got = distillation_loss(**case, teacher=teacher, **options)
-    want = live_loss(**case, teacher_hidden=hidden, teacher_head=head, **options)
-    for name in ("loss", "divergence", "cross_entropy", "simulated_acceptance"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(
-        torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want.loss, leaves), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_more_of_the_teacher_never_lowers_the_top_k_loss():
-    """The loss grows up to the full divergence (data processing inequality), as acceptance does."""
-    losses, acceptances = [], []
-    for k in (1, 2, 8, 40, 97):
-        case, _, teacher, _ = top_k_case(k, seed=3)
-        terms = distillation_loss(**case, teacher=teacher)
-        losses.append(terms.loss.item())
-        acceptances.append(terms.simulated_acceptance.item())
-    case, _ = make_case(seed=3)
-    full = live_loss(**case)
-    assert losses == sorted(losses) and losses[-2] < full.loss
-    assert acceptances == sorted(acceptances)
-    assert acceptances[-2] < full.simulated_acceptance
-
-
-def test_a_tail_without_mass_stays_without():
-    """The teacher rules out all but two tokens, the student none."""
-    case, _, teacher, _ = top_k_case(2)
-    certain = TopK(
-        teacher.ids, torch.full_like(teacher.log_probs, 0.5).log(),
-        torch.full_like(teacher.log_tail, -torch.inf),
-    )
-    terms = distillation_loss(**case, teacher=certain)
-    terms.loss.backward()
-    assert terms.loss.isfinite() and terms.loss > 0
-    assert case["student_hidden"].grad.isfinite().all()
-
-
 def test_a_teacher_of_other_rows_is_refused():
-    case, _, teacher, _ = top_k_case(4)
+    case, _ = make_case()
+    teacher = Teacher(case.pop("teacher_hidden")[case["mask"]], case.pop("teacher_head"))
     case["mask"] = torch.ones_like(case["mask"])
     with pytest.raises(UsageError, match=r"the teacher has \d+ rows, the mask 63"):
         distillation_loss(**case, teacher=teacher)
@@ -112,7 +69,7 @@ def test_tied_head_and_hidden_add_their_gradients():
     embedding = case["student_head"]
     hidden = embedding[labels]
     rest = {k: v for k, v in case.items() if not k.startswith("student")}
-    terms = live_loss(hidden, embedding, **rest, chunk_tokens=4)
+    terms = target_loss(hidden, embedding, **rest, chunk_tokens=4)
     (got,) = torch.autograd.grad(terms.loss, embedding)
     loss = dense_loss(embedding[labels], embedding, **rest)
     torch.testing.assert_close(got, torch.autograd.grad(loss, embedding)[0], rtol=1e-5, atol=1e-6)
@@ -120,7 +77,7 @@ def test_tied_head_and_hidden_add_their_gradients():
 
 def test_equal_models_have_zero_loss_and_full_acceptance():
     case, _ = make_case(student_width=20)
-    terms = live_loss(
+    terms = target_loss(
         case["teacher_hidden"], case["teacher_head"], case["teacher_hidden"],
         case["teacher_head"], case["mask"],
     )
@@ -131,7 +88,7 @@ def test_equal_models_have_zero_loss_and_full_acceptance():
 def test_nothing_to_count_gives_zero_and_not_nan():
     case, labels = make_case()
     case["mask"] = torch.zeros_like(case["mask"])
-    terms = live_loss(**case, labels=labels, ce_weight=0.5)
+    terms = target_loss(**case, labels=labels, ce_weight=0.5)
     terms.loss.backward()
     for value in (terms.loss, terms.divergence, terms.cross_entropy, terms.simulated_acceptance):
         assert value == 0
@@ -141,14 +98,14 @@ def test_nothing_to_count_gives_zero_and_not_nan():
 
 def test_rows_outside_the_mask_do_not_count_even_when_they_are_nan():
     case, labels = make_case()
-    clean = live_loss(**case).loss
+    clean = target_loss(**case).loss
     mask = case["mask"]
     case["student_hidden"] = (
         case["student_hidden"].detach().masked_fill(~mask[..., None], torch.nan)
     )
     case["teacher_hidden"] = case["teacher_hidden"].masked_fill(~mask[..., None], torch.nan)
     labels = labels.masked_fill(~mask, -100)
-    assert live_loss(**case, labels=labels).loss == clean
+    assert target_loss(**case, labels=labels).loss == clean
 
 
 def test_minus_infinity_on_both_sides_is_masked():
@@ -162,9 +119,9 @@ def test_minus_infinity_on_both_sides_is_masked():
         case[f"{side}_hidden"], case[f"{side}_head"] = hidden, head
     assert (case["teacher_hidden"] @ case["teacher_head"].T)[..., -1].isneginf().all()
     case["student_hidden"].requires_grad_()
-    terms = live_loss(**case)
+    terms = target_loss(**case)
     kept = dict(case, **{k: case[k][:-5] for k in ("student_head", "teacher_head")})
-    torch.testing.assert_close(terms.loss, live_loss(**kept).loss)
+    torch.testing.assert_close(terms.loss, target_loss(**kept).loss)
     terms.loss.backward()
     assert case["student_hidden"].grad.isfinite().all()
 
@@ -174,14 +131,14 @@ def test_a_student_that_rules_out_what_the_teacher_says_has_infinite_loss():
     hidden, head = (case[f"student_{part}"].detach().clone() for part in ("hidden", "head"))
     hidden[..., 0], head[-5:, 0] = 10.0, -1e38
     case.update(student_hidden=hidden, student_head=head)
-    assert live_loss(**case).loss == torch.inf
+    assert target_loss(**case).loss == torch.inf
 
 
 def test_bf16_autocast_keeps_the_softmax_in_fp32():
     case, _ = make_case(vocab=301)
     want = dense_loss(**case)
     with torch.autocast("cpu", torch.bfloat16):
-        terms = live_loss(**case)
+        terms = target_loss(**case)
     assert terms.loss.dtype == torch.float32
     torch.testing.assert_close(terms.loss, want, rtol=2e-2, atol=0)
     grads = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
@@ -200,46 +157,37 @@ def test_products_in_bf16_are_summed_in_fp32():
     grads = []
     for chunk_tokens in (1, 1000):
         with torch.autocast(DEVICE, torch.bfloat16):
-            loss = live_loss(**case, chunk_tokens=chunk_tokens).loss
+            loss = target_loss(**case, chunk_tokens=chunk_tokens).loss
         grads.append(torch.autograd.grad(loss, leaves))
     for mine, whole in zip(*grads, strict=True):
         torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
-    ("backend", "divergence", "k", "options"),
+    ("backend", "divergence", "options"),
     quick_first(
-        [("aot_eager", ForwardKL(), None, {}), ("aot_eager", LK(3.0), None, {})],
+        [("aot_eager", ForwardKL(), {}), ("aot_eager", LK(3.0), {})],
         [
-            ("inductor", LK(3.0), None, {}),
-            ("inductor", ForwardKL(), 8, {"temperature": 2.0}),
-            ("inductor", ForwardKL(), None, {"ce_weight": 0.3}),
+            ("inductor", LK(3.0), {}),
+            ("inductor", ForwardKL(), {"temperature": 2.0}),
+            ("inductor", ForwardKL(), {"ce_weight": 0.3}),
         ],
     ),
 )
-def test_a_compiled_loss_is_the_same(backend, divergence, k, options, monkeypatch):
+def test_a_compiled_loss_is_the_same(backend, divergence, options, monkeypatch):
     """One graph serves any number of rows but one, which the last chunk has here."""
     monkeypatch.setattr(
         losses, "_compile", functools.cache(partial(torch.compile, backend=backend))
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    if k is None:
-        case, labels = make_case()
-        loss_of = live_loss
-    else:
-        case, labels, case["teacher"], _ = top_k_case(k, options["temperature"])
-        case["teacher"] = TopK(*(part.to(DEVICE) for part in case["teacher"].parts))
-        loss_of = distillation_loss
-    on_device = {
-        name: each.detach().to(DEVICE) if isinstance(each, torch.Tensor) else each
-        for name, each in case.items()
-    }
+    case, labels = make_case()
+    on_device = {name: each.detach().to(DEVICE) for name, each in case.items()}
     leaves = [on_device[f"student_{part}"].requires_grad_() for part in ("hidden", "head")]
     options = {**options, "labels": labels.to(DEVICE), "divergence": divergence}
     rows, got = int(case["mask"].sum()), []
     for chunk_tokens, compiled in ((rows - 1, False), (rows - 1, True), (7, True)):
-        terms = loss_of(**on_device, chunk_tokens=chunk_tokens, compiled=compiled, **options)
+        terms = target_loss(**on_device, chunk_tokens=chunk_tokens, compiled=compiled, **options)
         grads = torch.autograd.grad(terms.loss * 3.0, leaves)
         got.append((terms.loss, terms.simulated_acceptance, *grads))
     for mine in got[1:]:
@@ -268,14 +216,14 @@ def test_a_compiled_cross_entropy_is_the_same(backend, monkeypatch):
 def test_validation_makes_no_gradients():
     case, _ = make_case()
     with torch.no_grad():
-        terms = live_loss(**case)
+        terms = target_loss(**case)
     assert not terms.loss.requires_grad
 
 
 def test_normalizer_replaces_the_number_of_rows():
     case, _ = make_case()
-    half = live_loss(**case, normalizer=2.0 * case["mask"].sum()).loss
-    torch.testing.assert_close(half * 2, live_loss(**case).loss)
+    half = target_loss(**case, normalizer=2.0 * case["mask"].sum()).loss
+    torch.testing.assert_close(half * 2, target_loss(**case).loss)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +238,7 @@ def test_normalizer_replaces_the_number_of_rows():
 def test_what_does_not_fit_is_refused(change, message):
     case, _ = make_case()
     with pytest.raises(UsageError, match=message):
-        live_loss(**{**case, **change})
+        target_loss(**{**case, **change})
 
 
 @pytest.mark.parametrize(("on_cuda", "most_bytes"), [(False, 40 << 20), (True, 5 << 29)])
@@ -307,7 +255,7 @@ def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
     case, _ = make_case((1, num_tokens), vocab, student_width=16, teacher_width=24)
     case["mask"] = torch.ones_like(case["mask"])
     two_logits = 2 * num_tokens * vocab * 4
-    assert peak_bytes(lambda: live_loss(**case).loss.backward()) < two_logits / 5
+    assert peak_bytes(lambda: target_loss(**case).loss.backward()) < two_logits / 5
 
 
 def test_the_memory_counter_sees_dense_logits():

@@ -8,14 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import distillation_loss, live_loss, make_case, peak_bytes, top_k_case
+from loss_cases import distillation_loss, make_case, peak_bytes, target_loss
 
 from stree.common.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
 from stree_pipelines.training.losses.config import LossConfig
-from stree_pipelines.training.losses.distillation_loss import live_teacher
+from stree_pipelines.training.losses.distillation_loss import teacher_of
 from stree_pipelines.training.losses.divergences import LK, ForwardKL, JensenShannon, TotalVariation
-from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
 
 LOSSES = [
     LossConfig(),
@@ -69,11 +68,11 @@ def teacher_distribution(hidden, head, mask, temperature):
     [*((loss, 7) for loss in LOSSES), *((LOSSES[0], size) for size in (1, 1000, None))],
     ids=str,
 )
-def test_a_live_teacher_s_loss_and_gradients_are_the_formula(
+def test_a_teacher_of_s_loss_and_gradients_are_the_formula(
     loss, chunk_tokens, ce_weight, temperature
 ):
     case, labels = make_case()
-    terms = live_loss(
+    terms = target_loss(
         **case, divergence=loss.divergence, labels=labels, ce_weight=ce_weight,
         temperature=temperature, chunk_tokens=chunk_tokens,
     )
@@ -96,41 +95,13 @@ def test_a_live_teacher_s_loss_and_gradients_are_the_formula(
         torch.testing.assert_close(mine.double(), theirs, **EXACT)
 
 
-@pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.4, 2.5)])
-@pytest.mark.parametrize("k", [1, 8, 96])
-@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(
-    loss, k, ce_weight, temperature
-):
-    """All tokens outside the top k are one bucket, whose mass is 1 minus the sums."""
-    case, labels, teacher, (hidden, head) = top_k_case(k, temperature)
-    terms = distillation_loss(
-        **case, teacher=teacher, divergence=loss.divergence, labels=labels, ce_weight=ce_weight,
-        temperature=temperature, chunk_tokens=7,
-    )
-    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
-    leaves, logits, q = in_fp64(case, temperature)
-    p, ids = teacher_distribution(hidden, head, case["mask"], temperature), teacher.ids.long()
-    merged = [
-        torch.cat([each.gather(1, ids), 1 - each.gather(1, ids).sum(1, keepdim=True)], 1)
-        for each in (p, q)
-    ]
-    accepted = torch.minimum(merged[0], merged[1])[:, :-1].sum(1)  # of the top k only
-    want = dense(loss, *merged, temperature, accepted).mean()
-    want = want + ce_weight * F.cross_entropy(logits, labels[case["mask"]])
-    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
-    torch.testing.assert_close(terms.simulated_acceptance.double(), accepted.mean(), **EXACT)
-    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, **EXACT)
-
-
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 def test_in_bf16_only_the_products_are_rounded(loss):
     """On the logits that a product in bf16 gives, the loss is the formula's; its gradient is then
     rounded to bf16 (8 bits) before two more products."""
     case, _ = make_case(vocab=301)
     with torch.autocast("cpu", torch.bfloat16):
-        terms = live_loss(**case, divergence=loss.divergence)
+        terms = target_loss(**case, divergence=loss.divergence)
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     mask, bf16 = case["mask"], torch.bfloat16
     half = {name: each.detach().to(bf16) for name, each in case.items() if name != "mask"}
@@ -161,7 +132,7 @@ def test_distributions_without_common_tokens_have_finite_losses_where_they_are(l
     hidden = [torch.cat([each[:, :2], torch.full((1, 1), 1e3)], 1) for each in (student, teacher)]
     row = torch.ones(1, dtype=torch.bool)
     student_hidden = hidden[0].detach().requires_grad_()
-    terms = live_loss(student_hidden, head, hidden[1], head, row, divergence=loss.divergence)
+    terms = target_loss(student_hidden, head, hidden[1], head, row, divergence=loss.divergence)
     terms.loss.backward()
     assert terms.loss.isfinite() and terms.loss > 0.1
     assert student_hidden.grad[:, :2].isfinite().all()
@@ -176,7 +147,7 @@ def test_a_chunk_takes_the_buffers_that_dry_runs_count(loss, ce_weight):
     case["mask"] = torch.ones_like(case["mask"])
 
     def step():
-        live_loss(
+        target_loss(
             **case, divergence=loss.divergence, labels=labels, ce_weight=ce_weight,
             temperature=2.0, chunk_tokens=chunk_tokens,
         ).loss.backward()
@@ -198,7 +169,7 @@ def test_the_ends_of_the_families():
     )
 
     def value(divergence, given=case):
-        return live_loss(**given, divergence=divergence).loss
+        return target_loss(**given, divergence=divergence).loss
 
     small = 1e-4
     kl, tv = value(ForwardKL()), value(TotalVariation())
@@ -207,7 +178,7 @@ def test_the_ends_of_the_families():
     torch.testing.assert_close(value(half), value(half, turned))
     torch.testing.assert_close(value(LK(0.0)), kl)
     torch.testing.assert_close(value(LK(1e4)), tv)
-    assert live_loss(**case).simulated_acceptance == pytest.approx(1 - tv.item(), abs=1e-5)
+    assert target_loss(**case).simulated_acceptance == pytest.approx(1 - tv.item(), abs=1e-5)
 
 
 # The config
@@ -263,7 +234,7 @@ def dense_partial(loss, p, q, temperature, outside, accepted=None):
 def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temperature):
     case, ids = partial_case()
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
-    teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], temperature)
+    teacher = teacher_of(hidden, head, case["mask"], case["student_hidden"], temperature)
     terms = distillation_loss(
         **case, teacher=teacher.over(ids), divergence=loss.divergence, temperature=temperature,
         chunk_tokens=7,
@@ -280,42 +251,6 @@ def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temper
         torch.testing.assert_close(mine.double(), theirs, **EXACT)
 
 
-@pytest.mark.parametrize(("k", "num_ids"), [(8, 30), (90, 5)])
-@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids):
-    """The distributions are over what both know and the rest, which a head of 5 may lack."""
-    case, ids = partial_case(num_ids)
-    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
-    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head), k, chunk_rows=5)
-    terms = distillation_loss(
-        **case, teacher=teacher.over(ids), divergence=loss.divergence, chunk_tokens=7
-    )
-    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
-    leaves, _, q = in_fp64(case, 1.0)
-    whole = teacher_distribution(hidden, head, case["mask"], 1.0)
-    values, accepted = [], []
-    for row, known in enumerate(teacher.ids.long()):
-        has = torch.isin(ids, known)
-        p_known, q_known = whole[row, ids[has]], q[row, has]
-        tail = 1 - whole[row, known].sum()
-        p, rest = (torch.cat([each, one[None]]) for each, one in
-                   ((p_known, tail), (q_known, q[row, ~has].sum())))
-        if has.all():  # what the student has no token for is lost with the others
-            p, rest = p[:-1], rest[:-1]
-        accepted.append(torch.minimum(p_known, q_known).sum())
-        outside = 1 - p.sum()
-        values.append(dense_partial(
-            loss, p[None], rest[None], 1.0, outside[None], accepted[-1]
-        )[0])
-    want = torch.stack(values).mean()
-    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
-    torch.testing.assert_close(
-        terms.simulated_acceptance.double(), torch.stack(accepted).mean(), **EXACT
-    )
-    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, **EXACT)
-
-
 def test_a_head_over_some_tokens_takes_no_more_memory():
     chunk_tokens, vocab = 32, 8192
     case, _ = make_case((1, 256), vocab, student_width=1, teacher_width=1)
@@ -325,7 +260,7 @@ def test_a_head_over_some_tokens_takes_no_more_memory():
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
 
     def step():
-        teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], 2.0).over(ids)
+        teacher = teacher_of(hidden, head, case["mask"], case["student_hidden"], 2.0).over(ids)
         distillation_loss(
             **case, teacher=teacher, divergence=LK(3.0), temperature=2.0, chunk_tokens=chunk_tokens
         ).loss.backward()

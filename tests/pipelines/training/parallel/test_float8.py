@@ -12,7 +12,7 @@ from toys import tiny_model
 
 from stree.common.errors import UsageError
 from stree.models.model import HybridModel
-from stree_pipelines.commands import cache_teacher, distill
+from stree_pipelines.commands import distill
 from stree_pipelines.resources.estimates import held_bytes, num_parameters
 from stree_pipelines.training.parallel.float8 import (
     FLOAT8,
@@ -93,14 +93,6 @@ def test_a_drafter_learns_from_a_target_in_8_bits(workspace, tmp_path, capsys):
     assert losses["float8"][-1] < losses["float8"][0]
     assert losses["float8"] != losses["float32"]
     assert losses["float8"] == pytest.approx(losses["float32"], rel=0.1)
-
-
-def test_a_cache_says_that_its_target_was_in_8_bits(workspace, tmp_path):
-    arguments = distill_arguments(workspace, tmp_path, "--model.target_dtype", "float8")
-    kept = [*arguments[3:11], "--model.target_dtype", "float8"]
-    cache_teacher.main([*kept, "--out", str(tmp_path / "cache"), "--top_k", "8"])
-    written = (tmp_path / "cache").rglob("*.json")
-    assert any('"target_dtype": "float8"' in path.read_text() for path in written)
 
 
 def test_what_8_bits_do_not_go_with_is_refused(workspace, tmp_path, monkeypatch):
