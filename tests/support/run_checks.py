@@ -17,7 +17,7 @@ from stree.common.files import verify_manifest
 ROW_TIMINGS = {*TIMINGS, "rows_per_call"}
 # What shares a prompt's batch depends on what was left to do, and its share of calls with it.
 SAMPLE_TIMINGS = {
-    "prefill_s", "decode_s", "time_ms", "baseline", "call_share", "num_attempts", "is_stalled",
+    "prefill_s", "decode_s", "time_ms", "baseline", "call_share", "is_stalled",
 }
 
 

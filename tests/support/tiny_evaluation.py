@@ -89,7 +89,7 @@ def without_timings(rows) -> list[dict]:
 
 
 def samples_without_timings(store: ResultStore) -> list[dict]:
-    timings = {"prefill_s", "decode_s", "time_ms", "num_attempts", "is_stalled", "baseline"}
+    timings = {"prefill_s", "decode_s", "time_ms", "is_stalled", "baseline"}
     return [s.model_dump(exclude=timings) for row in store.results() for s in store.samples(row)]
 
 

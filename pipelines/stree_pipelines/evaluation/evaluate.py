@@ -34,11 +34,7 @@ from stree_pipelines.evaluation.answering import gc_freeze, stalls
 from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.answering.drafter_readings import read_answer
-from stree_pipelines.evaluation.answering.interleave import (
-    Finished,
-    answers_again,
-    interleaved_answers,
-)
+from stree_pipelines.evaluation.answering.interleave import interleaved_answers
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import Workers, describe_environment
 from stree_pipelines.evaluation.plan import (
@@ -338,7 +334,7 @@ class Evaluation:
     def _run(self, rounds: Sequence[Round]) -> None:
         if not rounds:
             return
-        finished: Finished = defaultdict(dict)
+        finished: dict[str, list[SampleRow]] = defaultdict(list)  # by method
         num_left = {each.prompt.id: len(each.jobs) for each in rounds}
         first = rounds[0].missing[0]
         label = f"{_label(rounds)}{first.benchmark.name} T={first.temperature:g}"
@@ -349,20 +345,12 @@ class Evaluation:
             closing(interleaved_answers(self.answerer, rounds)) as answers,
         ):
             for each, job, sample in answers:
-                self._keep(each, job, sample, finished)
+                if job in each.missing:
+                    self.store.journal(job.samples_name, self.workers.rank, sample)
+                finished[job.method].append(sample)
                 num_left[each.prompt.id] -= 1
                 if by_answer or num_left[each.prompt.id] == 0:
                     task.advance(_so_far(finished))
-        if self.settings.batch_size == 1:  # a row's time is shared with others
-            for each, job, sample in answers_again(
-                self.answerer, rounds, finished, self.progress.say
-            ):
-                self._keep(each, job, sample, finished)
-
-    def _keep(self, each: Round, job: Job, sample: SampleRow, finished: Finished) -> None:
-        if job in each.missing:
-            self.store.journal(job.samples_name, self.workers.rank, sample)
-        finished[job.method][sample.prompt_id] = sample
 
     def _row(self, job: Job, samples: Sequence[SampleRow]) -> ResultRow:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
@@ -451,11 +439,10 @@ def _label(rounds: Sequence[Round]) -> str:
     return "" if step is None else f"step {step}  "
 
 
-def _so_far(finished: Mapping[str, Mapping[str, SampleRow]]) -> str:
+def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
     """Format each method's figures, the tree's first; three methods fit 80 columns."""
     parts: list[str] = []
-    for method in reversed(list(finished)):
-        samples = [*finished[method].values()]
+    for method, samples in reversed(list(finished.items())):
         tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
         if tau is not None and speed is not None:
             drafts = "" if method == AUTOREGRESSIVE else f"τ {tau:.2f}, "

@@ -236,8 +236,7 @@ class SampleRow(Record):
     prefill_s: NonNegative
     decode_s: NonNegative
     time_ms: dict[str, float]
-    num_attempts: Count = 1  # the machine held up all but the last
-    is_stalled: bool = False  # the last, too, or plain decoding's answer beside it
+    is_stalled: bool = False  # the machine held it up, or plain decoding's answer beside it
     baseline: BaselineTiming | None = None
     lossless: bool | None = None
     divergence: Divergence | None = None

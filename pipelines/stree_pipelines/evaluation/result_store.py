@@ -204,11 +204,11 @@ class ResultStore:
 
     def journalled(self, samples_name: str) -> dict[SampleKey, SampleRow]:
         """Return the finished prompts of a row that is not published yet, each as its first worker
-        answered it last."""
+        answered it."""
         found: dict[SampleKey, SampleRow] = {}
         for path in self._journals(samples_name):
-            for key, row in {row.key: row for row in read_rows(path, SampleRow)}.items():
-                found.setdefault(key, row)
+            for row in read_rows(path, SampleRow):
+                found.setdefault(row.key, row)
         return found
 
     def journal(self, samples_name: str, worker: int, row: SampleRow) -> None:

@@ -97,8 +97,6 @@ def test_journals_of_several_workers_merge_each_prompt_once(store):
     found = store.journalled("samples/b.jsonl")
     assert [row.prompt_id for row in found.values()] == ["a", "b"]
     assert found[sample("a").key].decode_s == 0.2  # the first worker's stays
-    store.journal("samples/b.jsonl", 0, sample("a", decode_s=0.1))  # answered again
-    assert store.journalled("samples/b.jsonl")[sample("a").key].decode_s == 0.1
 
 
 def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(store):

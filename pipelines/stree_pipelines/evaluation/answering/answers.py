@@ -73,16 +73,6 @@ class Answerer:
                 pass  # learned from, and not reported
         yield from self._answers(job, prompts)
 
-    def again(self, job: Job, prompt: BenchmarkPrompt, last: SampleRow) -> SampleRow:
-        """Return a prompt's conversation held once more, with the reading times of the first.
-
-        Prefixes are kept, so that the prompt is not read again as a whole. What chooses the job's
-        trees goes on from what it has learned.
-        """
-        (sample,) = self._answers(job, [prompt])
-        kept = {name: getattr(last, name) for name in ("prefill_s", "num_reused_tokens")}
-        return sample.model_copy(update={**kept, "num_attempts": last.num_attempts + 1})
-
     def _answers(self, job: Job, prompts: Sequence[BenchmarkPrompt]) -> Iterator[SampleRow]:
         if self.settings.batch_size > 1:
             yield from self._answers_in_batches(job, prompts)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
 
-from stree_pipelines.evaluation.answering import stalls
 from stree_pipelines.evaluation.answering.answers import Answerer
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job, Round
 from stree_pipelines.evaluation.records import SampleRow
 
 Answer = tuple[Round, Job, SampleRow]
-Finished = dict[str, dict[str, SampleRow]]  # the last answers, by method and prompt
 
 
 def interleaved_answers(
@@ -62,41 +59,3 @@ def interleaved_answers(
                         yield with_baseline(job, sample)
                     else:
                         early.setdefault(identity, []).append((job, sample))
-
-
-def answers_again(
-    answerer: Answerer,
-    rounds: Sequence[Round],
-    finished: Finished,
-    say: Callable[[str], None] = lambda message: None,
-) -> Iterator[Answer]:
-    """Answer again, a few times at most, what the machine held up, and yield what is new.
-
-    Whoever draws an answer puts it into `finished`. With a new answer of plain decoding the other
-    methods' are yielded again, too, compared with it.
-    """
-    asked = {each.prompt.id: each for each in rounds}
-    for _ in range(stalls.MOST_ATTEMPTS - 1):
-        again: dict[str, list[str]] = {}
-        for method, samples in finished.items():
-            answers = list(samples.values())
-            again[method] = [answers[at].prompt_id for at in stalls.outliers(answers)]
-        if not any(again.values()):
-            return
-        say(
-            f"{sum(map(len, again.values()))} answers waited, or took far longer a step than the "
-            "others of their method: answered again"
-        )
-        for each in (asked[identity] for identity in dict.fromkeys(chain(*again.values()))):
-            held_up = {method for method, prompts in again.items() if each.prompt.id in prompts}
-            for job in each.jobs:  # plain decoding comes first
-                sample = finished[job.method][each.prompt.id]
-                is_baseline = job is each.baseline
-                if job.method in held_up:
-                    sample = answerer.again(job, each.prompt, sample)
-                elif is_baseline or each.baseline is None or each.baseline.method not in held_up:
-                    continue
-                if each.baseline is not None and not is_baseline:
-                    plain = finished[each.baseline.method][each.prompt.id]
-                    sample = answerer.with_baseline(job, each.prompt, sample, plain)
-                yield each, job, sample

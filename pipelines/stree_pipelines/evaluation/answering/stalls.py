@@ -1,4 +1,4 @@
-"""Detect answers distorted by machine stalls, which are then answered again.
+"""Detect answers distorted by machine stalls, which are marked.
 
 Two things are judged of each answer, against the medians of its own row (method, benchmark and
 temperature): the time per step, and the waiting between steps, in which the device had no work.
@@ -11,7 +11,6 @@ from statistics import median
 
 from stree_pipelines.evaluation.records import BaselineTiming, SampleRow
 
-MOST_ATTEMPTS = 3  # for one answer
 LEAST_ANSWERS = 5  # of a row; the median of fewer says little
 SLOW = 2.0  # times the median step
 WAITED = 0.5  # of a median step, on average over an answer's steps, beyond the median waiting
