@@ -33,7 +33,7 @@ from stree.checkpoints.sources import Source
 from stree.checkpoints.tokenizer import fingerprint
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.common.files import MANIFEST_NAME, publish_directory, verify_manifest
-from stree.common.plain_data import read_json
+from stree.common.plain_data import read_json, require_small_header
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 
@@ -292,8 +292,9 @@ def _open_weights(directory: Path) -> Iterator[dict[str, _Stored]]:
 
 def _safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
     try:
+        require_small_header(path)
         file = stack.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(path, error) from error
     for name in file.keys():  # noqa: SIM118 (not a mapping)
         header = file.get_slice(name)

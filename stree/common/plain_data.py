@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 1 << 26  # a sharded index or a manifest has some megabytes at most
+MAX_HEADER_BYTES = 1 << 24  # of safetensors: over 100,000 tensors; larger ones take seconds
 MAX_DEPTH = 100
 MAX_YAML_NODES = 100_000  # aliases counted as what they stand for
 # Beyond these PyYAML's time grows with the square of a number in base 60 or of open brackets, and
@@ -35,6 +36,17 @@ def read_text(path: Path) -> str:
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, at most {MAX_BYTES:,} are read")
     return path.read_text(encoding="utf-8")
+
+
+def require_small_header(path: Path) -> None:
+    """Raise `ValueError` for a safetensors file whose header would take seconds to parse.
+
+    The header's size is the number in the file's first 8 bytes. Raises `OSError` as `open` does.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {size:,} bytes, at most {MAX_HEADER_BYTES:,} are read")
 
 
 def read_json(path: Path) -> Any:
