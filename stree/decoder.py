@@ -344,6 +344,8 @@ def generate(
         mask = options.pop("attention_mask", None)
         read = asked_for(inputs, generation_config, mask, options, tokenizer)
         depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
+        if not read[0]:
+            return []
         longest = max(len(prompt) + config.max_new_tokens for prompt, config in read[0])
         decoder = Decoder(
             target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer

@@ -215,6 +215,8 @@ class TransformersDecoder:
             raise UsageError(f"got {len(input_ids)} prompts: a streamer shows one answer at a time")
         if streamer is not None:
             streamer.put(input_ids.cpu())
+        if not len(input_ids):
+            return input_ids
         mask = prepared.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise UsageError("attention_mask pads at the right: wanted padding at the left")

@@ -34,6 +34,8 @@ def prompts_of(
 ) -> tuple[list[Tensor], bool]:
     """Return the token ids (T,) of each prompt without padding, and whether they came as several.
 
+    An empty list is one prompt of no tokens; a tensor (0, T) is no prompts.
+
     Args:
         inputs: Ids of one sequence (a list, an array or tensor (T,) or (1, T)) or of several (a
             list of such, a tensor (B, T)); or a tokenizer's output (a mapping with `input_ids`).
@@ -49,8 +51,6 @@ def prompts_of(
     is_matrix = getattr(inputs, "ndim", 0) == 2
     listed = isinstance(inputs, list | tuple) and any(map(_is_several_ids, inputs))
     rows = list(inputs) if listed or is_matrix else [inputs]
-    if not rows:
-        raise UsageError("got no prompts at all; give at least one")
     if attention_mask is not None:
         masks = _masks(attention_mask, len(rows))
         prompts = [_unpadded(_ids(row), mask) for row, mask in zip(rows, masks, strict=True)]
@@ -101,6 +101,8 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
             f"got {_named(messages)}, wanted messages: "
             '[{"role": "user", "content": "…"}, …], or a list of such'
         )
+    if not messages:
+        raise UsageError("the conversation is empty; give at least one message")
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template: decoder.complete(text) goes without")
     from stree.chat_encoding import chat_encoder  # imports transformers

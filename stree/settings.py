@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from stree.common.errors import UsageError, one_line
@@ -75,8 +76,10 @@ class Settings:
     def after(self, prompt: Tensor) -> GenerationConfig:
         """Return the settings for a prompt (T,).
 
-        Raises `UsageError` when max_length leaves no room after it.
+        Raises `UsageError` for an empty one, and when max_length leaves no room after it.
         """
+        if not len(prompt):
+            raise UsageError("the prompt is empty; give at least one token")
         if self.max_length is None:
             return self.generation
         left = self.max_length - len(prompt)
@@ -154,8 +157,10 @@ def asked_of_texts(
     """
     if tokenizer is None:
         raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")
-    ids = [encode(tokenizer, each) for each in (given if several else [given])]
-    asked, _ = asked_for(ids, generation_config, None, options, tokenizer)
+    settings = settings_of(generation_config, options)
+    texts = given if several else [given]
+    prompts = [torch.tensor(encode(tokenizer, each), dtype=torch.long) for each in texts]
+    asked = [(prompt, settings.after(prompt)) for prompt in prompts]
     return asked, several or options.get("num_return_sequences") is not None
 
 

@@ -119,8 +119,6 @@ def require_room(
     vocabulary, positions = target.vocab_size, target.num_positions
     longest = len(prompt) + generation.max_new_tokens
     needed = longest + tree.max_depth + 1
-    if not prompt:
-        raise UsageError("the prompt is empty; give at least one token")
     if positions is not None and longest > positions:
         raise UsageError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens = {generation.max_new_tokens} "

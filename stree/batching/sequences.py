@@ -87,8 +87,9 @@ def requests_of(
         options: Further settings by keyword; empty for requests.
         tokenizer: Encodes prompts that are texts; None refuses texts.
     """
-    several = isinstance(given, list | tuple)
-    if several and (not given or any(isinstance(each, Request) for each in given)):
+    if isinstance(given, list | tuple) and not given:
+        return []
+    if isinstance(given, list | tuple) and any(isinstance(each, Request) for each in given):
         if options or generation_config is not None or attention_mask is not None:
             raise UsageError("requests have settings of their own: give them no others")
         return [sample for each in given for sample in samples_of(each)]

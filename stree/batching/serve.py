@@ -151,7 +151,7 @@ class RequestServer(BatchDecoderLike):
             encode, given, several, generation_config, options, self.tokenizer
         )
         requests = [Request(prompt, generation) for prompt, generation in asked]
-        return self.generate(requests) if requests else []
+        return self.generate(requests)
 
     @one_at_a_time
     def warm_up(self, request: Request) -> None:

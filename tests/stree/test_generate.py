@@ -11,7 +11,7 @@ import torch
 import transformers
 from toys import Streamer, right_now_and_then, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, load
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
@@ -228,7 +228,6 @@ def test_a_chat_s_options_reach_the_template(shipped, tokenizer, monkeypatch):
         ([True, False], "bool tensor"),
         ([[1, 2], 3], r"tensor of shape \(\), wanted token ids"),
         (torch.ones(2, 2, 2, dtype=torch.long), r"shape \(2, 2, 2\), wanted token ids"),
-        (torch.ones(0, 3, dtype=torch.long), "no prompts at all"),
         (None, "the prompt is a NoneType"),
         (object(), "the prompt is a object"),
         (b"bytes", "the prompt is a bytes|uint8 tensor"),
@@ -239,6 +238,49 @@ def test_a_chat_s_options_reach_the_template(shipped, tokenizer, monkeypatch):
 def test_what_is_no_prompt_is_one_line(decoder, prompt, message):
     with pytest.raises(UsageError, match=message):
         decoder.generate(prompt, EIGHT)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda it: it.generate(torch.ones(0, 3, dtype=torch.long)),
+        lambda it: it.generate({"input_ids": torch.ones(0, 3, dtype=torch.long)}),
+        lambda it: it.complete([]),
+        lambda it: it.batch.generate([], max_new_tokens=4),
+        lambda it: it.batch.generate(torch.ones(0, 3, dtype=torch.long)),
+        lambda it: it.batch.complete([], max_new_tokens=4),
+        lambda it: list(it.batch.serve([])),
+        lambda it: generate(it.target, torch.ones(0, 3, dtype=torch.long)),
+    ],
+)
+def test_no_prompts_have_no_answers(shipped, ask):
+    assert ask(shipped) == []
+
+
+@pytest.mark.parametrize(
+    ("ask", "empty"),
+    [
+        (lambda it: it.generate([]), "prompt"),
+        (lambda it: it.generate([[]], max_new_tokens=4), "prompt"),
+        (lambda it: it.generate([[5], []], max_new_tokens=4), "prompt"),
+        (lambda it: it.generate({"input_ids": []}), "prompt"),
+        (lambda it: it.complete(""), "prompt"),
+        (lambda it: it.complete(["a", ""]), "prompt"),
+        (lambda it: it.chat([]), "conversation"),
+        (lambda it: it.chat([[]]), "conversation"),
+        (lambda it: it.chat(["a", []]), "conversation"),
+        (lambda it: it.batch.generate([[]]), "prompt"),
+        (lambda it: it.batch.generate([Request([])]), "prompt"),
+        (lambda it: it.batch.complete(""), "prompt"),
+        (lambda it: it.batch.chat([]), "conversation"),
+        (lambda it: it.batch.chat([[]]), "conversation"),
+        (lambda it: generate(it.target, []), "prompt"),
+        (lambda it: chat_ids(it.tokenizer, []), "conversation"),
+    ],
+)
+def test_a_prompt_of_nothing_is_refused(shipped, ask, empty):
+    with pytest.raises(UsageError, match=f"the {empty} is empty; give at least one"):
+        ask(shipped)
 
 
 @pytest.mark.parametrize(

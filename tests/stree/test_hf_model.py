@@ -96,6 +96,13 @@ def test_layouts_of_transformers_beside_the_families(kind):
     assert all(tensor.data_ptr() in shared for tensor in decoder.target.state_dict().values())
 
 
+def test_no_prompts_have_no_answers_and_an_empty_one_is_refused():
+    decoder = decoder_of(random_reference("granite", 1))
+    assert decoder.generate(torch.ones(0, 3, dtype=torch.long), max_new_tokens=4).shape == (0, 3)
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        decoder.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=4)
+
+
 # Memory
 
 
