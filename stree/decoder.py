@@ -52,7 +52,7 @@ class Decoder(Renamed):
 
     Raises:
         UsageError: When target and drafter have different vocabularies, or different tokenizers by
-            the fingerprints in their checkpoints' manifests.
+            the hashes in their checkpoints' manifests.
 
     Example:
         >>> import stree

@@ -15,7 +15,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.partners import partner_remarks
-from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
+from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
 from stree.common.words import counted, device_name, dtype_name
 from stree.decoder import Decoder
@@ -136,7 +136,6 @@ def load(
         else:
             tree = as_tree_policy(tree)
         if drafter_folder is not None and not name.retokenised:
-            require_same_tokenizer(target_folder, drafter_folder)
             for doubt in partner_remarks(target_folder, drafter_folder, max_length):
                 warn(doubt)
         if remark:

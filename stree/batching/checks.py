@@ -179,8 +179,8 @@ def require_partners(target: Any, drafter: Any) -> int:
             f"the drafter is on {drafter.device}, the target on {target.device}: move one "
             "to the other"
         )
-    prints = (getattr(target, "tokenizer_fingerprint", None), drafter.tokenizer_fingerprint)
-    if all(prints) and prints[0] != prints[1]:
+    hashes = (getattr(target, "tokens_sha256", None), drafter.tokens_sha256)
+    if all(hashes) and hashes[0] != hashes[1]:
         raise UsageError(
             "drafter and target have different tokenizers of the same size; "
             "draft with a model distilled from this target"

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from stree.checkpoints.configs import CheckpointConfig, config_files, read_checkpoint_config
 from stree.checkpoints.sources import Source
-from stree.checkpoints.tokenizer import fingerprint
+from stree.checkpoints.tokenizer import fingerprint, tokens_sha256
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.common.files import MANIFEST_NAME, publish_directory, verify_manifest
 from stree.common.plain_data import read_json, require_small_header
@@ -64,7 +64,7 @@ def load_model(
 
     Each tensor goes straight to `device` and `dtype` (dt_bias, A_log and D at least fp32), so the
     peak is one model and one tensor. With MANIFEST.json every file is verified first. Rows that
-    state-spaces adds to round its vocabulary up are dropped. The manifest's tokenizer fingerprint
+    state-spaces adds to round its vocabulary up are dropped. The manifest's hash of the tokenizer
     stays with the model, so that a `Decoder` can compare.
 
     Raises NotFound without the folder, and CheckpointRefused, with what was found and what was
@@ -83,7 +83,7 @@ def load_model(
         raise CheckpointRefused(
             f"{directory}: its config describes no possible model ({error})"
         ) from error
-    model.tokenizer_fingerprint = manifest.get("tokenizer_fingerprint")
+    model.tokens_sha256 = manifest.get("tokens_sha256")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     with _open_weights(directory) as stored:
         sources = _match(checkpoint, expected, stored, directory)
@@ -133,7 +133,7 @@ def save_model(
     Writes config.json, mamba_config.json (unless all layers are attention: transformers loads
     such a folder as Llama), model.safetensors or shards of at most `shard_bytes` with their
     index, the tokenizer's files, `extra_files` (name to text) and MANIFEST.json with
-    `manifest_extra` and the tokenizer's fingerprint. `dtype` None keeps each tensor's own.
+    `manifest_extra` and the tokenizer's hashes. `dtype` None keeps each tensor's own.
 
     Raises CannotWrite when the disk refuses or `directory` exists without `overwrite`, and
     UsageError when the tokenizer has more ids than the model.
@@ -152,6 +152,7 @@ def save_model(
     extra = dict(manifest_extra or {})
     if tokenizer is not None:
         extra.setdefault("tokenizer_fingerprint", fingerprint(tokenizer))
+        extra["tokens_sha256"] = tokens_sha256(tokenizer)
     with publish_directory(directory, extra, overwrite, needed_bytes=sum(sizes.values())) as folder:
         text_files = config_files(model.config, str(formats[_EMBEDDING]).removeprefix("torch."))
         shards = _plan_shards(sizes, shard_bytes)

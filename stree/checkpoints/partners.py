@@ -1,4 +1,4 @@
-"""Check a drafter folder against a target folder: weights that it was made for, and context."""
+"""Check a drafter folder against a target folder: tokenizer, weights it was made for, context."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stree.checkpoints.load_save import load_config, weights_fingerprint
+from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import CheckpointRefused, shown
 from stree.common.files import MANIFEST_NAME, read_manifest
 
@@ -24,7 +25,12 @@ def partner_remarks(
         target: The target's checkpoint folder.
         drafter: The drafter's checkpoint folder.
         max_length: Tokens of the longest sequence; None is as long as the target's positions.
+
+    Raises:
+        CheckpointRefused: When their tokenizers give other tokens (`require_same_tokenizer`).
     """
+    if other_tokenizer := require_same_tokenizer(target, drafter):
+        yield shown(other_tokenizer)
     if made_for := _other_weights(target, drafter):
         yield shown(made_for)
     longest, most = load_config(target).num_positions, load_config(drafter).num_positions

@@ -1,7 +1,7 @@
 """Load a tokenizer from a checkpoint folder, and compare two tokenizers.
 
 Equal vocabulary sizes prove nothing: a drafter whose ids mean other words drafts nonsense silently.
-Target and drafter are therefore compared by a fingerprint of the data that give ids their meaning.
+Target and drafter are therefore compared by all that decides how texts become tokens and end.
 """
 
 from __future__ import annotations
@@ -115,37 +115,71 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def tokens_sha256(tokenizer: Any) -> str:
+    """Return the hex sha256 of what decides about tokens: equal ones split and end texts alike.
+
+    Chat template, padding and other special tokens do not count: a drafter reads tokens alone.
+    """
+    text = json.dumps(_of_tokens(tokenizer), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def require_same_tokenizer(
     target_directory: str | os.PathLike[str], drafter_directory: str | os.PathLike[str]
 ) -> str:
-    """Return the common fingerprint of two checkpoint folders' tokenizers.
+    """Return a sentence on how two folders' tokenizers differ without another token, or "".
 
-    Raises CheckpointRefused, naming the first difference, when they are not the same tokenizer.
+    They may differ in the chat template, and in special tokens other than the EOS.
+
+    Raises CheckpointRefused, naming the first difference, when they split or end texts in two ways.
     """
     target, drafter = load_tokenizer(target_directory), load_tokenizer(drafter_directory)
-    common = fingerprint(target)
-    if fingerprint(drafter) != common:
+    if difference := _first_difference(_of_tokens(target), _of_tokens(drafter)):
         raise CheckpointRefused(
             f"the drafter {drafter_directory} does not use the tokenizer of the target "
-            f"{target_directory}: {_first_difference(target, drafter)}; "
-            "use a drafter that was distilled from this target"
+            f"{target_directory}: {difference}; use a drafter that was distilled from this target"
         )
-    return common
+    ours, theirs = target.special_tokens_map, drafter.special_tokens_map
+    harmless = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if getattr(target, "chat_template", None) != getattr(drafter, "chat_template", None):
+        harmless.insert(0, "chat template")
+    if not harmless:
+        return ""
+    return (
+        f"the drafter {drafter_directory} has another {' and '.join(harmless)} than the target "
+        f"{target_directory}, whose own is used: answers stay as they are, drafts may be accepted "
+        "less often"
+    )
 
 
-def _first_difference(target: Any, drafter: Any) -> str:
-    theirs = {index: token for token, index in drafter.get_vocab().items()}
-    ours = {index: token for token, index in target.get_vocab().items()}
+def _of_tokens(tokenizer: Any) -> dict[str, Any]:
+    """Return the parts of a tokenizer that decide about tokens, by their name in messages.
+
+    A tokenizer in Python has its vocabulary and EOS alone.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    data = json.loads(backend.to_str()) if backend is not None else {}
+    model = dict(data.get("model") or {})
+    scores = model.pop("vocab", None)  # of Unigram; other models' are in the vocabulary
+    return {
+        "vocabulary": {index: token for token, index in tokenizer.get_vocab().items()},
+        "merges": model.pop("merges", None),
+        "scores": scores if isinstance(scores, list) else None,
+        "models": model,
+        "normalisers": data.get("normalizer"),
+        "pre-tokenizers": data.get("pre_tokenizer"),
+        "EOS tokens": _text(tokenizer.eos_token),
+    }
+
+
+def _first_difference(target: dict[str, Any], drafter: dict[str, Any]) -> str:
+    ours, theirs = target["vocabulary"], drafter["vocabulary"]
     if len(ours) != len(theirs):
         return f"vocabulary of {len(theirs)} tokens, wanted {len(ours)}"
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
             return f"id {index} is {theirs.get(index)!r}, wanted {ours.get(index)!r}"
-    if _normalizer(target) != _normalizer(drafter):
-        return "the normalisers differ"
-    if target.special_tokens_map != drafter.special_tokens_map:
-        return f"special tokens {drafter.special_tokens_map}, wanted {target.special_tokens_map}"
-    return "the chat templates differ"
+    return next((f"the {name} differ" for name in target if target[name] != drafter[name]), "")
 
 
 def _normalizer(tokenizer: Any) -> Any:

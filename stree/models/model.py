@@ -76,7 +76,7 @@ class HybridModel(PackedModel):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
-        self.tokenizer_fingerprint: str | None = None  # known for a checkpoint with a manifest
+        self.tokens_sha256: str | None = None  # known for a checkpoint with a manifest
         if self.device.type != "meta":
             initialise(self, config.num_layers)
 

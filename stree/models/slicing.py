@@ -121,7 +121,7 @@ def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> Hy
 def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:
     """Return a copy of a model with a random head as `headed` describes it, with its errors."""
     copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
-    copy.tokenizer_fingerprint = model.tokenizer_fingerprint
+    copy.tokens_sha256 = model.tokens_sha256
     state = model.state_dict()
     state.pop("lm_head.weight", None)
     # Assigned: some are wider than the others

@@ -195,10 +195,10 @@ def test_a_copy_with_a_head_keeps_what_is_wider_and_whose_it_is():
     model = tiny_model(1).to(torch.bfloat16)
     mixer = model.model.layers[0].mamba
     mixer.A_log.data = mixer.A_log.data.float()
-    model.tokenizer_fingerprint = "f"
+    model.tokens_sha256 = "f"
     copy = with_head(model, ids=torch.tensor(IDS), rank=4)
     assert copy.model.layers[0].mamba.A_log.dtype == torch.float32
-    assert copy.dtype == torch.bfloat16 and copy.tokenizer_fingerprint == "f"
+    assert copy.dtype == torch.bfloat16 and copy.tokens_sha256 == "f"
     copy.model.norm.weight.data.zero_()
     assert model.model.norm.weight.any()  # which it does not share
 

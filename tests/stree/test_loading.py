@@ -61,12 +61,36 @@ def test_where_neither_names_one_that_is_said(workspace, tmp_path):
     assert decoder.eos_token_ids == ()
 
 
-def test_a_drafter_with_another_tokenizer_is_refused(workspace, drafter, tmp_path):
-    tokenizer = load_tokenizer(workspace / "target")
-    tokenizer.chat_template = "{{ messages }}"
-    save_model(load_model(drafter), tmp_path / "other", tokenizer)
-    with pytest.raises(CheckpointRefused, match="chat templates differ"):
-        stree.load(workspace / "target", tmp_path / "other", device="cpu")
+def with_tokenizer(drafter, folder, change):
+    tokenizer = load_tokenizer(drafter)
+    change(tokenizer)
+    save_model(load_model(drafter), folder, tokenizer)
+    return folder
+
+
+def test_a_drafter_with_other_ends_is_refused(workspace, drafter, tmp_path):
+    other = with_tokenizer(
+        drafter, tmp_path / "other", lambda it: setattr(it, "eos_token", it.unk_token or "a")
+    )
+    with pytest.raises(CheckpointRefused, match="the EOS tokens differ; use a drafter that was"):
+        stree.load(workspace / "target", other, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda it: setattr(it, "chat_template", it.chat_template + "\n"), "chat template"),
+        (lambda it: setattr(it, "pad_token", "a"), "pad_token"),
+    ],
+)
+def test_a_drafter_with_another_template_or_padding_decodes(
+    workspace, drafter, tmp_path, change, named
+):
+    other = with_tokenizer(drafter, tmp_path / "other", change)
+    with pytest.warns(UserWarning, match=f"has another {named} than the target"):
+        decoder = stree.load(workspace / "target", other, tree="chain-2", device="cpu")
+    output = decoder.complete("What is 3", max_new_tokens=6)
+    assert sum(output.stats.accepted_per_call) > 0
 
 
 def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, drafter, monkeypatch):

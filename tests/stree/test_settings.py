@@ -104,7 +104,7 @@ def test_what_cannot_work_is_refused_at_start():
     with pytest.raises(UsageError, match="vocabulary has 50 tokens, the target's 61"):
         Decoder(target, tiny_model(2, vocab_size=50))
     drafter = tiny_model(2, attn_layers=())
-    target.tokenizer_fingerprint, drafter.tokenizer_fingerprint = "a", "b"
+    target.tokens_sha256, drafter.tokens_sha256 = "a", "b"
     with pytest.raises(UsageError, match="different tokenizers"):
         Decoder(target, drafter)
     with pytest.raises(UsageError, match="drafter is on meta, the target on cpu: move one"):

@@ -54,7 +54,9 @@ class DistillCLI(TrainingCLI):
         super()._prepare_data(vocab_size)
         model = self.options["model"]
         if model["start_from"] is not None:
-            require_same_tokenizer(str(self.target_path), model["start_from"])
+            remark = require_same_tokenizer(str(self.target_path), model["start_from"])
+            if remark:
+                say(remark)
         self._prepare_head()
 
     def _prepare_head(self) -> None:

@@ -98,6 +98,8 @@ def test_another_tokenizer_is_refused(workspace, whole, tmp_path):
     ) as no:
         data.setup()
     assert "\n" not in str(no.value)
+    config = other / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "a"}))
     with pytest.raises(CheckpointRefused, match="does not use the tokenizer of the target"):
         generate(workspace, tmp_path / "data", "--target", str(other))
     with pytest.raises(NotFound):

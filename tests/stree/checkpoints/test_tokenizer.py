@@ -1,5 +1,7 @@
 """Tokenizers from folders, and telling two apart that look alike."""
 
+import re
+
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -9,6 +11,7 @@ from stree.checkpoints.tokenizer import (
     fingerprint,
     load_tokenizer,
     require_same_tokenizer,
+    tokens_sha256,
 )
 from stree.common.errors import CheckpointRefused, NotFound
 from stree.prompts import chat_ids, text_ids
@@ -16,15 +19,25 @@ from stree.prompts import chat_ids, text_ids
 WORDS = ["<unk>", "<s>", "</s>", "the", "tree", "grows"]
 
 
-def make_tokenizer(words=WORDS, normalizer=None, eos="</s>", template="{{ messages }}"):
+def make_tokenizer(
+    words=WORDS, normalizer=None, pre_tokenizer=None, template="{{ messages }}", **special
+):
     backend = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return wrapped(backend, normalizer, pre_tokenizer, template, **special)
+
+
+def merging(*merges, template="{{ messages }}", **special):
+    vocabulary = {word: index for index, word in enumerate([*WORDS[:3], "a", "b", "c", "ab", "bc"])}
+    return wrapped(Tokenizer(models.BPE(vocabulary, list(merges))), template=template, **special)
+
+
+def wrapped(backend, normalizer=None, pre_tokenizer=None, template="", **special):
+    backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.Whitespace()
     backend.normalizer = normalizer
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token=eos
-    )
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", **special}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -48,26 +61,50 @@ def test_fingerprint_survives_saving_and_loading(tmp_path):
     assert len(fingerprint(original)) == 64
 
 
-def test_same_tokenizer_passes_and_gives_the_fingerprint(tmp_path):
-    target, drafter = saved(tmp_path / "target"), saved(tmp_path / "drafter")
-    assert require_same_tokenizer(target, drafter) == fingerprint(make_tokenizer())
-
-
 @pytest.mark.parametrize(
     ("difference", "named"),
     [
         ({"words": [*WORDS, "tall"]}, "vocabulary of 7 tokens, wanted 6"),
         ({"words": [*WORDS[:4], "grows", "tree"]}, "id 4 is 'grows', wanted 'tree'"),
-        ({"normalizer": normalizers.Lowercase()}, "normalisers differ"),
-        ({"eos": "grows"}, "special tokens"),
-        ({"template": "{{ messages[0] }}"}, "chat templates differ"),
+        ({"normalizer": normalizers.Lowercase()}, "the normalisers differ"),
+        ({"pre_tokenizer": pre_tokenizers.WhitespaceSplit()}, "the pre-tokenizers differ"),
+        ({"eos_token": "grows"}, "the EOS tokens differ"),
     ],
 )
-def test_each_difference_is_refused_and_named(tmp_path, difference, named):
+def test_what_changes_tokens_is_refused_and_named(tmp_path, difference, named):
     target = saved(tmp_path / "target")
     drafter = saved(tmp_path / "drafter", **difference)
     with pytest.raises(CheckpointRefused, match=named):
         require_same_tokenizer(target, drafter)
+    hashes = {tokens_sha256(load_tokenizer(each)) for each in (target, drafter)}
+    assert len(hashes) == 2
+
+
+def test_other_merges_of_the_same_vocabulary_are_refused(tmp_path):
+    ours, theirs = merging(("a", "b"), ("b", "c")), merging(("b", "c"), ("a", "b"))
+    assert ours("abc").input_ids != theirs("abc").input_ids
+    for name, tokenizer in (("target", ours), ("drafter", theirs)):
+        tokenizer.save_pretrained(tmp_path / name)
+    with pytest.raises(CheckpointRefused, match="the merges differ"):
+        require_same_tokenizer(tmp_path / "target", tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ({}, "^$"),
+        ({"template": "{{ messages }}\n"}, "another chat template than"),
+        ({"template": None}, "another chat template than"),
+        ({"pad_token": "</s>"}, "another pad_token than"),
+        ({"bos_token": "</s>", "template": ""}, "another chat template and bos_token than"),
+    ],
+)
+def test_what_changes_no_token_is_a_remark(tmp_path, difference, named):
+    target = saved(tmp_path / "target")
+    drafter = saved(tmp_path / "drafter", **difference)
+    assert re.search(named, require_same_tokenizer(target, drafter))
+    hashes = {tokens_sha256(load_tokenizer(each)) for each in (target, drafter)}
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_exports_are_complete_and_load(run_dir, workspace):
         assert manifest["target_weights"] == weights_fingerprint(workspace / "target")
         names = {"config.json", "model.safetensors", "tokenizer.json", "provenance.json"}
         assert names <= manifest["files"].keys()
-        assert require_same_tokenizer(workspace / "target", folder)
+        assert require_same_tokenizer(workspace / "target", folder) == ""
     assert os.readlink(drafter / "latest") == "step-00000006"
 
 
