@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
-from stree.common.renamed import say_renamed as _say_renamed
-
 __version__ = "0.1.0"
 
 CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers' custom_generate
@@ -50,16 +48,8 @@ else:
         "load": "loading",
     }
 
-    _OLD_NAMES = {"Bandit": "BanditTrees", "Costs": "StepTimes", "Modes": "AdaptiveTrees"}
-
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first asked for: `stree --help` needs no PyTorch.
-
-        Names of version 0.1 work for one more version, with a `DeprecationWarning`.
-        """
-        if name in _OLD_NAMES:
-            _say_renamed(f"stree.{name}", f"stree.{_OLD_NAMES[name]}")
-            name = _OLD_NAMES[name]
+        """Import a public name when it is first asked for: `stree --help` needs no PyTorch."""
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from stree.batching.sequences import Request, samples_of
 from stree.common import threads
 from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
-from stree.common.renamed import Renamed
 from stree.common.words import described, ends_of, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.generation import GenerationConfig, GenerationOutput
@@ -30,7 +29,7 @@ from stree.verifiers import Verifier
 from stree_kernels import ops
 
 
-class Decoder(Renamed):
+class Decoder:
     """Decoder of one sequence: a target, optionally a drafter and a tree, and their caches.
 
     Several threads may call it: each answer waits for the end of the one before.
@@ -62,8 +61,6 @@ class Decoder(Renamed):
         >>> len(decoder.generate([1, 2, 3], max_new_tokens=4).tokens)
         4
     """
-
-    RENAMED: ClassVar[dict[str, str]] = {"measure_costs": "measure_step_times"}
 
     def __init__(
         self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,

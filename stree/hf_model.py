@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.prompts import prompts_of
 from stree.settings import THEIRS, end_of, refuse
-from stree.tree_policy.names import as_tree_policy, refuse_unknown
+from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier, named
@@ -61,7 +61,6 @@ _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stoppin
 def from_transformers(
     model: Any, drafter: Any = None, tree: TokenTree | TreePolicy | str | None = None,
     *, verifier: str | Verifier = "coupled", backtracking: str = "replay", num_prefixes: int = 0,
-    **unknown: Never,
 ) -> TransformersDecoder:
     """Return a decoder whose `generate` takes the arguments of `model.generate`, with drafts.
 
@@ -91,7 +90,6 @@ def from_transformers(
         >>> decoder.generate(torch.tensor([[5, 3, 8]]), max_new_tokens=4).shape
         torch.Size([1, 7])
     """
-    refuse_unknown("from_transformers", unknown)
     target = shared_model(model)
     tree = None if tree is None else as_tree_policy(tree)  # before a drafter is loaded
     return TransformersDecoder(

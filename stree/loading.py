@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Never, overload
+from typing import NamedTuple, overload
 
 import torch
 
@@ -24,7 +24,7 @@ from stree.generation import GenerationConfig, require_whole
 from stree.models.joint import require_backtracking
 from stree.models.layers.part import has_products_in_8_bits
 from stree.speculation_profile import FOLDER, load_profile
-from stree.tree_policy.names import as_tree_policy, choice_of, refuse_unknown
+from stree.tree_policy.names import as_tree_policy, choice_of
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, TokenTree
@@ -41,7 +41,6 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
-    **unknown: Never,
 ) -> Decoder: ...
 
 
@@ -52,7 +51,6 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
-    **unknown: Never,
 ) -> BatchDecoder: ...
 
 
@@ -62,7 +60,6 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
-    **unknown: Never,
 ) -> Decoder | BatchDecoder:
     """Load target, drafter and tokenizer from checkpoint folders, or from the Hugging Face hub.
 
@@ -108,7 +105,6 @@ def load(
         >>> len(decoder.complete("The class of", max_new_tokens=8).tokens)
         8
     """
-    refuse_unknown("load", unknown)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _floating_point(dtype)

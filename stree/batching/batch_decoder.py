@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any
 
 from stree.common.threads import one_at_a_time
 
@@ -35,7 +35,6 @@ from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common import threads
 from stree.common.clock import PhaseClock, Stopwatch
 from stree.common.errors import UsageError
-from stree.common.renamed import Renamed, say_renamed
 from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
@@ -49,7 +48,7 @@ from stree.verifiers import Verifier
 from stree_kernels import ops
 
 
-class BatchDecoder(RequestServer, Renamed):
+class BatchDecoder(RequestServer):
     """Decoder of many sequences: a target, optionally a drafter and a tree, and their caches.
 
     Any thread may admit, step, release and generate: a lock lets one thread in at a time, and
@@ -90,10 +89,6 @@ class BatchDecoder(RequestServer, Renamed):
         >>> [len(out.tokens) for out in batch.generate([[1, 2, 3], [4, 5]], asked)]
         [4, 4]
     """
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "measure_costs": "measure_step_times", "growth": "tree_policy",
-    }
 
     def __init__(
         self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,
@@ -146,14 +141,6 @@ class BatchDecoder(RequestServer, Renamed):
         models = described(self.target, self.drafter, self.tree_policy)
         size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
         return f"BatchDecoder({models}, {size}, {placed(self.target)})"
-
-    def _adaptive(self, old_name: str) -> TreePolicy | None:
-        """Return what an old name of `tree_policy` was: None for one fixed tree."""
-        say_renamed(f"BatchDecoder.{old_name}", "tree_policy", stacklevel=4)
-        return self.tree_policy if self.tree_policy.needs_step_times else None
-
-    adaptive_trees = property(lambda self: self._adaptive("adaptive_trees"))
-    modes = property(lambda self: self._adaptive("modes"))
 
     @property
     def room(self) -> MemoryReport:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.tree_policy.bandit import BanditTrees
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import FORMS, TokenTree, as_tree
 
-GROWTH_IS_TREE = "growth is called tree"  # to those who have the word from a paper
 OR, BANDIT = " or ", "bandit "
 # Forms of names that `as_tree_policy` takes
 TREE_POLICIES = (
@@ -30,14 +28,6 @@ def choice_of(name: str) -> tuple[type[TreePolicy], list[str]] | None:
     if not (name.startswith(BANDIT) or OR in name) or os.path.isfile(name):
         return None
     return policy, [each.strip() for each in name.removeprefix(BANDIT).split(OR)]
-
-
-def refuse_unknown(caller: str, unknown: Mapping[str, object]) -> None:
-    """Raise `UsageError` for the argument `growth`, and `TypeError` for any other unknown one."""
-    if "growth" in unknown:
-        raise UsageError(f"{GROWTH_IS_TREE}: {caller}(…, tree={unknown['growth']!r})")
-    for name in unknown:
-        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
 
 
 def as_tree_policy(

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from tiny_run import make_workspace
-from toys import tiny_model
 
 import stree
 from stree.__main__ import COMMANDS, main
@@ -242,33 +241,3 @@ def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
     )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "stree papers needs a clone of the repository" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("Modes", "AdaptiveTrees"), ("Costs", "StepTimes"), ("Bandit", "BanditTrees")],
-)
-def test_a_public_name_of_the_last_version_works_and_says_the_new_one(old, new):
-    with pytest.warns(DeprecationWarning, match=f"stree.{old} is called stree.{new} now"):
-        assert getattr(stree, old) is getattr(stree, new)
-    assert old not in stree.__all__
-
-
-def test_methods_of_the_last_version_work_and_say_the_new_name():
-    decoder = stree.Decoder(tiny_model(1), max_length=32)
-    with pytest.warns(DeprecationWarning, match="called measure_step_times now"):
-        assert decoder.measure_costs == decoder.measure_step_times
-    with pytest.warns(DeprecationWarning, match="called tree_policy now"):
-        assert decoder.batch.growth is decoder.batch.tree_policy
-    with pytest.raises(AttributeError, match="no attribute 'mode'"):
-        _ = decoder.batch.mode
-
-
-@pytest.mark.parametrize("old", ["modes", "adaptive_trees"])
-def test_old_names_of_a_choice_of_trees_are_none_for_one_tree(old):
-    target = tiny_model(1)
-    for tree in ("chain-1", "chain-1 or chain-2"):
-        batch = stree.BatchDecoder(target, target, tree, num_rows=1, max_length=32)
-        with pytest.warns(DeprecationWarning, match=f"{old} is called tree_policy now") as told:
-            assert getattr(batch, old) is (batch.tree_policy if " or " in tree else None)
-        assert told[0].filename == __file__

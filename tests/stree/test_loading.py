@@ -180,12 +180,3 @@ def test_a_name_that_no_file_can_have_is_one_that_is_not_there(name):
         stree.load(shipped, f"ngram:4,{name}", device="cpu")
     with pytest.raises(NotFound, match="no tree"):
         stree.load(shipped, "ngram:4", tree=name, device="cpu")
-
-
-def test_the_papers_word_for_a_tree_is_answered_and_others_are_python_s_error(workspace):
-    with pytest.raises(UsageError, match=r"growth is called tree: load\(…, tree='paper'\)"):
-        stree.load(workspace / "target", growth="paper")
-    with pytest.raises(UsageError, match=r"tree: from_transformers\(…, tree='chain-2'\)"):
-        stree.from_transformers(None, growth="chain-2")
-    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'shape'"):
-        stree.load(workspace / "target", shape="paper")

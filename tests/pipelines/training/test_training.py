@@ -366,37 +366,6 @@ def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, cap
     assert error.count("\n") == 1 and "unknown model keys ['blah']" in error
 
 
-def test_a_run_from_before_options_went_is_resumed_also_from_its_config(
-    workspace, tmp_path, capsys
-):
-    distill.main(distill_arguments(workspace, tmp_path / "run", steps=1))
-    path = tmp_path / "run" / "config.yaml"
-
-    def with_old_options(strict: bool) -> None:
-        config = yaml.safe_load(path.read_text())
-        config["data"]["strict"] = strict
-        config["model"]["loss"] |= {"reference": None, "keep": None}
-        config["tokenizer"] = {"template": "stree-chat"}
-        path.write_text(yaml.safe_dump(config))
-
-    with_old_options(strict=False)
-    distill.main(distill_arguments(workspace, tmp_path / "run", steps=2))
-    with_old_options(strict=False)
-    distill.main([
-        "fit", "--config", str(path), "--run_dir", str(tmp_path / "run"),
-        "--trainer.max_steps", "3",
-    ])
-    assert [row["step"] for row in metric_rows(tmp_path / "run") if row["loss"]] == ["1", "2", "3"]
-    with_old_options(strict=True)
-    with pytest.raises(UsageError, match=r"data\.strict was True, now None"):
-        distill.main(distill_arguments(workspace, tmp_path / "run", steps=4))
-    capsys.readouterr()
-    with pytest.raises((SystemExit, UsageError)) as refused:
-        distill.main(["fit", "--config", str(path), "--run_dir", str(tmp_path / "new")])
-    said = capsys.readouterr().err + str(refused.value)
-    assert "data.strict is True: the option is gone since commit a8baf29f" in said
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("dry", [(), ("--dry_run",)])
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser
 
 from stree_pipelines.console.command_line import CommandHelp, OneLineErrors
-from stree_pipelines.training.run.run_folder import require_none_retired, without_retired
 
 TRAINER = "trainer."
 # Replacements of Lightning's own help texts, which cover every way to use it.
@@ -59,13 +58,6 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": CommandHelp, **options})
         self.is_shown: Callable[[str], bool] = is_of_use
-
-    def _apply_actions(self, cfg: Any, *arguments: Any, **options: Any) -> Any:
-        """Set a config file's values, without the options that are gone since it was written."""
-        if isinstance(cfg, dict):
-            require_none_retired(cfg)
-            cfg = without_retired(cfg)
-        return super()._apply_actions(cfg, *arguments, **options)
 
     def format_help(self, *arguments: Any) -> str:
         actions = [action for group in self._action_groups for action in group._group_actions]

@@ -45,14 +45,6 @@ FREE_OPTIONS = {
     "data": {"batch_size", "global_batch_size"},
     "model": {"target_placement", "activation_checkpointing"},
 }
-# Options that are gone since LAST_COMMIT, with the defaults that resolved configs of then say.
-LAST_COMMIT = "a8baf29f"
-RETIRED: dict[tuple[str, ...], Any] = {
-    ("data", "strict"): False,
-    ("tokenizer", "template"): "stree-chat",
-    ("model", "loss", "reference"): None,
-    ("model", "loss", "keep"): None,
-}
 LOCK_NAME, LOCK_PATIENCE_S = ".lock", 10.0
 GIVEN = {LOCK_NAME, "config.yaml", "command.json"}
 COLUMNS = (
@@ -63,7 +55,6 @@ COLUMNS = (
 
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a resolved config that decides the weights (no folders, no devices)."""
-    config = without_retired(config)
     fixed = {section: config.get(section) for section in FIXED_SECTIONS}
     for section, free in FREE_OPTIONS.items():
         values = fixed[section] or {}
@@ -73,38 +64,6 @@ def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     fixed["trainer"] = {name: value for name, value in trainer.items() if name not in free}
     # JSON has no tuples: a config read back from YAML must hash like the parsed one.
     return json.loads(json.dumps(fixed))
-
-
-def without_retired(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the options that are gone and had their defaults."""
-    kept = dict(config)
-    for path, _ in _set_in(config, at_default=True):
-        section = kept
-        for name in path[:-1]:
-            section[name] = dict(section[name])
-            section = section[name]
-        del section[path[-1]]
-    return kept
-
-
-def require_none_retired(config: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that is gone and had another value than its default."""
-    for path, value in _set_in(config, at_default=False):
-        raise UsageError(
-            f"{'.'.join(path)} is {value!r}: the option is gone since commit {LAST_COMMIT}; leave "
-            "it out, or use that commit"
-        )
-
-
-def _set_in(config: Mapping[str, Any], at_default: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for path, default in RETIRED.items():
-        section: Any = config
-        for name in path[:-1]:
-            section = section.get(name) if isinstance(section, Mapping) else None
-        if isinstance(section, Mapping) and path[-1] in section:
-            value = section[path[-1]]
-            if (value == default) == at_default:
-                yield path, value
 
 
 def hash_of_config(config: Mapping[str, Any], global_batch_size: int) -> str:
