@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stree.common.errors import UsageError
 from stree.common.words import counted
@@ -105,7 +104,7 @@ class _Step:
 
     def batch(self) -> Batch:
         """Read a batch as a training does, from memory to the device."""
-        batch = {name: each for name, each in self.batches[0].items() if isinstance(each, Tensor)}
+        batch = self.module.on_before_batch_transfer(self.batches[0], 0)
         return self.module.transfer_batch_to_device(batch, self.device, 0)
 
     def whole(self) -> None:

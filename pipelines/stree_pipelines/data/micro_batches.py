@@ -81,7 +81,7 @@ class MicroBatches:
     def __getitem__(self, k: int) -> Batch:
         arrays = make_batch(self.table, self.packing, self.rows(k), self.pad_id)
         totals = self.totals(k // self.accumulate)
-        return {**as_tensors(arrays), "totals": totals}
+        return {**as_tensors(arrays), "totals": totals, "number": (self.seed, k, self.rank)}
 
 
 def as_tensors(arrays: dict[str, NDArray]) -> Batch:

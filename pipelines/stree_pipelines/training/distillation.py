@@ -103,7 +103,6 @@ class Distillation(Training):
         )
         require_no_labels_outside(config, ce_weight)
         self.features = features_of(config, features, activation_checkpointing)
-        self._micro_batch: tuple[int, ...] = ()  # seeds all random draws of its step
         is_sliced = drafter is None and start_from is None
         model = load(target, dtype=loaded_dtype(target_dtype)) if _target is None else _target
         whole: HybridModel | None = None
@@ -175,7 +174,7 @@ class Distillation(Training):
         inputs = batch["tokens"], batch["segment_ids"]
         target_hidden = self.frozen.hidden_states(*inputs, features)
         hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
-        mask = shift_left(self.counted_mask(batch))
+        mask = shift_left(torch.from_numpy(batch["counted"]))
         terms = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
         if ahead:
             terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer)
@@ -193,20 +192,15 @@ class Distillation(Training):
             self.loss_spec, shift_left(batch["tokens"]), normalizer,
         )
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        trainer: Any = self.trainer
-        number = trainer.global_step, batch_idx % trainer.accumulate_grad_batches
-        self._micro_batch = (trainer.datamodule.seed, *number, self.global_rank)
-        return super().training_step(batch, batch_idx)
-
-    def _chance(self, use: str) -> torch.Generator:
-        """Make a random generator that is a function of the micro-batch and `use` alone.
-
-        A resumed training and an export's own decay phase then draw the same numbers.
-        """
-        digest = hashlib.sha256(f"{use} {self._micro_batch}".encode()).digest()
-        generator = torch.Generator(self.exported.device)
-        return generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Draw also the depth at which each token of a training batch is read as a drafted one."""
+        batch = super().on_before_batch_transfer(batch, dataloader_idx)
+        if self.features is None or not self.features.ahead or "number" not in batch:
+            return batch
+        chance = _chance(batch, "depths", torch.device("cpu"))
+        depths, there = self.features.depths(batch["segment_ids"], chance)
+        mask = shift_left(torch.from_numpy(batch["counted"])) & there
+        return {**batch, "depths": depths, "drafted": mask.numpy()}
 
     def _drafter_hidden(self, batch: Batch, features: HiddenStateTap) -> list[Tensor]:
         """Return the drafter's hidden states (B, T, D), then one tensor per multi-step pass.
@@ -220,7 +214,9 @@ class Distillation(Training):
         if torch.is_grad_enabled():
             ahead = self.features.ahead
             if self.features.share:
-                known = self.features.known(tokens.shape, self._chance("known"))
+                known = self.features.known(
+                    tokens.shape, _chance(batch, "known", tokens.device)
+                )
         if ahead:
             return self.exported.hidden_ahead(tokens, segment_ids, read, known, ahead)
         return [self.exported.hidden_states(tokens, segment_ids, read=read, known=known)]
@@ -229,11 +225,10 @@ class Distillation(Training):
         self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor,
         normalizer: Tensor | None,
     ) -> LossTerms:
-        """Add the loss of each token as a drafted one, at a depth drawn anew for each token."""
+        """Add the loss of each token as a drafted one, at the depth that was drawn for it."""
         assert self.features is not None
-        depths, there = self.features.depths(batch["segment_ids"], self._chance("depths"))
-        mask = shift_left(self.counted_mask(batch)) & there
-        index = (depths - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
+        mask = torch.from_numpy(batch["drafted"])
+        index = (batch["depths"] - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
         hidden = torch.stack(ahead).gather(0, index)[0]
         drafts = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
         weight = self.features.ahead_weight
@@ -242,6 +237,15 @@ class Distillation(Training):
             for name in ("loss", "divergence", "cross_entropy")
         }
         return replace(terms, **mixed)  # the acceptance stays that of first drafts
+
+
+def _chance(batch: Batch, use: str, device: torch.device) -> torch.Generator:
+    """Make a random generator that is a function of the micro-batch and `use` alone.
+
+    A resumed training and an export's own decay phase then draw the same numbers.
+    """
+    digest = hashlib.sha256(f"{use} {batch['number']}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def drafter_config_of(

@@ -25,9 +25,9 @@ class FiniteGuard:
         logged and before any save.
         """
         step = self.module.trainer.global_step
-        good = norm.isfinite() & loss.isfinite()
-        fresh_bad = ~good & (self._first_bad_step < 0)
-        self._first_bad_step = torch.where(fresh_bad, step, self._first_bad_step)
+        good = (norm - norm) == (loss - loss)  # 0 of finite numbers, NaN of all others
+        seen = good | (self._first_bad_step >= 0)
+        self._first_bad_step = torch.where(seen, self._first_bad_step, step)
         interval = self.module.trainer.log_every_n_steps
         if self.module.device.type == "cpu" or (step + 1) % interval == 0:
             self._require_finite()

@@ -35,7 +35,7 @@ from stree_pipelines.training.losses.distillation_loss import (
     chunked_cross_entropy,
 )
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
-from stree_pipelines.training.parallel.host_memory import keep_freed_memory
+from stree_pipelines.training.parallel.host_memory import keep_freed_memory, to_device
 from stree_pipelines.training.parallel.sharding import shard, whole
 
 Batch = dict[str, Any]
@@ -88,8 +88,19 @@ class Training(pl.LightningModule):
     # Batches
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Make the mask of real tokens on the host, before the copy to the device."""
-        return {**batch, "real_mask": real_tokens(batch["segment_ids"], batch["loss_mask"])}
+        """Add the mask of the tokens that count as a NumPy array, which stays on the host.
+
+        The host then knows the number of rows of the loss without waiting for the device.
+        """
+        return {**batch, "counted": self.counted_mask(batch).numpy()}
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        return {
+            name: to_device(value, device) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
 
     # Optimisation
 
@@ -159,7 +170,10 @@ class Training(pl.LightningModule):
 
     @abstractmethod
     def counted_mask(self, batch: Batch) -> Tensor:
-        """Mark the tokens whose prediction counts for the loss: (B, T) bool."""
+        """Mark the tokens whose prediction counts for the loss, in a batch on the host.
+
+        Returns (B, T) bool.
+        """
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -193,10 +207,10 @@ class Training(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         terms = self.loss_terms(batch)
-        count = self.counted_mask(batch).sum()
-        row = torch.stack([terms.loss * count, terms.simulated_acceptance * count, count.float()])
+        count = int(batch["counted"].sum())
+        row = torch.stack([terms.loss, terms.simulated_acceptance, torch.ones_like(terms.loss)])
         assert self._validation_sums is not None
-        self._validation_sums += row
+        self._validation_sums += row * count
 
     def on_validation_epoch_end(self) -> None:
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
@@ -264,7 +278,8 @@ class TargetTraining(Training):
     def counted_mask(self, batch: Batch) -> Tensor:
         if self.loss_on == "assistant":
             return batch["loss_mask"]
-        segment_ids, mask = batch["segment_ids"], batch["real_mask"].clone()
+        segment_ids = batch["segment_ids"]
+        mask = real_tokens(segment_ids, batch["loss_mask"])
         mask[:, 0] = False
         mask[:, 1:] &= segment_ids[:, 1:] == segment_ids[:, :-1]
         return mask
@@ -272,7 +287,7 @@ class TargetTraining(Training):
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         hidden = self.exported.hidden_states(batch["tokens"], batch["segment_ids"])
         hidden = self.exported.head_inputs(hidden)
-        mask = shift_left(self.counted_mask(batch))
+        mask = shift_left(torch.from_numpy(batch["counted"]))
         return chunked_cross_entropy(
             hidden, self.exported.head_weight, shift_left(batch["tokens"]), mask, self.loss_spec,
             normalizer,

@@ -58,6 +58,7 @@ def same(one, other):
 def test_batches_have_the_shapes_of_the_contract(paths):
     batch = module(paths).micro_batches()[0]
     assert batch.pop("totals").keys() == {"tokens", "assistant", "all"}
+    assert len(batch.pop("number")) == 3
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
         "tokens": ((3, 64), torch.int64),
         "segment_ids": ((3, 64), torch.int64),

@@ -109,7 +109,7 @@ def test_the_loss_is_that_of_the_masked_distribution(workspace):
     log_q = module.exported(tokens)[:, :-1].log_softmax(-1)
     assert log_q[..., 1].eq(-torch.inf).all()
     wanted = (p * (p.log() - log_q))[..., ids].sum(-1).mean()
-    terms = module.loss_terms(batch)
+    terms = module.loss_terms(module.on_before_batch_transfer(batch, 0))
     torch.testing.assert_close(terms.loss, wanted)
     accepted = torch.minimum(p, log_q.exp()).sum(-1).mean()
     torch.testing.assert_close(terms.simulated_acceptance, accepted)

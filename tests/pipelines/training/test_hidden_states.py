@@ -167,7 +167,9 @@ def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureConfig, "depths", noted)
-        terms = module.loss_terms(batch)
+        terms = module.loss_terms(
+            module.on_before_batch_transfer({**batch, "number": (0, 0, 0)}, 0)
+        )
     terms.loss.backward()
     got = {name: each.grad for name, each in module.exported.named_parameters()}
     assert (got.get("model.features.own.weight") is not None) == own

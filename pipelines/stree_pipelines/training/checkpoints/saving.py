@@ -247,10 +247,13 @@ class TrainingCheckpoints(pl.Callback):
         self._save_after_validation = False
         self._stopping = False
         self.signals = StopSignals()
+        self._hosts: Any = None  # the process group of all ranks' hosts, of several
         self._random_state: list[dict[str, Any]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.signals.waits_for_others = False
+        if trainer.world_size > 1:
+            self._hosts = torch.distributed.new_group(backend="gloo")
         if trainer.is_global_zero:
             make_directory(self.directory)
             sweep_leftovers(self.directory)
@@ -300,11 +303,16 @@ class TrainingCheckpoints(pl.Callback):
         return next(each for each in callbacks if isinstance(each, cls))
 
     def told(self, trainer: pl.Trainer) -> bool:
-        """Return True when any rank has been told to stop; a collective of all ranks."""
-        told: bool = trainer.strategy.reduce_boolean_decision(
-            self.signals.number is not None, all=False
-        )
-        return told
+        """Return True when any rank has been told to stop; a collective of all ranks.
+
+        The hosts ask each other, so that none of them waits for what its device still does.
+        """
+        told = self.signals.number is not None
+        if trainer.world_size == 1:
+            return told
+        flag = torch.tensor(int(told))
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._hosts)
+        return bool(flag)
 
     def stop_before_batch(self, trainer: pl.Trainer) -> None:
         """Save the state of the last step's end, when the next batch has been taken already, and

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from stree.common.errors import UsageError
 from stree.models.layers.part import product_dtype
 from stree_pipelines.training.losses.divergences import Chunk, Divergence, ForwardKL, RowTerms
+from stree_pipelines.training.parallel.host_memory import to_device
 from stree_pipelines.training.teachers.teacher import Teacher
 
 # Size of one (C, V) fp32 buffer. On a CPU it fits the cache. On a GPU it is as large as memory
@@ -91,7 +92,7 @@ def teacher_of(
     teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Products run in the
     dtype of `student_hidden`'s. Raises UsageError when the mask has another shape.
     """
-    rows_M = _rows_of(mask, teacher_hidden=teacher_hidden)
+    rows_M = _rows_of(mask, "teacher_hidden", teacher_hidden)
     dtype = product_dtype(student_hidden)
     hidden_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
     return Teacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
@@ -132,7 +133,7 @@ def chunked_distillation_loss(
     Raises:
         UsageError: shapes that do not fit, CE without labels.
     """
-    rows_M = _rows_of(mask, student_hidden=student_hidden)
+    rows_M = _rows_of(mask, "student_hidden", student_hidden)
     if len(teacher) != len(rows_M):
         raise UsageError(f"the teacher has {len(teacher)} rows, the mask {len(rows_M)}")
     if teacher.num_tokens != len(student_head):
@@ -159,17 +160,20 @@ def chunked_cross_entropy(
     ce_weight of 1. The simulated acceptance is the mean probability of the label: Σ_v min(p, q)
     with p the one-hot data. Otherwise as `chunked_distillation_loss`.
     """
-    return _loss_of(hidden, head, None, _rows_of(mask, hidden=hidden), spec, labels, normalizer)
+    rows_M = _rows_of(mask, "hidden", hidden)
+    return _loss_of(hidden, head, None, rows_M, spec, labels, normalizer)
 
 
-def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
-    """Return the indices of the flattened rows that count, (M,) int64; a host sync on CUDA."""
-    for name, tensor in hidden.items():
-        if tensor.shape[:-1] != mask.shape:
-            raise UsageError(
-                f"{name} has rows {tuple(tensor.shape[:-1])}, the mask {tuple(mask.shape)}"
-            )
-    return mask.reshape(-1).nonzero().squeeze(1)
+def _rows_of(mask: Tensor, name: str, hidden: Tensor) -> Tensor:
+    """Return the indices (M,) int64 of the flattened rows that count, on the device of `hidden`.
+
+    The host counts the rows of a mask that lies on the CPU; a mask on a GPU costs a host sync.
+    """
+    if hidden.shape[:-1] != mask.shape:
+        raise UsageError(
+            f"{name} has rows {tuple(hidden.shape[:-1])}, the mask {tuple(mask.shape)}"
+        )
+    return to_device(mask.reshape(-1).nonzero().squeeze(1), hidden.device)
 
 
 def _loss_of(

@@ -11,7 +11,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    StrategyRegistry,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -134,6 +139,11 @@ def _cut_like(parameter: Tensor | nn.Parameter, value: Tensor) -> Tensor:
 
 
 StrategyRegistry.register(FSDP2, ShardedStrategy, description=ShardedStrategy.__doc__)
+# Gradients lie in the buckets that are exchanged, without a copy; models here have no buffers.
+StrategyRegistry.register(
+    "ddp", DDPStrategy, override=True, start_method="popen", gradient_as_bucket_view=True,
+    broadcast_buffers=False,
+)
 
 
 def require_supported(strategy: Any) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 # Warnings of Lightning and mamba-ssm that no user can act on.
 NOISE = (
-    "You have overridden `on_before_batch_transfer`",
+    "You have overridden `",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
     # Lightning instantiates by it, too.

@@ -168,5 +168,6 @@ def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Ten
 
 
 def _acceptance(module: Distillation, batch: Batch) -> float:
+    batch = module.on_before_batch_transfer(batch, 0)
     moved = module.transfer_batch_to_device(batch, module.device, 0)
     return module.loss_terms(moved).simulated_acceptance.item()
