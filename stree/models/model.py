@@ -20,7 +20,7 @@ from stree.models.config import HybridConfig
 from stree.models.head import on_own_gpu
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import JointPass
-from stree.models.layers.attention import sample_bounds, takes_packed
+from stree.models.layers.attention import takes_packed
 from stree.models.layers.layer import Layer
 from stree.models.layers.part import (
     PrefillPass,
@@ -36,6 +36,7 @@ from stree.trees.tree_batch import TreeBatch, topology_of
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Stream, Topology
 from stree_kernels.index_plan import whole_heads
+from stree_kernels.segments import sample_bounds
 
 READ_AT_ONCE = 2048  # tokens of a prompt in one chunk, by default
 
@@ -122,6 +123,7 @@ class HybridModel(PackedModel):
         features: HiddenStateTap | None = None,
         read: Tensor | None = None,
         known: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states (B, T, D) after the final norm.
 
@@ -134,16 +136,18 @@ class HybridModel(PackedModel):
             read: (B, T, F), the target's features of the same tokens, for a drafter: each token
                 reads those of the token before it.
             known: (B, T) bool, which of `read` are known; None is all.
+            bounds: `sample_bounds` of `segment_ids`; None finds them, which waits for a GPU.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        mask = bounds = None
+        mask = None
         if segment_ids is not None:
             starts = torch.ones_like(segment_ids, dtype=torch.bool)
             starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
             positions = positions - torch.where(starts, positions, 0).cummax(1).values
-            if self.config.attn_layers and self._attends_packed():
-                bounds = sample_bounds(starts)
-            elif self.config.attn_layers:
+            bounds = sample_bounds(segment_ids) if bounds is None else bounds
+            # A compiled layer is not compiled again for another number of samples.
+            torch._dynamo.maybe_mark_dynamic(bounds, 0)
+            if self.config.attn_layers and not self._attends_packed():
                 same = segment_ids[:, :, None] == segment_ids[:, None, :]
                 mask = same.tril()[:, None]
         x = self.model.embed_tokens(tokens)

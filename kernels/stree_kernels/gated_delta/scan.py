@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stree_kernels import naive
+from stree_kernels.segments import sample_bounds
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # it refuses fp32
 MAX_KEY_DIM = 256  # of it
@@ -31,11 +32,13 @@ def flash_linear_attention_kernel() -> Callable[..., tuple[Tensor, Tensor]] | No
 def gated_delta_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *, chunk_size: int = 64,
     initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `naive.gated_delta_scan`, by flash-linear-attention's kernel on CUDA in 16 bits.
 
-    That needs the package; the kernel has chunks of its own size. Both return y (B, T, H, V) in
-    v's dtype and the last state, (B, H, K, V).
+    That needs the package; the kernel has chunks of its own size, and takes `bounds`, the
+    `sample_bounds` of `segment_ids` (None finds them, which waits for the device). Both return
+    y (B, T, H, V) in v's dtype and the last state, (B, H, K, V).
     """
     kernel = None
     if v.is_cuda and v.dtype in KERNEL_DTYPES and k.shape[-1] <= MAX_KEY_DIM:
@@ -52,23 +55,19 @@ def gated_delta_scan(
         part.to(v.dtype).repeat_interleave(num_heads // part.shape[2], dim=2) for part in (q, k)
     )
     inputs: tuple[Tensor, ...] = (q, k, v, log_decay.float(), beta.to(v.dtype))
-    starts = None
     if segment_ids is not None:  # one row with the segments' bounds is how the kernel takes them
-        first_of_segment = torch.ones_like(segment_ids, dtype=torch.bool)
-        first_of_segment[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-        starts = first_of_segment.flatten().nonzero().flatten()
-        rows = torch.arange(batch, device=v.device) * v.shape[1]
-        first_of_row = torch.searchsorted(starts, rows)
-        starts = torch.cat([starts, starts.new_tensor([batch * v.shape[1]])])
+        bounds = sample_bounds(segment_ids) if bounds is None else bounds
+        first_of_row = torch.searchsorted(
+            bounds, torch.arange(batch + 1, device=v.device, dtype=bounds.dtype) * v.shape[1]
+        )
         if initial_state is not None:
-            segment_states = initial_state.new_zeros(len(starts) - 1, *initial_state.shape[1:])
-            initial_state = segment_states.index_copy(0, first_of_row, initial_state)
+            segment_states = initial_state.new_zeros(len(bounds) - 1, *initial_state.shape[1:])
+            initial_state = segment_states.index_copy(0, first_of_row[:-1], initial_state)
         inputs = tuple(part.flatten(0, 1)[None] for part in inputs)
     y, state = kernel(
         *inputs, initial_state=initial_state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True, cu_seqlens=starts,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=bounds,
     )
-    if starts is not None:
-        last_of_row = torch.cat([first_of_row[1:], starts.new_tensor([len(starts) - 1])]) - 1
-        y, state = y.unflatten(1, (batch, -1))[0], state.index_select(0, last_of_row)
+    if segment_ids is not None:
+        y, state = y.unflatten(1, (batch, -1))[0], state.index_select(0, first_of_row[1:] - 1)
     return y, state

@@ -94,7 +94,8 @@ def activation_bytes(
         autocast = torch.autocast("cpu", dtype) if dtype else nullcontext()
         read = torch.zeros(*shape, config.feature_width) if config.feature_layers else None
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast:
-            model.hidden_states(tokens, torch.zeros_like(tokens), read=read)
+            bounds = tokens.new_empty(len(tokens) + 1, dtype=torch.int32)
+            model.hidden_states(tokens, torch.zeros_like(tokens), read=read, bounds=bounds)
         for parameter in model.parameters():
             sizes.pop(parameter.untyped_storage()._cdata, None)
     return sum(sizes.values())

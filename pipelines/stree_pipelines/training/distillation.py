@@ -171,8 +171,9 @@ class Distillation(Training):
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         # The target runs first: the drafter's activations stay in memory for the backward pass.
         features = HiddenStateTap(self.exported.config.feature_layers)
-        inputs = batch["tokens"], batch["segment_ids"]
-        target_hidden = self.frozen.hidden_states(*inputs, features)
+        target_hidden = self.frozen.hidden_states(
+            batch["tokens"], batch["segment_ids"], features, batch["bounds"]
+        )
         hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
         mask = shift_left(torch.from_numpy(batch["counted"]))
         terms = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
@@ -209,7 +210,7 @@ class Distillation(Training):
         """
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         if self.features is None:
-            return [self.exported.hidden_states(tokens, segment_ids)]
+            return [self.exported.hidden_states(tokens, segment_ids, bounds=batch["bounds"])]
         read, known, ahead = features.values, None, 0
         if torch.is_grad_enabled():
             ahead = self.features.ahead
@@ -219,7 +220,11 @@ class Distillation(Training):
                 )
         if ahead:
             return self.exported.hidden_ahead(tokens, segment_ids, read, known, ahead)
-        return [self.exported.hidden_states(tokens, segment_ids, read=read, known=known)]
+        return [
+            self.exported.hidden_states(
+                tokens, segment_ids, read=read, known=known, bounds=batch["bounds"]
+            )
+        ]
 
     def _with_drafts(
         self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor,

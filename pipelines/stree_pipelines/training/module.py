@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
+from stree_kernels.segments import sample_bounds
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.finite_guard import FiniteGuard
 from stree_pipelines.training.losses.distillation_loss import (
@@ -88,11 +89,15 @@ class Training(pl.LightningModule):
     # Batches
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Add the mask of the tokens that count as a NumPy array, which stays on the host.
+        """Find on the host what depends on the data's values, so that no step waits for a GPU.
 
-        The host then knows the number of rows of the loss without waiting for the device.
+        Adds `bounds`, the bounds of the packed samples, and `counted`, the mask of the tokens that
+        count, as a NumPy array, which stays on the host.
         """
-        return {**batch, "counted": self.counted_mask(batch).numpy()}
+        return {
+            **batch, "bounds": sample_bounds(batch["segment_ids"]),
+            "counted": self.counted_mask(batch).numpy(),
+        }
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
@@ -285,7 +290,9 @@ class TargetTraining(Training):
         return mask
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
-        hidden = self.exported.hidden_states(batch["tokens"], batch["segment_ids"])
+        hidden = self.exported.hidden_states(
+            batch["tokens"], batch["segment_ids"], bounds=batch["bounds"]
+        )
         hidden = self.exported.head_inputs(hidden)
         mask = shift_left(torch.from_numpy(batch["counted"]))
         return chunked_cross_entropy(

@@ -135,7 +135,7 @@ class Attention(Mixer):
         return torch.cat([q, k, v], dim=-1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TrainingPass) -> Tensor:
-        if context.bounds is not None:
+        if context.bounds is not None and context.mask is None:
             return packed_attention(
                 q, k.transpose(1, 2), v.transpose(1, 2), context.bounds, self.scale
             )
@@ -158,18 +158,6 @@ def takes_packed(head_dim: int, dtype: torch.dtype, device: torch.device) -> boo
     )
 
 
-def sample_bounds(starts: Tensor) -> Tensor:
-    """Return the bounds (samples + 1,) int32 of samples in the rows laid end to end.
-
-    starts (B, T) bool marks first tokens. The last bound is B · T. Waits for the device.
-    """
-    begins = starts.flatten().nonzero()[:, 0]
-    bounds = torch.cat([begins, begins.new_tensor([starts.numel()])]).int()
-    # A compiled layer is not compiled again for another number of samples.
-    torch._dynamo.maybe_mark_dynamic(bounds, 0)
-    return bounds
-
-
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None
 ) -> Tensor:
@@ -182,7 +170,7 @@ def packed_attention(
         q: (B, T, H, P).
         k: (B, T, Hkv, P).
         v: (B, T, Hkv, P).
-        bounds: (samples + 1,) int32, from `sample_bounds`.
+        bounds: (samples + 1,) int32, see `sample_bounds`.
         scale: Factor of the scores; None is P^−½.
     """
     longest = q.shape[1]

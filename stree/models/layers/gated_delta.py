@@ -68,7 +68,7 @@ class GatedDeltaNet(Mixer):
         q, k, v = self._convolve(inputs, context.segment_ids)
         y, _ = gated_delta_scan(
             q, k, v, *self._decay_and_strength(x),
-            chunk_size=self.chunk_size, segment_ids=context.segment_ids,
+            chunk_size=self.chunk_size, segment_ids=context.segment_ids, bounds=context.bounds,
         )
         return self._finish(y, x)
 

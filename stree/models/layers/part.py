@@ -51,7 +51,7 @@ class TrainingPass:
         mask: (B, 1, T, L) bool; None is causal.
         shared: Transformer blocks of several layers.
         embedded: The embeddings, for shared blocks.
-        bounds: Bounds of packed samples, in place of a mask (`packed_attention`).
+        bounds: Bounds of packed samples (`sample_bounds`); attention reads them without a mask.
     """
 
     rotary: Tensor | None = None

@@ -139,7 +139,7 @@ def _cut_like(parameter: Tensor | nn.Parameter, value: Tensor) -> Tensor:
 
 
 StrategyRegistry.register(FSDP2, ShardedStrategy, description=ShardedStrategy.__doc__)
-# Gradients lie in the buckets that are exchanged, without a copy; models here have no buffers.
+# Gradients lie in the buckets that are exchanged; the buffers of our models are constants.
 StrategyRegistry.register(
     "ddp", DDPStrategy, override=True, start_method="popen", gradient_as_bucket_view=True,
     broadcast_buffers=False,

@@ -60,10 +60,12 @@ class FrozenTarget:
 
     @torch.no_grad()
     def hidden_states(
-        self, tokens: Tensor, segment_ids: Tensor, features: HiddenStateTap | None = None
+        self, tokens: Tensor, segment_ids: Tensor, features: HiddenStateTap | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states (B, T, D) of tokens and segment ids (B, T) int64.
 
-        `features` taps the layers that the drafter reads.
+        `features` taps the layers that the drafter reads; `bounds` as in
+        `HybridModel.hidden_states`.
         """
-        return self.model.hidden_states(tokens, segment_ids, features=features)
+        return self.model.hidden_states(tokens, segment_ids, features=features, bounds=bounds)

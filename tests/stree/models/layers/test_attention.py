@@ -6,17 +6,11 @@ import pytest
 import torch
 from toys import tiny_config
 
-from stree.models.layers.attention import sample_bounds, takes_packed
+from stree.models.layers.attention import takes_packed
 from stree.models.model import HybridModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LENGTHS = [[5, 1, 34, 24], [64]]  # of the samples of each row
-
-
-def test_bounds_are_where_samples_begin_in_the_rows_laid_end_to_end():
-    starts = torch.tensor([[1, 0, 0, 1, 0], [1, 1, 0, 0, 0]], dtype=torch.bool)
-    bounds = sample_bounds(starts)
-    assert bounds.tolist() == [0, 3, 5, 6, 10] and bounds.dtype == torch.int32
 
 
 def test_a_cpu_has_a_mask():
