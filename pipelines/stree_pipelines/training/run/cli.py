@@ -428,6 +428,9 @@ class TrainingCLI(LightningCLI):
         signals = self._callback(TrainingCheckpoints).signals
         # Replaces Lightning's own handler, so that there is one.
         self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
+        # All ranks ask each other after each step (`TrainingCheckpoints.told`). Lightning would ask
+        # before each micro-batch, and wait for the device's answer.
+        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
         is_main = self.trainer.is_global_zero
         return signals.noted(is_main, self.restarts.forget if is_main else lambda: None)
