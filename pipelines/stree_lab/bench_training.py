@@ -40,7 +40,6 @@ from stree_lab.benches.command import (
 from stree_lab.benches.models import OWN_SHAPES, random_model
 from stree_lab.benches.timing import Row, spread
 from stree_lab.benches.training_step import step_row
-from stree_pipelines.commands import distill
 from stree_pipelines.console.command_line import CommandParser, read_yaml
 from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation
@@ -163,7 +162,7 @@ def _make_workspace(
 
 
 def _distil(arguments: list[str]) -> None:
-    command = [sys.executable, distill.__file__, "fit", *arguments]
+    command = [sys.executable, "-m", "stree", "distil", "fit", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise kind_of_code(done.returncode)(

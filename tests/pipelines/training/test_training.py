@@ -28,6 +28,7 @@ from stree_pipelines.training.losses import distillation_loss as losses
 from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.parallel.precision import supported_precision
+from stree_pipelines.training.run.callbacks import LogMetrics
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = HybridConfig(**ARCHITECTURE)
@@ -374,3 +375,25 @@ def test_an_accelerator_that_is_not_here_is_one_reason(name, reason, dry, worksp
     more = ("--trainer.accelerator", name, *dry)
     with pytest.raises(UsageError, match=rf"trainer: .*{reason}.* see trainer\.accelerator"):
         distill.main(distill_arguments(workspace, tmp_path / "run", *more))
+
+
+@pytest.mark.gpu
+def test_a_step_that_logs_nothing_waits_for_no_device(workspace, tmp_path, monkeypatch):
+    """PyTorch raises at any wait for the device between the ends of steps 4 and 5."""
+    logged, strict = LogMetrics.on_train_batch_end, []
+
+    def on_train_batch_end(callback, trainer, *others):
+        torch.cuda.set_sync_debug_mode("default")
+        logged(callback, trainer, *others)
+        if trainer.global_step == 4:
+            strict.append(4)
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(LogMetrics, "on_train_batch_end", on_train_batch_end)
+    distill.main(distill_arguments(
+        workspace, tmp_path / "run", "--trainer.accelerator", "gpu",
+        "--trainer.precision", "bf16-mixed", "--model.target_dtype", "bfloat16",
+        "--trainer.log_every_n_steps", "100", "--trainer.val_check_interval", "100",
+        "--checkpoint.every_n_steps", "100", steps=6,
+    ))
+    assert strict == [4]
