@@ -322,15 +322,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     of before PyTorch 1.6 is read whole. Raises ValueError for a pickle of anything but tensors;
     PyTorch raises what it likes for a damaged one.
     """
-    zipped = zipfile.is_zipfile(path)
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:
-        if type(error).__name__ != "UnpicklingError":  # which advises to read it with code
-            raise
-        called = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"calls {called[1]!r}" if called else "holds more than tensors"
-        raise ValueError(f"it {reason}: only plain tensors are read") from error
+    tensors = load_without_code(path, mmap=zipfile.is_zipfile(path))
     if not isinstance(tensors, dict):
         raise ValueError(f"it holds a {type(tensors).__name__}, not named tensors")
     for name, tensor in tensors.items():
@@ -339,6 +331,22 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         if tensor.nbytes > tensor.untyped_storage().nbytes():
             raise ValueError(f"{name} repeats its numbers, wanted them all")
     return tensors
+
+
+def load_without_code(path: Path, mmap: bool) -> Any:
+    """Return the tensors and plain values of a file of `torch.save`, on the CPU.
+
+    mmap: map the file, so that a tensor takes memory when it is read. Raises ValueError for Python
+    objects that are neither; PyTorch raises what it likes for a damaged file.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":  # which advises to read it with code
+            raise
+        called = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"calls {called[1]!r}" if called else "holds more than tensors"
+        raise ValueError(f"it {reason}: only plain tensors are read") from error
 
 
 def _indexed_files(index: Path) -> list[Path]:

@@ -82,10 +82,10 @@ def test_a_resume_passes_over_a_flipped_checkpoint(saved, tmp_path):
         state = SafeCheckpointIO().load_checkpoint(saved)
         SafeCheckpointIO().save_checkpoint({**state, "global_step": step},
                                            folder / f"step-{step:08d}")
-    flip_bit(folder / "step-00000004" / "state.safetensors", 70_000)
+    flip_bit(folder / "step-00000004" / "state.pt", 70_000)
     lines: list[str] = []
     assert latest_valid(tmp_path, lines.append) == folder / "step-00000003"
-    assert "step-00000004" in lines[0] and "state.safetensors has sha256" in lines[0]
+    assert "step-00000004" in lines[0] and "state.pt has sha256" in lines[0]
 
 
 def test_a_flip_in_what_the_manifest_says_of_files_is_refused(exported, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_checks import assert_same_state
 from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
@@ -180,8 +181,7 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, submi
     assert "SIGUSR1 after step" in output and "SIGTERM after step" in output
     assert output.count("resuming from") == 3 and output.count("rows on 2 processes\n") == 4
     assert metric_rows(preempted) == metric_rows(whole)
-    weights = f"checkpoints/step-{STEPS:08d}/state.safetensors"
-    assert (preempted / weights).read_bytes() == (whole / weights).read_bytes()
+    assert_same_state(*(run / f"checkpoints/step-{STEPS:08d}" for run in (preempted, whole)))
 
     cluster.wait_for_success(evaluation)
     store = ResultStore(preempted / "eval")

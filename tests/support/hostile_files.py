@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from stree.common.files import MANIFEST_NAME, publish_directory, sha256_of_file
 
@@ -156,17 +155,17 @@ def edited_safetensors(folder: Path, **changes: Any) -> Path:
     return with_weights(folder, changed, "model.safetensors")
 
 
-def state_folder(folder: Path, tree: Any, extra: Mapping[str, bytes] | None = None) -> Path:
+def state_folder(folder: Path, state: Any, extra: Mapping[str, bytes] | None = None) -> Path:
     """Write a training checkpoint whose manifest is right, so that only the content is wrong.
 
     Args:
-        tree: content of state.json, as text or as a value to encode.
+        state: content of state.pt, as bytes or as a value to save.
         extra: further files, by name.
     """
     path = folder / "run" / "checkpoints" / "step-00000003"
     with publish_directory(path, {"step": 3}) as new:
-        save_file({"weight": torch.zeros(2)}, new / "state.safetensors")
-        (new / "state.json").write_text(tree if isinstance(tree, str) else json.dumps(tree))
+        content = state if isinstance(state, bytes) else torch_file(state)
+        (new / "state.pt").write_bytes(content)
         for name, content in (extra or {}).items():
             (new / name).write_bytes(content)
     return path

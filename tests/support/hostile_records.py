@@ -28,16 +28,12 @@ case("state without an optimiser", "training state", r"it lacks optimizer_states
      lambda at: state_folder(at, {"state_dict": {}, "global_step": 3}))
 
 
-@case("state of Python objects", "training state", r"no training state")
-def _(folder: Path) -> Path:
-    array = {"$array": {"$tensor": "weight"}, "dtype": "|O", "shape": [1]}
-    return state_folder(folder, dict.fromkeys(STATE_KEYS, array))
-
-
-case("state of tensors that are not there", "training state", r"no training state",
-     lambda at: state_folder(at, {name: {"$tensor": "/elsewhere"} for name in STATE_KEYS}))
-case("state nested 100,000 deep", "training state", r"nested too deep",
-     lambda at: state_folder(at, '{"$tuple":' * 100_000))
+case("state of Python objects", "training state", r"no training state.*calls",
+     lambda at: state_folder(at, dict.fromkeys(STATE_KEYS, Path("x"))))
+case("state that is a list", "training state", r"it lacks state_dict",
+     lambda at: state_folder(at, []))
+case("state of noise", "training state", r"no training state",
+     lambda at: state_folder(at, bytes(range(256)) * 40))
 
 
 case("profile nested 100,000 deep", "profile", r"speculation_profile\.json cannot",

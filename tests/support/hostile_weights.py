@@ -17,7 +17,6 @@ from hostile_files import (
     edited_safetensors,
     linked,
     python,
-    relist,
     safetensors_file,
     shell,
     state_folder,
@@ -71,12 +70,10 @@ def _(folder: Path) -> Path:
     return folder / "run"
 
 
-@case("pickle bomb as state.json", "training state", r"no training state")
-def _(folder: Path) -> Path:
-    path = state_folder(folder, "")
-    (path / "state.json").write_bytes(pickle.dumps(shell(folder)))
-    relist(path, "state.json", path / "state.json")
-    return path
+case("pickle bomb as training state", "training state", r"no training state.*calls",
+     lambda at: state_folder(at, shell(at)))
+case("bare pickle bomb as training state", "training state", r"no training state",
+     lambda at: state_folder(at, pickle.dumps(shell(at))))
 
 
 @case("pickle bomb in distributed .metadata", "training state", r"it lacks state_dict")

@@ -1,14 +1,12 @@
-"""Save training state on disk: whole or absent, verified before use, without pickle.
+"""Save training state on disk: whole or absent, and verified before use.
 
-A checkpoint is a folder `RUN/checkpoints/step-%08d/` of state.safetensors (every tensor),
-state.json (everything else, with references to the tensors) and MANIFEST.json. Lightning's own
-writer is not used: it copies across filesystems without fsync and its format runs code when read.
+A checkpoint is a folder `RUN/checkpoints/step-%08d/` of state.pt, which PyTorch reads without
+running code (`weights_only`), and MANIFEST.json. Lightning's own writer is not used: it copies
+across filesystems without fsync.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import random
 import re
@@ -23,11 +21,17 @@ import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from stree.common.errors import CheckpointRefused, Interrupted, Preempted, UsageError
+from stree.checkpoints.load_save import load_without_code
+from stree.common.errors import (
+    CheckpointRefused,
+    Interrupted,
+    Preempted,
+    UsageError,
+    first_line,
+)
 from stree.common.files import (
     make_directory,
     publish_directory,
@@ -35,15 +39,12 @@ from stree.common.files import (
     sweep_leftovers,
     verify_manifest,
 )
-from stree.common.plain_data import read_json
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.data.datamodule import recount_micro_batches
 from stree_pipelines.training.run.stopping import StopSignals
 
-TENSORS_NAME = "state.safetensors"
-TREE_NAME = "state.json"
+STATE_NAME = "state.pt"
 STATE_KEYS = ("state_dict", "optimizer_states", "loops", "global_step", "random_state")
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
@@ -99,77 +100,6 @@ def remove_all_but(keep_last: int, directory: Path) -> None:
         remove_directory(path)
 
 
-def encode_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split nested training state into a JSON tree and named CPU tensors.
-
-    Dicts (any scalar keys), lists, tuples, None, bool, int, float, str, tensors and NumPy arrays
-    are kept exactly. Raises UsageError naming the place of any other type: a type that cannot be
-    stored must not be noticed at the resume.
-    """
-    tensors: dict[str, Tensor] = {}
-    owners: set[int] = set()
-
-    def add_tensor(tensor: Tensor, where: str) -> dict[str, str]:
-        stored = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that share memory (tied weights, views).
-        if stored.untyped_storage().data_ptr() in owners:
-            stored = stored.clone()
-        owners.add(stored.untyped_storage().data_ptr())
-        tensors[where] = stored
-        return {"$tensor": where}
-
-    def encode(value: Any, where: str) -> Any:
-        if value is None or isinstance(value, bool | str) or type(value) is int:
-            return value
-        if type(value) is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if isinstance(value, Tensor):
-            return add_tensor(value, where)
-        if isinstance(value, np.ndarray):
-            raw = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
-            encoded: dict[str, Any] = add_tensor(raw, where)
-            return {"$array": encoded, "dtype": value.dtype.str, "shape": list(value.shape)}
-        if isinstance(value, np.generic):
-            return encode(value.item(), where)
-        if isinstance(value, list):
-            return [encode(item, f"{where}/{index}") for index, item in enumerate(value)]
-        if isinstance(value, tuple):
-            return {"$tuple": encode(list(value), where)}
-        if isinstance(value, Mapping):
-            items = {key: encode(item, f"{where}/{key}") for key, item in value.items()}
-            if all(isinstance(key, str) and not key.startswith("$") for key in items):
-                return items
-            return {"$items": [[encode(key, where), item] for key, item in items.items()]}
-        raise UsageError(
-            f"training state{where.replace('/', '.')} is a {type(value).__name__}, which a "
-            "checkpoint cannot hold: keep numbers, strings, tensors, lists and dicts only"
-        )
-
-    return encode(state, ""), tensors
-
-
-def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state that `encode_state` split."""
-    if isinstance(tree, list):
-        return [decode_state(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if "$tensor" in tree:
-        return tensors[tree["$tensor"]]
-    if "$float" in tree:
-        return float(tree["$float"])
-    if "$tuple" in tree:
-        return tuple(decode_state(tree["$tuple"], tensors))
-    if "$array" in tree:
-        raw = decode_state(tree["$array"], tensors).numpy().tobytes()
-        return np.frombuffer(raw, np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
-    if "$items" in tree:
-        return {
-            decode_state(key, tensors): decode_state(item, tensors) for key, item in tree["$items"]
-        }
-    return {key: decode_state(item, tensors) for key, item in tree.items()}
-
-
 class SafeCheckpointIO(CheckpointIO):
     """Writer and reader of Lightning's checkpoint dict as a published directory.
 
@@ -182,13 +112,12 @@ class SafeCheckpointIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        tree, tensors = encode_state(checkpoint)
-        needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        tensors = (each for each in tree_leaves(checkpoint) if isinstance(each, Tensor))
+        needed_bytes = sum(tensor.nbytes for tensor in tensors)
         extra = {"step": checkpoint["global_step"], **(storage_options or {})}
         # An existing folder here failed verification at start, or it would have been resumed from.
         with publish_directory(path, extra, overwrite=True, needed_bytes=needed_bytes) as folder:
-            save_file(tensors, folder / TENSORS_NAME)
-            (folder / TREE_NAME).write_text(json.dumps(tree, allow_nan=False))
+            _write(checkpoint, folder / STATE_NAME)
 
     def load_checkpoint(
         self,
@@ -203,19 +132,35 @@ class SafeCheckpointIO(CheckpointIO):
         folder = Path(path)
         verify_manifest(folder)
         try:
-            tree = read_json(folder / TREE_NAME)
-            state: dict[str, Any] = decode_state(tree, load_file(folder / TENSORS_NAME))
+            state: dict[str, Any] = load_without_code(folder / STATE_NAME, mmap=False)
             if missing := [name for name in STATE_KEYS if name not in state]:
                 raise ValueError(f"it lacks {', '.join(missing)}")
             return state
-        except _UNREADABLE as error:
+        except Exception as error:  # the unpickler raises whatever damaged bytes make of it
             raise CheckpointRefused(
-                f"{folder} holds no training state of this program ({error}): resume from a "
-                "folder under RUN/checkpoints"
+                f"{folder} holds no training state of this program ({first_line(error)}): resume "
+                "from a folder under RUN/checkpoints"
             ) from error
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         remove_directory(path)
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    """Write the state, and read it as a resume will, which would refuse some values."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+        load_without_code(path, mmap=True)
+    except Exception as error:
+        if isinstance(error.__context__, OSError):  # PyTorch's own error follows the disk's
+            raise error.__context__ from None
+        if isinstance(error, OSError | MemoryError | RuntimeError):
+            raise
+        raise UsageError(
+            f"the training state holds what a checkpoint cannot ({first_line(error)}): "
+            "keep numbers, strings, tensors, lists and dicts only"
+        ) from error
 
 
 class TrainingCheckpoints(pl.Callback):
@@ -387,9 +332,10 @@ class TrainingCheckpoints(pl.Callback):
 
 
 def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
         "python": random.getstate(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -399,7 +345,8 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
