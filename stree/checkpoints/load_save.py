@@ -19,6 +19,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,8 +88,7 @@ def load_model(
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     with _open_weights(directory) as stored:
         sources = _match(checkpoint, expected, stored, directory)
-        if checkpoint.model.tie_embeddings:
-            _require_equal_head(sources[_EMBEDDING].names[0], stored, directory)
+        _require_equal_copies(sources.values(), stored, directory)
         weights = {}
         for name, source in sources.items():
             tensor = source.make(*(stored[each].read() for each in source.names))
@@ -179,11 +179,13 @@ def _match(
     """Return each parameter's source, after checking that names, shapes and formats all fit."""
     rename = checkpoint.rename(stored)
     sources = {name: rename(name) for name in expected}
+    if checkpoint.model.tie_embeddings:
+        sources[_EMBEDDING] = replace(sources[_EMBEDDING], copies=(_HEAD,))
+    sources = {name: source.among(stored) for name, source in sources.items()}
     wanted_names = [each for source in sources.values() for each in source.names]
     missing = [each for each in dict.fromkeys(wanted_names) if each not in stored]
     unexpected = stored.keys() - set(wanted_names)
-    if checkpoint.model.tie_embeddings:
-        unexpected.discard(_HEAD)
+    unexpected.difference_update(*(source.copies for source in sources.values()))
     for pattern in (_BUFFERS_OF_OLD_LLAMAS, checkpoint.layout.dropped):
         if pattern is not None:
             unexpected = {name for name in unexpected if not pattern.fullmatch(name)}
@@ -227,18 +229,19 @@ def _require_head_ids(model: HybridModel, directory: Path) -> None:
         )
 
 
-def _require_equal_head(
-    embedding: str, stored: Mapping[str, _Stored], directory: Path
+def _require_equal_copies(
+    sources: Iterable[Source], stored: Mapping[str, _Stored], directory: Path
 ) -> None:
-    """Refuse a tied checkpoint whose lm_head.weight differs from its embedding."""
-    if _HEAD in stored and not (
-        stored[_HEAD].shape == stored[embedding].shape
-        and torch.equal(stored[_HEAD].read(), stored[embedding].read())
-    ):
-        raise CheckpointRefused(
-            f"{directory} says that head and embedding are tied, but {_HEAD} differs from "
-            f"{embedding}: correct tie_word_embeddings (or tie_embeddings) in config.json"
-        )
+    """Refuse a tied tensor that is stored under several names with different numbers."""
+    pairs = {(source.names[0], copy) for source in sources for copy in source.copies}
+    for name, copy in sorted(pairs):
+        is_alike = stored[name][:2] == stored[copy][:2]
+        if not is_alike or not torch.equal(stored[name].read(), stored[copy].read()):
+            raise CheckpointRefused(
+                f"{directory} says that these weights are tied, but {copy} differs from {name}: "
+                "export it again, or, for a head, correct tie_word_embeddings (or tie_embeddings) "
+                "in config.json"
+            )
 
 
 def kept_dtype(name: str, dtype: torch.dtype, source: Source | None = None) -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -32,6 +32,7 @@ class Source:
         shape: Shape of each stored tensor; None is the parameter's.
         splits: Where the stored tensors' shapes differ, the shapes of all in each known layout.
         wide: Whether the parameter stays in fp32 in a model of any dtype.
+        copies: Other names under which a single tied tensor may be stored, in addition or instead.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,14 @@ class Source:
     shape: tuple[int, ...] | None = None
     splits: tuple[tuple[tuple[int, ...], ...], ...] = ()
     wide: bool = False
+    copies: tuple[str, ...] = ()
+
+    def among(self, stored: Collection[str]) -> Source:
+        """Return the source with the first stored name of a tied tensor, and its stored copies."""
+        if not self.copies:
+            return self
+        found = [each for each in (*self.names, *self.copies) if each in stored] or self.names
+        return replace(self, names=(found[0],), copies=tuple(found[1:]))
 
 
 Rename = Callable[[str], Source]  # maps a parameter's name to its source

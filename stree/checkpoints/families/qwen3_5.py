@@ -27,6 +27,8 @@ def spec(values: CheckedJson) -> HybridConfig:
         return _text(values, kind)
     text = values.section("text_config")
     text.require(model_type=WITH_VISION[kind])
+    if "tie_word_embeddings" not in text:  # transformers' class of text and vision reads the outer
+        text.set("tie_word_embeddings", values.boolean("tie_word_embeddings", False))
     config = _text(text, WITH_VISION[kind])
     if values.boolean("tie_word_embeddings", config.tie_embeddings) != config.tie_embeddings:
         values.refuse("has another tie_word_embeddings than its text_config", "correct it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from typing import Any
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
@@ -89,9 +90,13 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     uses = [layer for layer in range(config.num_layers) if config.is_attention(layer)]
     fused = (2 * config.intermediate_size, config.d_model)
 
-    def of_shared(block: int, rest: str) -> str:
-        """Return the stored name in a shared block, which is stored with its first user's layer."""
-        return f"model.layers.{uses[block]}.shared_transformer.{rest}"
+    def of_shared(block: int, rest: str, *made: Any) -> Source:
+        """Return the source in a shared block, stored with its first user's layer, or with all."""
+        first, *others = (
+            f"model.layers.{layer}.shared_transformer.{rest}"
+            for layer in uses[block :: config.num_shared_blocks]
+        )
+        return Source((first,), *made, copies=tuple(others))
 
     def source(name: str) -> Source:
         if name == "model.norm.weight":
@@ -103,9 +108,9 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
             )
             gate_up = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", rest)
             if gate_up == rest:
-                return Source((of_shared(int(match[1]), rest),))
+                return of_shared(int(match[1]), rest)
             shape = fused if rest.endswith("weight") else fused[:1]
-            return Source((of_shared(int(match[1]), gate_up),), half(".up_proj." in rest), shape)
+            return of_shared(int(match[1]), gate_up, half(".up_proj." in rest), shape)
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if match is None or int(match[1]) not in uses:
             return Source((name,))
@@ -116,7 +121,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
             _, adapter, step, _ = rest.split(".")
             use = uses.index(layer)
             place = f"{ADAPTERS[adapter]}.{use}.{0 if step == 'down' else 1}.weight"
-            return Source((of_shared(use % config.num_shared_blocks, place),))
+            return of_shared(use % config.num_shared_blocks, place)
         return Source((f"model.layers.{layer}.mamba_decoder.{rest}",))
 
     return source

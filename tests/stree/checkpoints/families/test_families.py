@@ -6,6 +6,7 @@ order and nothing else.
 """
 
 import functools
+import re
 import shutil
 from itertools import chain
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from families import LAYOUTS, VOCAB, random_reference
 from poisoned import poison
+from safetensors.torch import save_file
 from toys import right_now_and_then
 
 from stree.checkpoints.load_save import load_model, save_model
@@ -83,6 +85,37 @@ def test_logits_are_those_of_transformers(root, family, seed):
         wanted = theirs(tokens, use_cache=False).logits
         assert wanted.std() > 0.05
         assert relative(ours(tokens), wanted) <= 1e-4, length
+
+
+def tied_copies(theirs):
+    """Return the tensors of each family's `state_dict()`, and the names of those that are tied."""
+    state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    names: dict[int, list[str]] = {}
+    for name, tensor in theirs.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return state, [each for each in names.values() if len(each) > 1]
+
+
+@pytest.mark.parametrize(("family", "seed", "is_block"), [
+    ("zamba", 0, True), ("zamba", 2, True), ("zamba", 4, True), ("zamba", 1, False),
+    ("llama", 2, False), ("mamba2", 4, False), ("lfm2", 1, False), ("qwen3_5", 0, False),
+])
+@torch.no_grad()
+def test_tied_tensors_may_be_stored_under_each_name(root, tmp_path, family, seed, is_block):
+    folder, theirs = saved(family, seed, root)
+    state, tied = tied_copies(theirs)
+    names = next(each for each in tied if ("lm_head.weight" in each) is not is_block)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    wanted = load_model(folder).state_dict()
+    without_first = {name: each for name, each in state.items() if name != names[0]}
+    for stored in (state, without_first):
+        save_file(stored, tmp_path / "model.safetensors")
+        for name, tensor in load_model(tmp_path).state_dict().items():
+            assert torch.equal(tensor, wanted[name]), name
+    save_file({**state, names[-1]: state[names[-1]] + 1}, tmp_path / "model.safetensors")
+    differing = "|".join(map(re.escape, names))
+    with pytest.raises(CheckpointRefused, match=f"({differing}) differs from ({differing}):"):
+        load_model(tmp_path)
 
 
 def in_fp64(root, family, seed):

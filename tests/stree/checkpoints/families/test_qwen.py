@@ -83,6 +83,22 @@ def test_a_text_config_is_read_as_strictly(tmp_path, changes, complaint):
         load_config(tmp_path)
 
 
+def test_tied_embeddings_are_said_beside_the_text_config_too(tmp_path):
+    """transformers' class with vision reads the outer key, and ties the head."""
+    that_also_sees(DENSE).save_pretrained(tmp_path)
+    path, wanted = tmp_path / "config.json", load_model(tmp_path).state_dict()
+    text = json.loads(path.read_text())["text_config"]
+    del text["tie_word_embeddings"]
+    edit_json(path, text_config=text, tie_word_embeddings=True)
+    theirs = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path)
+    assert theirs.lm_head.weight is theirs.model.language_model.embed_tokens.weight
+    assert load_config(tmp_path).tie_embeddings
+    got = load_model(tmp_path).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in got.items())
+    edit_json(path, tie_word_embeddings=False)
+    assert not load_config(tmp_path).tie_embeddings
+
+
 def test_published_configs_are_read(tmp_path):
     """Keys that transformers' classes lack, or call otherwise today, are read."""
     random_reference("qwen3_next", 0).save_pretrained(tmp_path)
