@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from typing import Any, overload
 
+from stree.common.threads import for_decoding
+
 import torch
 from torch import Tensor
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request, samples_of
-from stree.common import threads
 from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.words import described, ends_of, placed
@@ -26,7 +27,6 @@ from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier
-from stree_kernels import ops
 
 
 class Decoder:
@@ -254,8 +254,7 @@ class Decoder:
                     f"decoding after {len(prompt)} tokens with {self.tree}",
                 )
             )
-            stack.enter_context(ops.current(self.target.device))
-            stack.enter_context(threads.for_decoding(self.target))
+            stack.enter_context(for_decoding(self.target))
             stack.enter_context(batch.lock)  # another thread's answer waits for this one's end
             stack.callback(setattr, batch, "phase_clock", None)
             reports = stack.enter_context(closing(batch.serve([request], self._start_clock)))

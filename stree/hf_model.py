@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.loading import checkpoint_folder
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
+from stree.models.packing import version_of
 from stree.prompts import prompts_of
 from stree.settings import THEIRS, end_of, refuse
 from stree.tree_policy.names import as_tree_policy
@@ -134,7 +134,7 @@ class TransformersDecoder:
         num_prefixes: int = 0,
     ) -> None:
         self.model, self.target, self.drafter = model, target, drafter
-        self._made_of = _weights(model)
+        self._made_of = _Weights(model)
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         self.tree_policy, self.verifier = as_tree_policy(tree or default), named(verifier)
         self.tree, self._max_depth = self.tree_policy.largest, self.tree_policy.deepest.max_depth
@@ -145,6 +145,9 @@ class TransformersDecoder:
             raise UsageError(f"{tree} needs a drafter to fill it")
         self.outputs: list[GenerationOutput] = []
         self._batch: BatchDecoder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_batch": None}  # a copy makes buffers of its own
 
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree_policy)
@@ -199,10 +202,9 @@ class TransformersDecoder:
 
     def _follow(self) -> None:
         """Share the model's weights anew if it was trained or moved: some of ours are copies."""
-        weights = _weights(self.model)
-        if weights != self._made_of:
+        if not self._made_of.are_those_of(self.model):
             self._batch = None  # frees its buffers before another model is made
-            self.target, self._made_of = shared_model(self.model), weights
+            self.target, self._made_of = shared_model(self.model), _Weights(self.model)
 
     def _decode(
         self, streamer: Any, model: Any, input_ids: Tensor, logits_processor: Any = None,
@@ -399,13 +401,32 @@ def _require_no_hooks(model: Any) -> None:
                 )
 
 
-def _weights(model: Any) -> tuple[Any, ...]:
-    """Return a key that differs when a weight was trained, moved or replaced (but by `.data`)."""
-    versions = (
-        (id(each), 0 if each.is_inference() else each._version)
-        for each in chain(model.parameters(), model.buffers())
-    )
-    return model.device, model.dtype, *versions
+class _Weights:
+    """The weights of a model at one moment, to find out whether one was trained or replaced.
+
+    Writes through `.data` are not seen.
+    """
+
+    def __init__(self, model: Any) -> None:
+        # Kept, so that no new tensor gets the identity of a replaced one
+        self.tensors = [*model.parameters(), *model.buffers()]
+        self.versions = list(map(version_of, self.tensors))
+        self.place = model.device, model.dtype
+
+    def are_those_of(self, model: Any) -> bool:
+        now = _Weights(model)
+        same = list(map(id, now.tensors)) == list(map(id, self.tensors))
+        return same and (now.versions, now.place) == (self.versions, self.place)
+
+
+class _KeptDecoder:
+    """The decoder that `generate` keeps with a model; a copy or a pickle of the model has none."""
+
+    def __init__(self, made_of: Any, decoder: TransformersDecoder) -> None:
+        self.made_of, self.decoder = made_of, decoder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def generate(
@@ -423,8 +444,8 @@ def generate(
     )
     made_of = (drafter, tree, options, model.device, model.dtype)
     kept = model.__dict__.get(_KEPT)
-    if kept is None or kept[0] != made_of:
+    if kept is None or kept.made_of != made_of or kept.decoder.model is not model:
         model.__dict__.pop(_KEPT, None)  # frees its buffers before others are made
-        kept = made_of, from_transformers(model, drafter, tree, **options)
+        kept = _KeptDecoder(made_of, from_transformers(model, drafter, tree, **options))
         model.__dict__[_KEPT] = kept
-    return kept[1].generate(**arguments)
+    return kept.decoder.generate(**arguments)

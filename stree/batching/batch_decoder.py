@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock
-from typing import Any
+from typing import Any, Never
 
-from stree.common.threads import one_at_a_time
+from stree.common.threads import for_decoding, one_at_a_time
 
 import torch
 
@@ -32,7 +32,6 @@ from stree.batching.state import BatchState
 from stree.batching.step import InFlightStep, Step, StepInputs, StepInputsCache
 from stree.batching.step_timing import measure_step_times
 from stree.checkpoints.tokenizer import eos_token_ids
-from stree.common import threads
 from stree.common.clock import PhaseClock, Stopwatch
 from stree.common.errors import UsageError
 from stree.common.words import counted, described, placed
@@ -45,7 +44,6 @@ from stree.tree_policy.policy import TreeChoice, TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import TokenTree
 from stree.verifiers import Verifier
-from stree_kernels import ops
 
 
 class BatchDecoder(RequestServer):
@@ -90,6 +88,7 @@ class BatchDecoder(RequestServer):
         [4, 4]
     """
 
+    @torch.inference_mode(False)  # its buffers are written inside of it and outside
     def __init__(
         self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,
         tree: TokenTree | TreePolicy | str | None = None, *, num_rows: int = 8,
@@ -141,6 +140,12 @@ class BatchDecoder(RequestServer):
         models = described(self.target, self.drafter, self.tree_policy)
         size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
         return f"BatchDecoder({models}, {size}, {placed(self.target)})"
+
+    def __getstate__(self) -> Never:
+        raise UsageError(
+            "a decoder has buffers, graphs and a lock, of which no copy or pickle is made: copy or "
+            "save its target and drafter, and make another decoder of them"
+        )
 
     @property
     def room(self) -> MemoryReport:
@@ -197,7 +202,7 @@ class BatchDecoder(RequestServer):
         with the next call. Logits that are not finite end their row with the
         finish_reason "error"; other rows go on.
         """
-        with ops.current(self.target.device), threads.for_decoding(self.target):
+        with for_decoding(self.target):
             decoding = {row: each for row, each in self._sequences.items() if each.is_decoding}
             pending = self._launch_steps(decoding)
             if pending is not None:
@@ -269,7 +274,7 @@ class BatchDecoder(RequestServer):
         if sequence.tree is None and cut_short:
             self.tree_policy.learn_answer()  # for these tokens its prompt was read
         if keep and sequence.finish_reason != "error" and not sequence.is_stale:
-            with ops.current(self.target.device):
+            with for_decoding(self.target):
                 self.prefixes.keep(row, sequence.tokens, sequence.num_drafted_from > 0)
         asked = sequence.generation
         return GenerationOutput(
@@ -342,7 +347,7 @@ class BatchDecoder(RequestServer):
         if not self._sequences:
             return
         deepest = self.tree_policy.deepest.max_depth + 1
-        with ops.current(self.target.device):
+        with for_decoding(self.target):
             for row in self._sequences:
                 self.prepare_prefill(row)
             for tree in self.tree_policy.trees:
@@ -354,7 +359,7 @@ class BatchDecoder(RequestServer):
 
     def prepare_prefill(self, row: int) -> None:
         """Capture the graphs that the prefill of a row needs, if its prompt is still to be read."""
-        with ops.current(self.target.device):
+        with for_decoding(self.target):
             if (each := self._sequences[row]).is_prefilling:
                 self.prefill.prepare(row, each)
 
@@ -380,7 +385,7 @@ class BatchDecoder(RequestServer):
                 "row is taken"
             )
         self._choice.drop()  # it rests on other times
-        with ops.current(self.target.device), threads.for_decoding(self.target):
+        with for_decoding(self.target):
             self.tree_policy.costs = measure_step_times(
                 self, self.tree_policy.trees, context, num_steps, counts, generation
             )

@@ -23,6 +23,7 @@ from stree.batching.step import Step, StepInputs
 from stree.common.host_copy import AsyncHostCopy, HostCopy
 from stree.common.lru import LRUCache
 from stree.models.model import HybridModel
+from stree.models.packing import version_of
 from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
 
@@ -238,8 +239,7 @@ def _weights_of(model: Any) -> tuple[list[int], list[int]]:
         return model.addresses(), model.versions()
     if isinstance(model, nn.Module):
         weights = list(model.parameters())
-        versions = [0 if each.is_inference() else each._version for each in weights]
-        return [each.data_ptr() for each in weights], versions
+        return [each.data_ptr() for each in weights], list(map(version_of, weights))
     return [], []
 
 

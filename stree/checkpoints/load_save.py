@@ -56,6 +56,7 @@ def load_config(path: str | os.PathLike[str]) -> HybridConfig:
     return read_checkpoint_config(Path(path)).model
 
 
+@torch.inference_mode(False)  # its tensors could be neither trained nor packed outside
 def load_model(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",

@@ -24,6 +24,7 @@ from stree.models.layers.part import Part
 from stree.models.model import HybridModel
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def shared_model(theirs: Any) -> HybridModel:
     """Return a `HybridModel` with the weights of a model of transformers, on its device.

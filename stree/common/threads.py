@@ -60,21 +60,26 @@ def _is_small(target: Any) -> bool:
 
 @contextlib.contextmanager
 def for_decoding(target: Any) -> Iterator[None]:
-    """Use one thread inside the block for a small target on a CPU.
+    """Compute inside the block as decoding does, whatever PyTorch's modes outside.
 
-    Its operations take less time than the threads' communication.
+    The target's GPU is the current one, autocast is off (the weights' dtype decides), and a small
+    target on a CPU has one thread: its operations take less time than the threads' communication.
     """
     import torch
 
+    from stree_kernels import ops
+
+    device = target.device
     usual = torch.get_num_threads()
-    if usual == 1 or target.device.type != "cpu" or not _is_small(target):
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(usual)
+    is_alone = usual > 1 and device.type == "cpu" and _is_small(target)
+    with ops.current(device), torch.autocast(device.type, enabled=False):
+        if is_alone:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if is_alone:
+                torch.set_num_threads(usual)
 
 
 P = ParamSpec("P")

@@ -177,14 +177,14 @@ def test_a_decoder_follows_a_model_that_is_trained_or_moved(family):
     kept = decoder.target, decoder._batch
     assert_same(theirs, decoder, ids, **options)
     generate(theirs, inputs=ids, **options)
-    own = theirs._stree_decoder[1]
+    own = theirs._stree_decoder.decoder
     assert (decoder.target, decoder._batch) == kept
     with torch.no_grad():
         for tensor in theirs.parameters():
             tensor.add_(torch.randn_like(tensor), alpha=0.3)
     assert not torch.equal(assert_same(theirs, decoder, ids, **options), before)
     assert torch.equal(generate(theirs, inputs=ids, **options), theirs.generate(ids, **options))
-    assert theirs._stree_decoder[1] is own
+    assert theirs._stree_decoder.decoder is own
     theirs.to(torch.float64)
     assert_same(theirs, decoder, ids, **options)
     assert decoder.target.dtype == torch.float64

@@ -62,7 +62,7 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
             assert each.stats.calls_by_tree.total() == each.stats.num_calls
     got = generate(granite, drafter=drafter, tree=name, inputs=ids, max_new_tokens=4)
     assert got.shape == (2, ids.shape[1] + 4)
-    assert granite._stree_decoder[1].tree_policy.name == name
+    assert granite._stree_decoder.decoder.tree_policy.name == name
 
 
 def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
@@ -126,10 +126,10 @@ def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
     for _ in range(2):
         got = granite.generate(ids, **options, **door, drafter=drafter, tree=TREE)
         assert torch.equal(got, wanted)
-    decoder = granite._stree_decoder[1]
+    decoder = granite._stree_decoder.decoder
     assert decoder.drafter is drafter and decoder.tree is TREE
     assert torch.equal(granite.generate(ids, **options, **door), wanted)
-    assert granite._stree_decoder[1] is not decoder
+    assert granite._stree_decoder.decoder is not decoder
     with pytest.raises(UsageError, match="num_beams = 2"):
         granite.generate(ids, num_beams=2, **door)
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -155,9 +155,9 @@ def test_the_other_settings_of_load(granite):
     told = dict(verifier="multi_step", backtracking="joint", num_prefixes=1)
     got = generate(granite, drafter=decoder.drafter, tree=TREE, **told, inputs=ids, **options)
     assert torch.equal(got, granite.generate(ids, **options))
-    kept = granite._stree_decoder[1]
+    kept = granite._stree_decoder.decoder
     generate(granite, drafter=decoder.drafter, tree=TREE, inputs=ids, **options)
-    assert granite._stree_decoder[1] is not kept and kept._batch.cache.last_tree is not None
+    assert granite._stree_decoder.decoder is not kept and kept._batch.cache.last_tree is not None
     for wrong in (dict(backtracking="undo"), dict(num_prefixes=-1), dict(verifier="none")):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             stree.from_transformers(granite, **wrong)

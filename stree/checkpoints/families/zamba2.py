@@ -90,13 +90,13 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     uses = [layer for layer in range(config.num_layers) if config.is_attention(layer)]
     fused = (2 * config.intermediate_size, config.d_model)
 
-    def of_shared(block: int, rest: str, *made: Any) -> Source:
+    def of_shared(block: int, rest: str, **made: Any) -> Source:
         """Return the source in a shared block, stored with its first user's layer, or with all."""
         first, *others = (
             f"model.layers.{layer}.shared_transformer.{rest}"
             for layer in uses[block :: config.num_shared_blocks]
         )
-        return Source((first,), *made, copies=tuple(others))
+        return Source((first,), copies=tuple(others), **made)
 
     def source(name: str) -> Source:
         if name == "model.norm.weight":
@@ -110,7 +110,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
             if gate_up == rest:
                 return of_shared(int(match[1]), rest)
             shape = fused if rest.endswith("weight") else fused[:1]
-            return of_shared(int(match[1]), gate_up, half(".up_proj." in rest), shape)
+            is_up = ".up_proj." in rest
+            return of_shared(int(match[1]), gate_up, make=half(is_up), shape=shape)
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if match is None or int(match[1]) not in uses:
             return Source((name,))

@@ -77,7 +77,8 @@ def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None =
     weights = [each.weight for each in projections]
     if before is not None and lie_in(before.weight, weights, sizes, dim=1):
         return before
-    weight = ops.laid(torch.cat([each.detach() for each in weights], dim=1))
-    for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):
-        own.weight.data = piece
+    with torch.inference_mode(weights[0].is_inference()):
+        weight = ops.laid(torch.cat([each.detach() for each in weights], dim=1))
+        for own, piece in zip(weights, weight.split(sizes, dim=1), strict=True):
+            own.data = piece
     return Joined(weight, None)

@@ -327,7 +327,8 @@ def lay_channels_together(conv: nn.Conv1d) -> None:
     """Store a conv's weight (C, 1, W) tap by tap: a tree conv reads many channels of one tap."""
     weight = conv.weight
     if weight.stride(0) != 1:
-        weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        with torch.inference_mode(weight.is_inference()):
+            weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def laid(weight: Tensor, keeps_rows: bool) -> Tensor:
@@ -340,9 +341,10 @@ def laid(weight: Tensor, keeps_rows: bool) -> Tensor:
 
 def lay_for_products(weight: Tensor, keeps_rows: bool = False) -> None:
     """Store a projection's weight as `laid` does, in place."""
-    laid_weight = laid(weight.data, keeps_rows)
-    if laid_weight.data_ptr() != weight.data_ptr():
-        weight.data = laid_weight
+    with torch.inference_mode(weight.is_inference()):  # PyTorch can't mix tensors of both modes
+        laid_weight = laid(weight.data, keeps_rows)
+        if laid_weight.data_ptr() != weight.data_ptr():
+            weight.data = laid_weight
 
 
 @dataclass(frozen=True)
@@ -419,10 +421,11 @@ def _one_above_the_other(tensors: list[Tensor], keeps_rows: bool) -> Tensor:
     first, sizes = tensors[0], [tensor.shape[0] for tensor in tensors]
     if _lie_one_above_the_other(tensors):  # halves of a projection that is stored fused
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
-    joined = torch.cat([tensor.detach() for tensor in tensors])
-    joined = laid(joined, keeps_rows) if joined.ndim == 2 else joined
-    for tensor, piece in zip(tensors, joined.split(sizes), strict=True):
-        tensor.data = piece
+    with torch.inference_mode(first.is_inference()):
+        joined = torch.cat([tensor.detach() for tensor in tensors])
+        joined = laid(joined, keeps_rows) if joined.ndim == 2 else joined
+        for tensor, piece in zip(tensors, joined.split(sizes), strict=True):
+            tensor.data = piece
     return joined
 
 
