@@ -63,7 +63,7 @@ check: $(VENV)/ready-dev  ## lint, types, and the rules of tests/test_house.py
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable .
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable '.[train,report]'
 	touch $@
 
 $(VENV)/ready-dev: pyproject.toml

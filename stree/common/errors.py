@@ -11,7 +11,19 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
+# The extra of pyproject.toml that has a library, where decoding does without it.
+EXTRA_OF = {
+    "lightning": "train",
+    "tensorboard": "train",
+    "datasets": "train",
+    "accelerate": "report",
+    "matplotlib": "report",
+    "pandas": "report",
+    "pyarrow": "report",
+    "deepspeed": "deepspeed",
+}
 _LONGEST_REASON = 2000
 # Control characters but tab and newline; embeddings, overrides and isolates of direction; halves of
 # surrogate pairs, which no stream can encode
@@ -171,11 +183,7 @@ def exit_with_reason(main: Callable[[], object]) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or "." in error.name:  # no library as a whole
             raise
-        print(
-            f"error: {sys.executable} has no library {error.name!r}: install stree there with all "
-            "that it needs, or use an environment that has it, in a clone .venv/bin/stree",
-            file=sys.stderr,
-        )
+        print(f"error: {_without_library(error.name)}", file=sys.stderr)
         code = UsageError.exit_code
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
@@ -198,6 +206,23 @@ def exit_with_reason(main: Callable[[], object]) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def _without_library(name: str) -> str:
+    """Return what to do about a library that this Python does not have."""
+    extra = EXTRA_OF.get(name)
+    if extra is None:
+        return (
+            f"{sys.executable} has no library {name!r}: install stree there with all that it "
+            "needs, or use an environment that has it, in a clone .venv/bin/stree"
+        )
+    program = Path(sys.argv[0]).name
+    if program in ("stree", "__main__.py"):
+        program = " ".join(["stree", *sys.argv[1:2]])
+    return (
+        f"{program} needs stree[{extra}], {name} is not installed: type {sys.executable} -m pip "
+        f"install 'stree-spec[{extra}]', or in a clone make install"
+    )
 
 
 def _drop_output() -> None:

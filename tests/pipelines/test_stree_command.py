@@ -123,7 +123,7 @@ SCRIPTS = sorted(path.name for path in (REPOSITORY / "pipelines").glob("*.py"))
 
 def without_libraries(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-S", str(script), "--help"], capture_output=True, text=True, check=False
+        [sys.executable, "-ES", str(script), "--help"], capture_output=True, text=True, check=False
     )
 
 
