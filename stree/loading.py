@@ -13,7 +13,7 @@ import torch
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import load_model
+from stree.checkpoints.load_save import load_model, stored_dtype
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
@@ -31,6 +31,9 @@ from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPE_HELP = (
+    "of the weights: float32, bfloat16, or auto: the target's own on a GPU, float32 on a CPU"
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -38,7 +41,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
     tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
-    device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
 ) -> Decoder: ...
@@ -48,7 +51,7 @@ def load(
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
     tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
-    device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
 ) -> BatchDecoder: ...
@@ -57,7 +60,7 @@ def load(
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
     tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
-    device: torch.device | str = "auto", dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
 ) -> Decoder | BatchDecoder:
@@ -82,7 +85,8 @@ def load(
             or sampled. None takes the profile's.
         temperature: Temperature of the requests to expect; 0 is greedy.
         device: "cpu", "cuda" or "cuda:N"; "auto" is a GPU if there is one.
-        dtype: Dtype of the weights, or its name.
+        dtype: Dtype of the weights, or its name. "auto" is that of the target's stored weights on a
+            GPU, and float32 on a CPU.
         max_length: Tokens of the longest sequence, prompt included.
         verifier: A name (`stree.verifiers.named`), or a verifier of your own. None takes the one
             that the profile's tree was measured with, else `coupled`.
@@ -107,7 +111,7 @@ def load(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device, dtype = find_device(device), _floating_point(dtype)
+    device, dtype = find_device(device), _name_of_dtype(dtype)
     require_whole("max_length", max_length)
     if num_rows is not None:
         require_whole("num_rows", num_rows)
@@ -116,6 +120,7 @@ def load(
         require_backtracking(backtracking)
     generation = GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = checkpoint_folder(target)
+    dtype = pick_dtype(dtype, device, target_folder)
     tokenizer = load_tokenizer(target_folder)
     drafting, remark = None, ""
     if drafter is not None:
@@ -182,11 +187,25 @@ def find_device(device: torch.device | str) -> torch.device:
     return found
 
 
-def _floating_point(dtype: torch.dtype | str) -> torch.dtype:
+def pick_dtype(
+    dtype: torch.dtype | str, device: torch.device, target: str | os.PathLike[str]
+) -> torch.dtype:
+    """Return a dtype for weights by its name, one of `DTYPES`.
+
+    "auto" is that of the weights stored in the target's folder on a GPU, and fp32 on a CPU. Raises
+    `UsageError` for another name.
+    """
+    name = _name_of_dtype(dtype)
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" else stored_dtype(target)
+
+
+def _name_of_dtype(dtype: torch.dtype | str) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UsageError(f"dtype is {name!r}, wanted one of {', '.join(DTYPES)}")
-    return getattr(torch, name)
+    if name not in ("auto", *DTYPES):
+        raise UsageError(f"dtype is {name!r}, wanted auto or one of {', '.join(DTYPES)}")
+    return name
 
 
 class _Measured(NamedTuple):

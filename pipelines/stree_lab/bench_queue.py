@@ -16,6 +16,7 @@ from pathlib import Path
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 from stree.common.errors import exit_with_reason
+from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import TREE_POLICIES
 from stree_lab.bench_report import rows_of_file
 from stree_lab.benches.command import require_results_file
@@ -55,7 +56,7 @@ def build_parser() -> CommandParser:
     add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
     add("--seed", type=int, default=0, help="of arrivals and of sampling")
     add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
-    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--dtype", type=str, default="auto", help=DTYPE_HELP)
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     return parser
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -45,7 +47,9 @@ _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _HEAD_IDS = "head_ids"
 _ALWAYS_FP32 = (".dt_bias", ".A_log", ".D", ".correction_bias")
-_READABLE_FORMATS = ("F64", "F32", "F16", "BF16")
+_READABLE_FORMATS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}
 _READABLE_IDS = ("I64", "I32")
 _LETTERS = {"float": "F", "bfloat": "BF"}  # of formats in safetensors' words
 _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -98,6 +102,19 @@ def load_model(
     model.load_state_dict(weights, strict=True, assign=True)
     _require_head_ids(model, directory)
     return model.eval()
+
+
+def stored_dtype(path: str | os.PathLike[str]) -> torch.dtype:
+    """Return the dtype of most numbers in a checkpoint folder's weights.
+
+    It is fp32 where none have a dtype that `load_model` reads. Raises as `load_model`.
+    """
+    counts: Counter[str] = Counter()
+    with _open_weights(Path(path)) as stored:
+        for tensor in stored.values():
+            if tensor.number_format in _READABLE_FORMATS:
+                counts[tensor.number_format] += math.prod(tensor.shape)
+    return _READABLE_FORMATS[max(counts, key=counts.__getitem__, default="F32")]
 
 
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:
@@ -200,7 +217,7 @@ def _match(
         wanted = source.shape or expected[name]
         if name in (_EMBEDDING, _HEAD) and not checkpoint.model.head_vocab_size:
             wanted = (checkpoint.padded_vocab_size, *wanted[1:])
-        formats = _READABLE_IDS if name == _HEAD_IDS else _READABLE_FORMATS
+        formats = _READABLE_IDS if name == _HEAD_IDS else tuple(_READABLE_FORMATS)
         splits = source.splits or ((wanted,) * len(source.names),)
         fits = tuple(stored[place].shape for place in source.names) in splits
         for place, shape in zip(source.names, splits[0], strict=True):

@@ -13,6 +13,7 @@ import stree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
+from stree.loading import pick_dtype
 
 pytestmark = pytest.mark.usefixtures("without_a_gpu")
 
@@ -112,6 +113,17 @@ def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, drafter, mo
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_stored_dtype_on_a_gpu_and_fp32_on_a_cpu(workspace, tmp_path, stored):
+    target = workspace / "target"
+    save_model(load_model(target), tmp_path / "it", load_tokenizer(target), dtype=stored)
+    for device, wanted in (("cuda", stored), ("cpu", torch.float32)):
+        assert pick_dtype("auto", torch.device(device), tmp_path / "it") == wanted
+    assert pick_dtype("float64", torch.device("cuda"), tmp_path / "it") == torch.float64
+    decoder = stree.load(tmp_path / "it", device="cpu")
+    assert decoder.target.dtype == torch.float32 and "float32 on cpu" in repr(decoder)
+
+
 def test_dtype_and_length_reach_the_models(workspace, drafter):
     decoder = load_quietly(
         workspace / "target", drafter, tree="paper", dtype=torch.bfloat16, max_length=77
@@ -129,9 +141,9 @@ def test_a_dtype_goes_by_its_name_too(dtype, workspace):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"dtype": "int8"}, "dtype is 'int8', wanted one of float32, bfloat16, float16, float64"),
-        ({"dtype": torch.int64}, "dtype is 'int64', wanted one of float32"),
-        ({"dtype": 16}, "dtype is '16', wanted one of float32"),
+        ({"dtype": "int8"}, "dtype is 'int8', wanted auto or one of float32, bfloat16, float16, f"),
+        ({"dtype": torch.int64}, "dtype is 'int64', wanted auto or one of float32"),
+        ({"dtype": 16}, "dtype is '16', wanted auto or one of float32"),
         ({"device": "gpu"}, 'device is \'gpu\', wanted "auto", "cpu", "cuda" or "cuda:N"'),
         ({"device": "meta"}, "device is 'meta', wanted \"auto\""),
         ({"device": None}, "device is 'None', wanted \"auto\""),

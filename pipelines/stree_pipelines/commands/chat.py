@@ -33,6 +33,7 @@ from stree.common.errors import UsageError, shown
 from stree.common.words import described, ends_of, placed
 from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig
+from stree.loading import DTYPE_HELP
 from stree.prompts import chat_ids, text_ids
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import VERIFIERS
@@ -244,7 +245,7 @@ def build_parser() -> PlainParser:
         default=GenerationConfig.max_new_tokens, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="float32", help="of the weights: float32 or bfloat16")
+    add("--dtype", default="auto", help=DTYPE_HELP)
     return parser
 
 

@@ -25,10 +25,12 @@ from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, load_model
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import UsageError
+from stree.common.words import dtype_name
 from stree.drafters.cross_tokenizer import CrossTokenizerSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
+from stree.loading import DTYPE_HELP, pick_dtype
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import TokenTree
@@ -40,7 +42,7 @@ from stree_pipelines.console.input_checks import tree as tree_there
 from stree_pipelines.console.progress import EvaluationProgress, measured_step_times
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
-from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
+from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
 from stree_pipelines.resources.estimates import (
     MemoryEstimate,
@@ -83,7 +85,7 @@ def build_parser() -> CommandParser:
     add("--chat_template", "--chat-template", type=str | None,
         help="name or .jinja file (default: the tokenizer's own)")
     add("--seed", type=int, default=0, help="of sampling, together with prompt and sample")
-    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--dtype", type=str, default="auto", help=DTYPE_HELP)
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--shard_samples", "--shard-samples", type=int, default=1024,
         help="answers in a shard: what a kill loses at most")
@@ -105,7 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         f"{options['out']}: {spec.num_prompts:,} prompts, {spec.samples} answers each; "
         f"{spec.num_shards - len(missing)} of {spec.num_shards} shards are there"
     )
-    device, dtype = pick_device(options["device"]), pick_dtype(options["dtype"])
+    device = pick_device(options["device"])
+    dtype = pick_dtype(options["dtype"], device, options["target"])
     if options["dry_run"]:
         require_writable(options["out"])
         describe(options, generation, device.type == "cuda", dtype)
@@ -127,7 +130,8 @@ def fill(
 ) -> None:
     """Load the models and write this worker's share of what is missing in the folder."""
     spec = generation.spec
-    device, dtype = pick_device(options["device"]), pick_dtype(options["dtype"])
+    device = pick_device(options["device"])
+    dtype = pick_dtype(options["dtype"], device, options["target"])
     tokenizer = load_tokenizer(options["target"])
     target = load_model(options["target"], device, dtype)
     drafter = None
@@ -192,6 +196,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         template("--chat_template", options["chat_template"]),
     ])
     config = load_config(target)
+    dtype = pick_dtype(options["dtype"], pick_device(options["device"]), target)
     tokenizer = load_tokenizer(target)
     tree_policy: TreePolicy = FixedTree(TokenTree.chain(0, "root"))
     identity, verifier = None, GenerationSpec.verifier
@@ -236,8 +241,9 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         temperatures=tuple(options["temperatures"]),
         tree=f"{tree.name} {tree.parents}",
         verifier=verifier,
+        dtype=dtype_name(dtype),
         **{name: options[name] for name in (
-            "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
+            "samples", "top_k", "top_p", "max_new_tokens", "seed", "shard_samples"
         )},
     )
     generation = Generation(options["out"], spec, kept, tree_policy)

@@ -27,7 +27,6 @@ from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.records import Environment
 from stree_pipelines.evaluation.result_store import LOCK_NAME, locked
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
 # One worker may have much longer answers than another; waiting for it is no failure.
 PATIENCE = timedelta(hours=12)
@@ -118,12 +117,6 @@ def pick_device(device: str) -> torch.device:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         return torch.device("cuda", index)
     return find_device(device)
-
-
-def pick_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UsageError(f"dtype is {name!r}, wanted one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:

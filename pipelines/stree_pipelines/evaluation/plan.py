@@ -16,10 +16,12 @@ from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.files import MANIFEST_NAME, verify_manifest
 from stree.common.plain_data import read_json
+from stree.common.words import dtype_name
 from stree.drafters import SiblingSampling
 from stree.drafters.cross_tokenizer import require_tokens_alone
 from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig
+from stree.loading import DTYPE_HELP, pick_dtype
 from stree.models.hidden_states import require_features_of
 from stree.models.joint import require_backtracking
 from stree.tree_policy.adaptive import AdaptiveTrees
@@ -29,7 +31,7 @@ from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import VERIFIERS, named, require_tree
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT, Benchmark, BenchmarkPrompt
-from stree_pipelines.evaluation.context import checkpoint_step
+from stree_pipelines.evaluation.context import checkpoint_step, pick_device
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 from stree_pipelines.evaluation.result_store import packed_samples
 from stree_pipelines.evaluation.sampling import OFF, Sampling, option, sampling_of, switched_on
@@ -88,7 +90,7 @@ class EvaluationSettings(Sampling):
     max_new_tokens: int = option("a turn", GenerationConfig.max_new_tokens)
     limit: int | None = option("only the first so many prompts of each benchmark", None)
     chat_template: str | None = option("name or .jinja file (default: the tokenizer's own)", None)
-    dtype: str = option("of the weights: float32 or bfloat16", "float32")
+    dtype: str = option(DTYPE_HELP, "auto")
     device: str = option("auto, cpu, cuda or cuda:N", "auto")
     seed: int = option("of sampling, together with prompt and turn, and of the gate's intervals", 0)
     batch_size: int = option(
@@ -118,6 +120,9 @@ class EvaluationSettings(Sampling):
             GenerationConfig(temperature=temperature, **sampling_of(self))
         for name, off in OFF.items():
             object.__setattr__(self, name, type(off)(getattr(self, name)))
+        if self.dtype == "auto" and Path(self.target).is_dir():  # else it is said later
+            dtype = pick_dtype(self.dtype, pick_device(self.device), self.target)
+            object.__setattr__(self, "dtype", dtype_name(dtype))
         named(self.verifier)
         require_backtracking(self.backtracking)
         leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 from pathlib import Path
@@ -11,16 +12,19 @@ import torch
 import toys
 from tiny_evaluation import export, quiet, settings_for, tiny_model
 
+import stree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, InvariantBroken, UsageError
+from stree_pipelines.commands import chat, generate_data
 from stree_pipelines.commands.eval_spec import build_parser
 from stree_pipelines.commands.eval_spec import main as eval_spec
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data.tokenizer_training import train_tokenizer
+from stree_pipelines.evaluation import plan
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.plan import resolve
+from stree_pipelines.evaluation.plan import EvaluationSettings, resolve
 from stree_pipelines.evaluation.result_store import ResultStore
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -153,3 +157,18 @@ def test_progress_says_the_tree_s_figures_first(world, tmp_path):
             f"step {step}  talk T=0  1/1  stree τ x, x tok/s; vanilla_sd τ x, x; autoregressive x"
             "  ETA 0:00"
         )
+
+
+def test_commands_take_the_dtype_of_stree_load(world, monkeypatch):
+    """Their default is auto, and the settings of an evaluation name what it stands for."""
+    defaults = {
+        chat.build_parser().get_default("dtype"), generate_data.build_parser().get_default("dtype")
+    }
+    assert defaults == {"auto", inspect.signature(stree.load).parameters["dtype"].default}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = dict(target=str(world / "target"), out="out", benchmarks=("b",))
+    assert EvaluationSettings(**given).dtype == "float32"
+    monkeypatch.setattr(plan, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("stree.loading.stored_dtype", lambda folder: torch.bfloat16)
+    assert EvaluationSettings(**given).dtype == "bfloat16"
+    assert EvaluationSettings(**given, dtype="float32").dtype == "float32"

@@ -19,6 +19,7 @@ from stree.common.words import dtype_name
 from stree.decoder import Decoder
 from stree.drafters.model import ModelDrafterSpec
 from stree.generation import GenerationConfig
+from stree.loading import pick_dtype
 from stree.models.config import HybridConfig
 from stree.models.model import READ_AT_ONCE, HybridModel
 from stree.tree_policy.step_times import StepTimes
@@ -26,7 +27,7 @@ from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.console.progress import measured_step_times
 from stree_pipelines.evaluation.answering import gc_freeze
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
-from stree_pipelines.evaluation.context import pick_device, pick_dtype
+from stree_pipelines.evaluation.context import pick_device
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
     DrafterIdentity,
@@ -69,8 +70,8 @@ class Decoders:
             if settings.batch_size == 1:
                 make_decoder = Decoder
         self.make_decoder = make_decoder
-        self.dtype = pick_dtype(settings.dtype)
         self.device = pick_device(settings.device)
+        self.dtype = pick_dtype(settings.dtype, self.device, settings.target)
         self._target = target_model
         # By drafter and method, with the length that each has room for.
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
