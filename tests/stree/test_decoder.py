@@ -248,6 +248,23 @@ def test_stop_strings_end_at_the_first_token_that_completes_them(stop, depth):
         Decoder(target).generate([6, 7], asked)
 
 
+class Sentence(Pieces):
+    """Tokenizer that drops a space at the beginning of what it decodes, as SentencePiece does."""
+
+    def decode(self, tokens):
+        return super().decode(tokens).removeprefix(" ")
+
+
+@pytest.mark.parametrize("stop", [" ", " b", "b ", " b a"])
+def test_a_stop_string_may_begin_with_a_space(stop):
+    """The space is dropped only where the text begins, not where the rule begins to decode."""
+    letters, target = Sentence("a", " ", "b", " "), counting_target()
+    asked = GenerationConfig(12, stop_strings=(stop,), ignore_eos=True)
+    out = Decoder(target, tokenizer=letters).generate([6, 7], asked)
+    wanted = next(n for n in range(1, 13) if stop in letters.decode(range(8, 8 + n)))
+    assert len(out.tokens) == wanted and out.finish_reason == "stop_string"
+
+
 def test_streamer_gets_prompt_and_blocks():
     target, streamer = counting_target(), Streamer()
     decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(2), max_length=16)

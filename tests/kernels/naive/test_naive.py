@@ -62,6 +62,17 @@ def test_tree_scan_and_replay(tree):
         assert torch.equal(after[1], state[1])
 
 
+def test_a_fast_decay_beside_a_path_does_not_overflow():
+    """The decay from a node of another branch, e^960 here, is no path's and counts nowhere."""
+    x, _, _, B, C, D, state = scan_inputs(3)
+    dt = torch.tensor([0.1, 0.1, 60.0], dtype=torch.float64).view(1, 3, 1).expand(2, 3, 4)
+    A, tree = torch.full((4,), -16.0, dtype=torch.float64), balanced([2])
+    y = naive.tree_scan(x, dt, A, B, C, D, tree.ancestors.expand(2, -1, -1), state)
+    for node in range(3):
+        _, wanted = walk(x, dt, A, B, C, D, state, tree.path_to(node))
+        torch.testing.assert_close(y[:, node], wanted, rtol=0, atol=1e-12)
+
+
 def test_replay_ignores_what_uncounted_slots_hold():
     x, dt, A, B, _, _, state = scan_inputs(5)
     path, lengths = torch.tensor([[0, 1, 4], [0, 2, 3]]), torch.tensor([2, 1])

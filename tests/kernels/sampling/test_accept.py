@@ -28,7 +28,10 @@ def walk(best, tokens, tree):
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_walks(tree):
-    """Row 0's is the deepest, 1 and 2 have bad target logits, 3 a bad draft, 4 is idle."""
+    """Row 0's is the deepest, 1 and 2 have bad target logits, 2 and 3 a bad draft, 4 is idle.
+
+    A row whose logits are bad in both models is the target's error.
+    """
     batch, N, longest = 5, tree.num_nodes, tree.max_depth + 1
     generator = torch.Generator().manual_seed(N)
     best, tokens = (torch.randint(3, (batch, N), generator=generator).to(DEVICE) for _ in range(2))
@@ -38,7 +41,7 @@ def test_walks(tree):
     highest = torch.zeros(batch, N, device=DEVICE)
     highest[1, N // 2], highest[2, 0] = torch.nan, torch.inf
     finite = torch.ones(batch, 3, dtype=torch.bool, device=DEVICE)
-    finite[3, 1] = False
+    finite[2:4, 1] = False
     active = torch.tensor([True] * 4 + [False], device=DEVICE)
     other = TokenTree((-1, *(max(0, node - 254) for node in range(N - 1))))  # of rows 2 and 3
     trees = [tree, tree, other, other, tree]

@@ -106,14 +106,27 @@ def test_decisions_are_the_twins(rule, dtype, monkeypatch):
     assert wanted[3][1] and {len(each[3]) for each in wanted} != {1}
 
 
-def test_logits_that_are_not_finite_are_reported(monkeypatch):
+@pytest.mark.parametrize("rules", [verification, naive], ids=["kernel", "twin"])
+def test_logits_that_are_not_finite_are_reported(rules, monkeypatch):
+    """A row whose logits are bad in both models (row 1) is the target's error."""
     monkeypatch.setattr(verification, "PIECE", 128)
     made = large("multi_step", torch.float32, 150)
     made.logits[0, 1, 140], made.logits[1, 2, 7] = torch.nan, torch.inf
     made.logits[3, 0] = -torch.inf
-    finite = torch.tensor([[True], [True], [False], [True]], device=DEVICE)
+    finite = torch.tensor([[True], [False], [False], [True]], device=DEVICE)
     made.drafts = replace(made.drafts, finite=finite)
-    assert [each[0] for each in made.committed(verification)] == [0, 0, -1, 0]
+    assert [each[0] for each in made.committed(rules)] == [0, 0, -1, 0]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_greedy_row_has_no_distribution_where_logits_are_not_finite(wrong):
+    """One token with the probability 1 would look like a sure choice."""
+    logits = torch.zeros(2, 2, 5, dtype=torch.float64)
+    logits[:, 1, 3] = wrong
+    temperature = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    probs = naive.distribution(logits, temperature)
+    assert probs[:, 1].isnan().any(-1).all()
+    assert probs[0, 0].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0] and probs[1, 0].isfinite().all()
 
 
 # The line, what it says instead, and the rule whose distribution shows it

@@ -284,6 +284,42 @@ def test_nothing_is_kept_of_a_row_whose_weights_changed_while_it_was_under_way()
     assert decoder.num_reusable([*SYSTEM, *tokens, 4]) == 0
 
 
+def test_a_prompt_read_with_two_sets_of_weights_is_not_kept(monkeypatch):
+    """Its first chunk was read before the weights changed, its second one after."""
+    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=3, max_length=128, num_prefixes=4)
+    decoder.admit(Request([6, 6], GenerationConfig(60, ignore_eos=True)))
+    decoder.step()
+    row = decoder.admit(Request(SYSTEM, GenerationConfig(9), keep_prompt=True))
+    decoder.step()
+    assert decoder._sequences[row].is_prefilling
+    with torch.no_grad():
+        next(target.parameters()).mul_(1.5)
+    decoder.admit(Request([8, 8], GenerationConfig(1)))
+    while decoder._sequences[row].is_prefilling:
+        decoder.step()
+    assert decoder.num_reusable([*SYSTEM, 4]) == 0
+
+
+@pytest.mark.parametrize("num_left_out", range(7))
+def test_drafts_after_a_prefix_follow_the_prompt_where_it_leaves_the_kept_text(num_left_out):
+    """A drafter has read a token more than the target, which the prompt must have, too.
+
+    The target's own greedy drafts are all accepted, whatever was kept of another text.
+    """
+    target, tree = tiny_model(1), TokenTree.chain(3)
+    decoder = BatchDecoder(target, target, tree, num_rows=1, max_length=96, num_prefixes=2)
+    row = decoder.admit(Request(SYSTEM, GenerationConfig(60, ignore_eos=True)))
+    for _ in range(3):
+        decoder.step()
+    text = [*SYSTEM, *decoder.release(row, keep=True).tokens]
+    begin, end = text[: len(text) - num_left_out], text[len(text) - num_left_out :]
+    prompt = [*begin, (end[0] + 1) % 61 if end else 5, 7]
+    (out,) = decoder.generate([Request(prompt, GenerationConfig(13, ignore_eos=True))])
+    assert out.stats.accepted_per_call == [3, 3, 3]
+
+
 def test_nothing_is_kept_of_a_row_that_ends_with_an_error():
     target = tiny_model(1)
     with torch.no_grad():

@@ -9,16 +9,21 @@ import torch
 from lanes import quick_first
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split
 from toys import tiny_model
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 import stree
 from stree import AdaptiveTrees, BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec, _fill, _last_word
+from stree.drafters.cross_tokenizer import (
+    CrossTokenizerDrafter,
+    CrossTokenizerSpec,
+    _fill,
+    _last_word,
+)
 from stree.models.model import HybridModel
 from stree.trees.token_tree import balanced
 
@@ -112,6 +117,63 @@ def test_a_drafter_of_the_same_tokenizer_loses_little_by_the_text(target):
     assert [each.tokens for each in outputs] == [each.tokens for each in plain]
     calls = sum(each.stats.num_calls for each in outputs)
     assert sum(each.stats.num_new_tokens for each in outputs) / calls > 3.2  # of 4
+
+
+def test_a_word_that_a_later_token_changes_is_read_again():
+    """A token of this target raises all letters before it, those of read words too."""
+    own = of_characters("one two ONE TWO THREE")
+    targets = of_characters("one two^ THREE")
+    decode = targets.decode
+
+    def raised(tokens, **options):
+        text = decode(tokens, **options)
+        return text.replace("^", "").upper() if "^" in text else text
+
+    targets.decode = raised
+    model, tree = Knowing("one two one", own), TokenTree.chain(2)
+    drafter = CrossTokenizerDrafter(model, own, targets, len(targets), 1, 99)
+    drafter.read(0, torch.tensor(targets("one two").input_ids))
+    assert decode(drafter._drafts(0, tree)[0]).startswith(" o")
+    drafter.read(0, torch.tensor(targets("^").input_ids))
+    model.text = "ONE TWO THREE"
+    assert decode(drafter._drafts(0, tree)[0]).startswith(" T")
+
+
+class Bytes:
+    """Tokenizer with a token for each byte of UTF-8."""
+
+    def __call__(self, text, add_special_tokens=False):
+        return BatchEncoding({"input_ids": list(text.encode())})
+
+    def __len__(self):
+        return 256
+
+    def decode(self, tokens, **options):
+        return bytes(tokens).decode(errors="replace")
+
+
+class KnowingBytes(Knowing):
+    """Stand-in for a model of bytes that is sure of a text's next one."""
+
+    def prefill(self, tokens, cache):
+        (row,) = cache.rows
+        row += tokens[0].tolist()
+        logits = torch.zeros(1, 256)
+        logits[0, self.text.encode()[len(row)]] = 9.0
+        return logits
+
+
+def test_half_a_character_is_no_part_of_a_draft():
+    """A word of two characters is drafted as its one token, though its bytes come one by one."""
+    vocabulary = {"?": 0, " ": 1, "日": 2, "本": 3, "日本": 4}
+    words = Tokenizer(BPE(vocabulary, [("日", "本")], unk_token="?"))
+    words.decoder = Fuse()
+    targets = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    model = KnowingBytes("日本 日本 日本 日本", Bytes())
+    drafter = CrossTokenizerDrafter(model, Bytes(), targets, len(targets), 1, 99)
+    drafter.read(0, torch.tensor(targets("日本 ").input_ids))
+    (draft,) = drafter._drafts(0, TokenTree.chain(1))
+    assert draft[:1] == [4]
 
 
 @pytest.mark.parametrize(

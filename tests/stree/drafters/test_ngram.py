@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from toys import right_now_and_then, tiny_model
 from stree import BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError
+from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram, Text
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.trees.build import make_tree_batch
@@ -202,6 +204,29 @@ def test_the_roots_last_child_and_what_is_below_are_n_grams():
     for row, nodes in enumerate(grafted):
         if nodes and 9 not in got.tokens[row, list(trees[row].children[0][:-1])]:
             assert got.tokens[row, nodes].tolist() == [9, 7, 8][: len(nodes)]
+
+
+def test_the_n_grams_may_begin_as_the_child_that_they_replace(monkeypatch):
+    """Only the model's children that stay in the tree are barred."""
+    target = tiny_model(1)
+    model = right_now_and_then(target)
+    drafter = NGram(3, model=model).for_decoder(target, 1, 64, 8)
+    draft = ModelDrafter.draft
+
+    def with_nine_last(self, *given):
+        proposal = draft(self, *given)
+        tokens = proposal.tokens.clone()
+        tokens[:, 1:4] = torch.tensor([30, 31, 9])
+        return replace(proposal, tokens=tokens)
+
+    monkeypatch.setattr(ModelDrafter, "draft", with_nine_last)
+    drafter.read(0, torch.tensor([7, 8, 9, 6, 7]))
+    rows = BatchState.new(1, 8)
+    rows.set(0, GenerationConfig())
+    rows.begin(0, 5, 8)
+    tree_batch = make_tree_batch([balanced([3, 1])], target.device)
+    tokens = drafter.draft(rows, tree_batch, 1, 64, True).tokens[0].tolist()
+    assert tokens[1:4] == [30, 31, 9] and tokens[6] == 6
 
 
 def test_a_context_of_nothing_is_refused():

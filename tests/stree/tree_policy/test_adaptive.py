@@ -74,6 +74,17 @@ def test_plain_decoding_is_probed_for_a_hundredth_of_its_time():
     assert tokens / spent > 0.97  # of plain decoding's, its beginning included
 
 
+def test_probes_try_each_tree_in_turn():
+    """If the best were probed alone, no other could show that it has become better."""
+    trees = [TokenTree.paper(), BeamTree.of(4, 2, 8), BeamTree.of(3, 2, 6)]
+    table = StepTimes({(1, PLAIN): 1.0, **{(1, tree): 1.5 for tree in trees}}, catch_up=0.5)
+    policy = AdaptiveTrees(trees, table)
+    used, _, _ = deep_steps(policy, 0.02, 12_000)
+    probes = [tree for tree, _ in itertools.groupby(used[2000:]) if tree != PLAIN]
+    counts = [probes.count(tree) for tree in trees]
+    assert min(counts) > 3 and max(counts) - min(counts) <= 1
+
+
 @pytest.mark.parametrize("make", [AdaptiveTrees, BanditTrees])
 def test_what_a_warm_up_shows_is_forgotten(make):
     """A policy chooses after `forgetting` as one that had no such block."""

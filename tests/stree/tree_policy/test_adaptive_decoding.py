@@ -10,6 +10,7 @@ from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_mo
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching import step
+from stree.batching.sequences import samples_of
 from stree.batching.step import StepInputs
 from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
@@ -193,6 +194,27 @@ def test_the_drafter_misses_nothing_of_a_row_that_others_draft_beside(own):
         pass
     accepted = decoder.release(row).stats.accepted_per_call
     assert set(accepted[:8]) == {0} and set(accepted[9:-1]) == {4}
+
+
+def test_a_prompt_that_only_the_target_has_read_is_read_by_the_drafter_of_the_next_answer():
+    """Answers share their prompt; the first decodes plainly, so that no drafter has read it.
+
+    A perfect drafter's drafts for the second are all accepted.
+    """
+    target, tree = tiny_model(1), TokenTree.chain(4)
+    policy = AdaptiveTrees([tree], StepTimes({(1, PLAIN): 1.0, (1, tree): 9.0}))
+    decoder = BatchDecoder(target, target, policy, num_rows=1, max_length=64)
+    generation = GenerationConfig(21, 1.0, seed=3, ignore_eos=True, num_return_sequences=2)
+    first, second = samples_of(Request([5, 3, 9, 8, 2, 7], generation))
+    policy.state.current = PLAIN
+    row = decoder.admit(first)
+    decoder.step()
+    assert not decoder._sequences[row].num_drafted_from
+    decoder.release(row)
+    policy.costs = StepTimes({(1, PLAIN): 9.0, (1, tree): 1.0})
+    policy.state.current = tree
+    (out,) = decoder.generate([second])
+    assert out.stats.num_reused_tokens == 6 and out.stats.accepted_per_call == [4] * 4
 
 
 @pytest.mark.parametrize("measured", [False, True])

@@ -97,6 +97,22 @@ def test_what_drafters_read_counts(rows, length, reading_s, measured):
     assert chosen > 0.975 * max(plain, drafting)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_drafting_begins_when_it_has_paid_for_every_row_to_catch_up(rows):
+    """Plain steps that lose half a second each pay for catch-ups of three seconds a row."""
+    table = costs(1.0, 1.0, 9.0, rows)
+    policy = AdaptiveTrees([CHAIN], table)
+    for _ in range(100):
+        policy.learn_path(CHAIN, [0, 1])  # two tokens a step, as fast as one
+    assert policy.choose(rows) == CHAIN
+    table.catch_up, policy.state.current = 3.0, PLAIN
+    policy.state.speeds.rest_on(table)
+    num_plain = 0
+    while policy.choose(rows) == PLAIN:
+        num_plain += 1
+    assert num_plain + 1 == pytest.approx(rows * 3.0 / 0.5, rel=0.05)
+
+
 def test_few_rows_get_more_drafts():
     """Few sequences get the drafts that many would not leave room for."""
     policy = apportioning()
