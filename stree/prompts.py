@@ -113,7 +113,7 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
         template = own.get("tool_use")  # by this name `transformers` takes it, too
     try:
         encoder = chat_encoder(tokenizer, template)
-        _require_read(encoder.template, given)
+        _require_read(encoder.renderer.template, given)
         if any(map(_has_parts, messages)) and not _reads_parts(encoder, messages, given):
             messages = [_with_text(each) for each in messages]
         return encoder.encode_prompt(messages, **given)
@@ -140,10 +140,9 @@ def _has_parts(message: Mapping[str, Any]) -> bool:
 def _reads_parts(encoder: Any, messages: Sequence[Any], variables: Mapping[str, Any]) -> bool:
     """Return whether a template reads content parts, instead of failing or printing the list."""
     try:
-        pieces = encoder.pieces(messages, prompt=True, **variables)
+        text = encoder.prompt_text(messages, **variables)
     except BadData:
         return False
-    text = "".join(each.text for each in pieces)
     parts = (part for each in messages if _has_parts(each) for part in each["content"])
     return not any(str(part) in text for part in parts)
 

@@ -106,6 +106,8 @@ HAND_MADE: list[tuple[str | bytes, str | None]] = [
     (said(ASK, ASK, ANSWER), "one role twice in a row"),
     (said({"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 2}),
      "wrong types"),
+    (said({"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "loss_weight": 0}),
+     "unknown names about the loss"),
     # empty text, huge
     (said({"from": "human", "value": "\u2003"}, ANSWER), "empty text"),
     (said({"from": "human", "value": "a" * 200_001}, ANSWER), "huge"),
@@ -183,8 +185,8 @@ def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path):
     assert at_last - at_first < 64 << 10 and peak - at_first < 1 << 20
 
     tokenizer = train_tokenizer(list(WORDS), 320, tmp_path / "tokenizer")
-    chats = ChatEncoder(tokenizer).encode([conversation.turns for conversation in kept])
-    assert len(chats) == 2000 and all(chat.assistant.any() for chat in chats)
+    chats = ChatEncoder(tokenizer).encode_each([(each.turns, ()) for each in kept])
+    assert len(chats) == 2000 and all(chat.assistant.any() for (chat,) in chats)
 
 
 # Trees, configs, results

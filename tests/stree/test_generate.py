@@ -133,7 +133,7 @@ def test_a_message_cannot_spell_control_tokens_and_has_the_ids_of_training(shipp
         "<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
     ]
     turns = [(each["role"], each["content"]) for each in messages]
-    (trained,) = ChatEncoder(tokenizer).encode([[*turns, ("assistant", "So does that.")]])
+    (trained,) = ChatEncoder(tokenizer).encode([*turns, ("assistant", "So does that.")])
     assert ids == trained.tokens[: len(ids)].tolist() and trained.assistant[len(ids)]
     wanted = shipped.generate(ids, max_new_tokens=6)
     assert shipped.chat(messages, max_new_tokens=6).tokens == wanted.tokens

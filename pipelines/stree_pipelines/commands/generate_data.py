@@ -218,7 +218,8 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         require_fillable(tree_of(tree_policy), identity.name)
     deepest = tree_policy.deepest
     prompts = read_prompts(
-        options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
+        options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"],
+        progress.say,
     )
     room = min(options["max_length"], config.num_positions or options["max_length"])
     kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)

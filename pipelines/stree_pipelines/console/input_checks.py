@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stree.chat_encoding import named_template
+from stree.chat_templates import named_template
 from stree.common.errors import NotFound
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import as_tree_policy

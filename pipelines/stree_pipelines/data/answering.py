@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
-from stree.chat_encoding import chat_encoder
+from stree.chat_encoding import ChatEncoder, Message, chat_encoder
 from stree.common.errors import BadData, UsageError
 from stree.common.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.common.plain_data import parse_json
@@ -21,7 +21,8 @@ from stree.generation import GenerationConfig, GenerationOutput
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.progress import EvaluationProgress
-from stree_pipelines.data.conversations import Turn, read_conversations
+from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.data.encoding import messages_of
 from stree_pipelines.data.generated import (
     SPEC_NAME,
     TABLE_NAME,
@@ -48,21 +49,33 @@ class Prompt:
 
 
 def read_prompts(
-    source: str, tokenizer: Any, turn: str, limit: int | None = None, template: str | None = None
+    source: str, tokenizer: Any, turn: str, limit: int | None = None, template: str | None = None,
+    say: Callable[[str], None] = print,
 ) -> list[Prompt]:
     """Read prompts from conversations (as distill.py reads them), or from benchmark prompts.
 
     A conversation's prompt is everything before its `turn` ("first" or "last") answer; a
-    benchmark's is its first turn. Raises NotFound and BadData, as the readers of both do.
+    benchmark's is its first turn. Those that the template refuses are left out, and `say` is told.
+    Raises NotFound and BadData, as the readers of both do, and BadData when none is left.
     """
     encoder = chat_encoder(tokenizer, template)
-    return [
-        Prompt(name, number, encoder.encode_prompt(turns))
-        for number, (name, turns) in enumerate(_turns_of(source, turn, limit))
-    ]
+    prompts, refused = [], []
+    for number, (name, messages) in enumerate(_messages_of(source, turn, limit, encoder)):
+        try:
+            prompts.append(Prompt(name, number, encoder.encode_prompt(messages)))
+        except BadData as error:
+            refused.append(f"{name}: {error}")
+    if refused:
+        told = f"{len(refused):,} prompts of {source} are left out, the first is {refused[0]}"
+        if not prompts:
+            raise BadData(told)
+        say(told)
+    return prompts
 
 
-def _turns_of(source: str, turn: str, limit: int | None) -> Iterator[tuple[str, Sequence[Turn]]]:
+def _messages_of(
+    source: str, turn: str, limit: int | None, encoder: ChatEncoder
+) -> Iterator[tuple[str, Sequence[Message]]]:
     if _holds_benchmark_prompts(Path(source)):
         for prompt in load_benchmark(source, limit=limit).prompts:
             yield prompt.id, [*prompt.history, ("user", prompt.turns[0])]
@@ -71,7 +84,7 @@ def _turns_of(source: str, turn: str, limit: int | None) -> Iterator[tuple[str, 
     for conversation in conversations:
         roles = [role for role, _ in conversation.turns]
         end = roles.index("assistant") if turn == "first" else len(roles) - 1
-        yield conversation.id, conversation.turns[:end]
+        yield conversation.id, messages_of(conversation, encoder)[:end]
 
 
 def _holds_benchmark_prompts(path: Path) -> bool:

@@ -6,6 +6,8 @@ reason and skipped. One row is held at a time, plus a hash of each id.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +25,7 @@ from stree_pipelines.data.raw_rows import (
     NO_TURNS,
     REPEATED_ROLE,
     TOOLS,
+    UNKNOWN_LOSS,
     WRONG_ROLES,
     WRONG_TYPES,
     BadRow,
@@ -46,10 +49,22 @@ TOOL_ROLES = frozenset(
 )
 TURN_KEYS = ("conversations", "messages", "conversation")
 KNOWN_KEYS = frozenset((*TURN_KEYS, "id", "system", "tools"))
+# Names by which a turn says whether it is learnt (0 or false: it is not), or kept from it (true)
+LEARNT_KEYS = ("weight", "train", "training", "trainable", "loss", "learn")
+MASKED_KEYS = ("mask", "masked")
+WORDS_OF_LOSS = frozenset(
+    (*LEARNT_KEYS, *MASKED_KEYS, "weights", "learnable", "supervise", "supervised", "ignore")
+)
+THOUGHT_NAMES = (
+    "reasoning_content", "reasoning", "reasoning_text", "thinking", "thinking_content", "thought",
+    "thoughts", "chain_of_thought", "cot",
+)
 KNOWN_TURN_KEYS = frozenset(
-    ("from", "role", "value", "content", "weight", "train", "tool_calls", "function_call")
+    ("from", "role", "value", "content", "tool_calls", "function_call", *LEARNT_KEYS, *MASKED_KEYS,
+     *THOUGHT_NAMES)
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHT_PARTS = ("thinking", "reasoning")
 TOOL_PARTS = ("tool_use", "tool_result", "tool_call")
 
 
@@ -58,12 +73,15 @@ class Conversation:
     """Accepted row: an optional system turn, then user and assistant in turn, ending with the
     assistant.
 
-    `turns` holds (role, text); `masked` the numbers of turns that carry no loss.
+    turns: (role, text). masked: numbers of turns that carry no loss. thoughts: numbers of turns,
+    each with the thought that the row has beside the turn's text. place: the row's file and line.
     """
 
     id: str
     turns: tuple[Turn, ...]
     masked: frozenset[int] = frozenset()
+    thoughts: tuple[tuple[int, str], ...] = ()
+    place: str = field(default="", compare=False)
 
 
 @dataclass
@@ -73,6 +91,7 @@ class ReadReport:
     roles: rejected rows for each role that is not known.
     notes: kept rows for each change that was made to them ("leading assistant turn dropped").
     passed_over: rows for each key that has no effect ("source", "turn.name").
+    num_without_thought: kept rows with an answer that lacks the thought that the template opens.
     """
 
     source: str
@@ -83,10 +102,23 @@ class ReadReport:
     roles: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     passed_over: Counter[str] = field(default_factory=Counter)
+    num_without_thought: int = 0
 
     @property
     def rejected(self) -> int:
         return sum(self.reasons.values())
+
+    def skip(self, reason: str, place: str) -> None:
+        """Count a row that is skipped; `place` is where it is, and what is wrong if that helps."""
+        self.reasons[reason] += 1
+        self.first_seen.setdefault(reason, place)
+
+    def require_some(self) -> None:
+        """Raise `BadData` when no row was accepted."""
+        if not self.accepted:
+            turns = '[{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]'
+            wanted = f'{{"conversations": {turns}}}'
+            raise BadData(f"no usable conversation left. {self}. Wanted rows like {wanted}")
 
     def __str__(self) -> str:
         text = f"{self.source}: {self.accepted:,} of {self.given:,} conversations kept"
@@ -103,6 +135,12 @@ class ReadReport:
                 said = [f"{count:,} {name}" for name, count in counts.most_common(SAID_NAMES)]
                 more = [f"{len(counts) - SAID_NAMES} more"] if len(counts) > SAID_NAMES else []
                 text += f"; {title}: " + ", ".join(said + more)
+        if self.num_without_thought:
+            text += (
+                f"\nwarning: {self.num_without_thought:,} conversations have answers without "
+                "thoughts, and the chat template opens a thought: the answers alone are learnt. "
+                "The target's own answers (generate_data.py) have its thoughts"
+            )
         return text
 
 
@@ -139,8 +177,7 @@ def _accepted(
         except BadRow as bad:
             if bad.role is not None:
                 _count(report.roles, [repr(bad.role[:LONGEST_NAME])])
-            report.reasons[bad.reason] += 1
-            report.first_seen.setdefault(bad.reason, place)
+            report.skip(bad.reason, place)
             continue
         report.accepted += 1
         _count(report.passed_over, _unknown_keys(row))
@@ -153,11 +190,7 @@ def _accepted(
                 conversation = replace(conversation, id=name)
         report.notes.update(notes)
         yield conversation
-    if not report.accepted:
-        raise BadData(
-            f"no usable conversation left. {report}. Wanted rows like "
-            '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
-        )
+    report.require_some()
 
 
 def _count(counter: Counter[str], names: list[str]) -> None:
@@ -191,18 +224,22 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         raise BadRow(NO_TURNS, f"none of {', '.join(TURN_KEYS)} holds a turn")
     if not isinstance(turns, list):
         raise BadRow(WRONG_TYPES, f"the turns must be a list, got {type(turns).__name__}")
-    if row.get("tools") not in (None, [], "", "[]"):
+    if not _is_empty(row.get("tools")):
         raise BadRow(TOOLS, "the row has `tools`")
     parsed = [_parse_turn(turn, number) for number, turn in enumerate(turns)]
-    weights = [_weight(turn, number) for number, turn in enumerate(turns)]
+    thoughts = [_thought(turn, text, number) for number, (turn, (_, text)) in enumerate(
+        zip(turns, parsed, strict=True)
+    )]
+    is_learnt = [_is_learnt(turn, number) for number, turn in enumerate(turns)]
     system = row.get("system")
     if isinstance(system, str) and system.strip() and parsed[0] != ("system", system):
         _require_unicode(system, "the row's system prompt")
         parsed.insert(0, ("system", system))
-        weights.insert(0, 1)
+        thoughts.insert(0, "")
+        is_learnt.insert(0, True)
     elif system is not None and not isinstance(system, str):
         raise BadRow(WRONG_TYPES, f"`system` must be a text, got {type(system).__name__}")
-    num_chars = sum(len(text) for _, text in parsed)
+    num_chars = sum(len(text) for _, text in parsed) + sum(map(len, thoughts))
     if num_chars > MAX_CHARS:
         raise BadRow(HUGE, f"{num_chars:,} characters, the limit is {MAX_CHARS:,}")
     roles = [role for role, _ in parsed]
@@ -220,7 +257,7 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
     if stop < len(roles):
         notes.append("trailing user turn dropped")
     masked = frozenset(
-        at for at, old in enumerate(kept) if roles[old] == "assistant" and not weights[old]
+        at for at, old in enumerate(kept) if roles[old] == "assistant" and not is_learnt[old]
     )
     if masked:
         notes.append("assistant turns without loss")
@@ -231,6 +268,11 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         str(name) if isinstance(name, str | int) else place,
         tuple(parsed[old] for old in kept),
         masked,
+        tuple(
+            (at, thoughts[old]) for at, old in enumerate(kept)
+            if roles[old] == "assistant" and thoughts[old]
+        ),
+        place,
     ), notes
 
 
@@ -265,10 +307,10 @@ def _parse_turn(turn: Any, number: int) -> Turn:
         role = role.strip().lower()
         if role in TOOL_ROLES:
             raise BadRow(TOOLS, f"turn {number} is from {role!r}", role)
-        if turn.get("tool_calls") or turn.get("function_call"):
+        if not (_is_empty(turn.get("tool_calls")) and _is_empty(turn.get("function_call"))):
             raise BadRow(TOOLS, f"turn {number} calls a tool")
     if isinstance(text, list):
-        text = "".join(_text_of(part, number) for part in text)
+        text = "".join(_text_of(part, number) for part in text if not _is_thought(part))
     if not isinstance(role, str) or not isinstance(text, str):
         raise BadRow(
             WRONG_TYPES,
@@ -298,16 +340,64 @@ def _text_of(part: Any, number: int) -> str:
     raise BadRow(WRONG_TYPES, f"turn {number} has a part that is no text")
 
 
-def _weight(turn: dict[str, Any], number: int) -> int:
-    """Return 0 for a turn with `weight: 0` or `train: false`, else 1."""
-    weight, train = turn.get("weight"), turn.get("train")
-    if weight not in (None, 0, 1) or train not in (None, False, True):
-        raise BadRow(
-            WRONG_TYPES,
-            f"turn {number} has weight {str(weight)[:20]} and train {str(train)[:20]}, wanted a "
-            "weight of 0 or 1, and true or false",
-        )
-    return int(weight not in (0,) and train is not False and train != 0)
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in THOUGHT_PARTS
+
+
+def _thought(turn: dict[str, Any], text: str, number: int) -> str:
+    """Return the thought beside a turn's `text`, or in parts of its content; "" without any."""
+    content = next((turn[key] for key in ("value", "content") if turn.get(key) is not None), None)
+    parts = [part for part in content if _is_thought(part)] if isinstance(content, list) else []
+    given = [turn.get(name) for name in THOUGHT_NAMES]
+    for part in parts:
+        given.append(next(filter(None, map(part.get, (*THOUGHT_PARTS, "text"))), None))
+    thoughts = []
+    for value in given:
+        if isinstance(value, list):
+            value = "".join(_text_of(part, number) for part in value)
+        if isinstance(value, bool) or _is_empty(value):  # a switch, or nothing
+            continue
+        if not isinstance(value, str):
+            raise BadRow(WRONG_TYPES, f"turn {number} has a thought that is no text")
+        _require_unicode(value, f"turn {number}")
+        thoughts.append(value)
+    if not thoughts or thoughts[0].strip() in text:  # copied there, or there alone
+        return ""
+    return "".join(thoughts) if len(parts) == len(thoughts) else thoughts[0]
+
+
+def _is_learnt(turn: dict[str, Any], number: int) -> bool:
+    """Return False for a turn with `weight: 0`, `train: false` or the like, or `mask: true`.
+
+    Raises `BadRow` for other values, and for a name about the loss whose meaning is not known.
+    """
+    is_learnt = True
+    for key, value in turn.items():
+        if value is None:
+            continue
+        if key in LEARNT_KEYS and value in (0, 1):
+            is_learnt &= bool(value)
+        elif key in MASKED_KEYS and isinstance(value, bool):
+            is_learnt &= not value
+        elif key in LEARNT_KEYS:
+            told = f"turn {number} has {key} {str(value)[:20]}"
+            raise BadRow(WRONG_TYPES, f"{told}, wanted 0 or 1, or false or true")
+        elif not WORDS_OF_LOSS.isdisjoint(re.split(r"[^a-z]+", key.lower())):
+            raise BadRow(UNKNOWN_LOSS, f"turn {number} has {key[:LONGEST_NAME]} {str(value)[:20]}")
+    return is_learnt
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value says nothing: null, [], {}, "", also nested, or as JSON in a text."""
+    if isinstance(value, dict | list | tuple):
+        return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
+    if not isinstance(value, str):
+        return not value or (isinstance(value, float) and math.isnan(value))  # null of pandas
+    text = value.strip()
+    if text.lower() in ("", "none", "null", "nan"):
+        return True
+    decoded = parse_row_json(text) if text[0] in "[{" else text
+    return isinstance(decoded, dict | list) and _is_empty(decoded)
 
 
 def _require_unicode(text: str, where: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from numpy.typing import NDArray
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import BadData, CheckpointRefused, UsageError, require_fitting
-from stree_pipelines.data.conversations import Conversation, ReadReport, read_conversations
+from stree_pipelines.data.conversations import ReadReport, read_conversations
+from stree_pipelines.data.encoding import encoded
 from stree_pipelines.data.generated import is_generated, read_answers
 from stree_pipelines.data.loss_mask import show_mask
 from stree_pipelines.data.micro_batches import Batch, MicroBatches, as_tensors, permutation
 from stree_pipelines.data.packing import Packing, TokenTable, joined, make_batch, pack, shared_out
 
-CHUNK = 1024  # conversations encoded together
 MIX_STREAM = 1 << 40  # stream of random numbers; passes over the data use the small numbers
 
 
@@ -57,36 +56,11 @@ def tokenize(
         report.given = report.accepted = len(tokens)
     else:
         conversations, report = read_conversations(source, limit=limit)
-        while chunk := list(islice(conversations, CHUNK)):
-            chats = encoder.encode([conversation.turns for conversation in chunk])
-            for conversation, chat in zip(chunk, chats, strict=True):
-                tokens.append(chat.tokens)
-                masks.append(_without_masked(conversation, chat.assistant))
+        for _, samples in encoded(conversations, report, encoder):
+            tokens += [sample.tokens for sample in samples]
+            masks += [sample.assistant for sample in samples]
     offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), report
-
-
-def _without_masked(conversation: Conversation, assistant: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the loss mask (T,): `assistant` (T,) without the turns of `conversation.masked`.
-
-    Each run of the assistant's tokens is one of its turns. Raises `BadData` when the template marks
-    more or fewer runs than there are turns, as the masked ones cannot be told then.
-    """
-    if not conversation.masked:
-        return assistant
-    turns = [number for number, (role, _) in enumerate(conversation.turns) if role == "assistant"]
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], assistant, [False]]).astype(np.int8)))
-    runs = edges.reshape(-1, 2)
-    if len(runs) != len(turns):
-        raise BadData(
-            f"{conversation.id}: the chat template marks {len(runs)} answers, the conversation has "
-            f"{len(turns)}, so its masked turns cannot be told apart; give another template"
-        )
-    mask = assistant.copy()
-    for number, (start, stop) in zip(turns, runs, strict=True):
-        if number in conversation.masked:
-            mask[start:stop] = False
-    return mask
 
 
 class TrainLoader:
@@ -295,14 +269,16 @@ class ConversationDataModule(pl.LightningDataModule):
     ) -> list[TokenTable]:
         """Read sources in turn until there are `limit` conversations; a table per source."""
         tables: list[TokenTable] = []
+        reports: list[ReadReport] = []
         for source in sources:
-            left = None if limit is None else limit - sum(map(len, tables))
+            left = None if limit is None else limit - sum(each.accepted for each in reports)
             if left == 0:
                 break
             table, report = tokenize(source, self.tokenizer, encoder, left, self.hardest)
             rank_zero_info(str(report))
-            self.reports.append(report)
+            reports.append(report)
             tables.append(table)
+        self.reports += reports
         return tables
 
     def _mixed(self, mix: list[float], encoder: ChatEncoder) -> list[TokenTable]:
@@ -315,7 +291,7 @@ class ConversationDataModule(pl.LightningDataModule):
         parts = shared_out(tables, mix, orders)
         for source, table, part in zip(self.train_sources, tables, parts, strict=True):
             rank_zero_info(
-                f"{source}: {len(part):,} of {len(table):,} conversations are mixed in, "
+                f"{source}: {len(part):,} of {len(table):,} samples are mixed in, "
                 f"{part.counted.sum():,} tokens that count"
             )
         return parts
@@ -332,7 +308,7 @@ class ConversationDataModule(pl.LightningDataModule):
             )
         num_tokens = int(np.minimum(table.lengths[packing.samples], self.sequence_length).sum())
         rank_zero_info(
-            f"{name}: {len(table):,} conversations, {num_tokens:,} tokens in {len(packing):,} rows "
+            f"{name}: {len(table):,} samples, {num_tokens:,} tokens in {len(packing):,} rows "
             f"of {self.sequence_length}; {packing.num_truncated:,} cut "
             f"(−{packing.num_dropped_tokens:,} tokens), {packing.num_unused:,} left out "
             "(no assistant token within a row)"
@@ -417,10 +393,10 @@ class ConversationDataModule(pl.LightningDataModule):
                 )
 
     def show_mask(self, index: int = 0, color: bool | None = None) -> str:
-        """Format training conversation `index` as text, with the tokens that have a loss marked."""
+        """Format training sample `index` as text, with the tokens that have a loss marked."""
         assert self._train is not None, "setup() comes first"
         table, _ = self._train
         if not 0 <= index < len(table):
-            raise UsageError(f"there are {len(table):,} conversations, no number {index}")
+            raise UsageError(f"there are {len(table):,} samples, no number {index}")
         part = slice(table.offsets[index], table.offsets[index + 1])
         return show_mask(table.tokens[part], table.mask[part], self.tokenizer, color)

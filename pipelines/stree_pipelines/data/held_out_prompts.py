@@ -85,7 +85,7 @@ def held_out_prompts_by_length(
 
     @cache
     def size(exchange: Exchange) -> int:
-        return len(encoder.encode([_spoken(exchange)])[0].tokens)
+        return len(encoder.encode(_spoken(exchange))[-1].tokens)
 
     prompts: dict[int, list[dict[str, Any]]] = {length: [] for length in lengths}
     for row in rows[:limit]:

@@ -12,6 +12,7 @@ from stree.chat_encoding import ChatEncoder
 from stree.common.errors import shown
 from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.data.encoding import encoded
 
 
 def show_mask(
@@ -48,7 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     encoder = ChatEncoder(tokenizer, options.template)
-    conversations, _ = read_conversations(options.data, limit=options.count)
-    for conversation in conversations:
-        (chat,) = encoder.encode([conversation.turns])
-        print(f"{conversation.id}: {show_mask(chat.tokens, chat.assistant, tokenizer)}\n")
+    conversations, report = read_conversations(options.data, limit=options.count)
+    for conversation, samples in encoded(conversations, report, encoder):
+        for sample in samples:
+            text = show_mask(sample.tokens, sample.assistant, tokenizer)
+            print(f"{conversation.id}: {text}\n")
+    print(report)

@@ -29,9 +29,10 @@ MEDIA = "images or other media"
 EMPTY_TEXT = "empty text"
 WRONG_TYPES = "wrong types"
 HUGE = "huge"
+UNKNOWN_LOSS = "unknown names about the loss"
 REASONS = (
     NOT_JSON, INVALID_UTF8, NO_TURNS, WRONG_ROLES, REPEATED_ROLE, TOOLS, MEDIA, EMPTY_TEXT,
-    WRONG_TYPES, HUGE,
+    WRONG_TYPES, HUGE, UNKNOWN_LOSS,
 )
 # JSON of conversations packs to a third or a fifth; of one row repeated, gzip makes a 200th.
 MOST_EXPANSION = 500

@@ -11,7 +11,7 @@ import stree.common.threads  # noqa: F401  (before torch is loaded)
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stree.chat_encoding import STREE_CHAT
+from stree.chat_templates import STREE_CHAT
 from stree.common.errors import UsageError, exit_with_reason
 from stree.common.files import publish_directory
 from stree_pipelines.console.command_line import PlainParser

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stree import metrics
-from stree.chat_encoding import resolve_template
+from stree.chat_templates import resolve_template
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.common.errors import (
     InvariantBroken,

@@ -28,6 +28,12 @@ BAD_ROWS = {
     "image": (row({"role": "user", "content": [{"type": "image_url"}]}, GPT),
               "images or other media"),
     "half-weight": (row(HUMAN, {**GPT, "weight": 0.5}), "wrong types"),
+    **{f"kin-{key}": (row(HUMAN, {**GPT, key: 0}), "unknown names about the loss")
+       for key in ("loss_weight", "train_detail", "mask", "ignore-loss", "Masked")},
+    "odd-loss": (row(HUMAN, {**GPT, "loss": "no"}), "wrong types"),
+    "thought-number": (row(HUMAN, {**GPT, "reasoning": 3}), "wrong types"),
+    "text-tools": (row(HUMAN, GPT, tools='[{"type": "function"}]'), "tools"),
+    "text-call": (row(HUMAN, {**GPT, "tool_calls": '[{"name": "f"}]'}), "tools"),
     "starts-with-gpt": (row(GPT, HUMAN), "wrong roles"),
     "two-humans": (row(HUMAN, HUMAN, GPT), "one role twice in a row"),
     "late-system": (row(HUMAN, GPT, {"from": "system", "value": "x"}), "wrong roles"),
@@ -139,6 +145,12 @@ KEPT_ROWS = {
     "json-text": json.dumps({"conversations": json.dumps(TURNS)}).encode(),
     "parts": row({"role": "user", "content": [{"type": "text", "text": "h"},
                                               {"type": "text", "text": "i"}]}, GPT),
+    **{f"tools-{number}": row(HUMAN, GPT, tools=empty) for number, empty in enumerate(
+        ("null", " [ ] ", "{}", "None", "", {}, [None], {"functions": []}, [""], '{"a": [null]}',
+         float("nan"))
+    )},
+    "call-of-arrow": row(HUMAN, {**GPT, "function_call": {"name": None, "arguments": ""}}),
+    "call-text": row(HUMAN, {**GPT, "tool_calls": "[]"}),
     "gpt-first": row(GPT, HUMAN, GPT),
     "human-last": row(HUMAN, GPT, HUMAN),
 }
@@ -166,6 +178,49 @@ def test_masked_turns_are_told_and_moved_with_what_is_trimmed(tmp_path):
     assert report.notes == {
         "assistant turns without loss": 2, "leading assistant turn dropped": 1
     }
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "learn"])
+@pytest.mark.parametrize("no", [0, False])
+def test_turns_not_to_learn_under_each_name(tmp_path, key, no):
+    told = row(HUMAN, {**GPT, key: no}, HUMAN, {**GPT, key: True})
+    lines = [told, row(HUMAN, {**GPT, key: None})]
+    found, report = read_conversations(write(tmp_path / "a.jsonl", lines))
+    assert [each.masked for each in found] == [{1}, frozenset()]
+    assert not report.passed_over
+
+
+@pytest.mark.parametrize("key", ["mask", "masked"])
+def test_masked_turns_are_not_learnt(tmp_path, key):
+    line = row(HUMAN, {**GPT, key: True}, HUMAN, {**GPT, key: False})
+    found, _ = read_conversations(write(tmp_path / "a.jsonl", [line]))
+    assert [each.masked for each in found] == [{1}]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        *({**GPT, name: "Hm."} for name in ("reasoning_content", "reasoning", "thinking", "cot")),
+        {**GPT, "reasoning": None, "reasoning_content": "Hm.", "thinking": True},
+        {**GPT, "reasoning": [{"type": "text", "text": "Hm."}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": [
+            {"type": "reasoning", "text": "H"}, {"type": "reasoning", "text": "m."}, "hello"]},
+    ],
+)
+def test_a_thought_beside_the_answer_is_kept(tmp_path, turn):
+    line = row(GPT, {**HUMAN, "reasoning": "no"}, turn)
+    found, report = read_conversations(write(tmp_path / "a.jsonl", [line]))
+    assert [(each.turns, each.thoughts) for each in found] == [(PAIR, ((1, "Hm."),))]
+    assert not report.passed_over
+
+
+def test_a_thought_that_is_in_the_answer_already_counts_once(tmp_path):
+    text = "<think>Hm.</think> hello"
+    line = row(HUMAN, {**GPT, "value": text, "reasoning_content": "Hm."})
+    found, _ = read_conversations(write(tmp_path / "a.jsonl", [line]))
+    assert [(each.turns[1][1], each.thoughts) for each in found] == [(text, ())]
 
 
 def test_report_names_roles_changes_and_keys_passed_over(tmp_path):

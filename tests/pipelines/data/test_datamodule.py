@@ -303,16 +303,3 @@ def test_show_mask_prints_a_conversation(paths):
 def test_bad_settings_are_refused(paths, options, error, message):
     with pytest.raises(error, match=message):
         module({**paths, "valid": None}, **options)
-
-
-def test_masked_turns_carry_no_loss():
-    from stree_pipelines.data.conversations import Conversation
-    from stree_pipelines.data.datamodule import _without_masked
-
-    turns = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    spoken = np.array([False, True, True, False, True])
-    mask = _without_masked(Conversation("x", turns, frozenset({1})), spoken)
-    assert mask.tolist() == [False, False, False, False, True]
-    assert spoken.tolist() == [False, True, True, False, True]
-    with pytest.raises(BadData, match="x: the chat template marks 1 answers"):
-        _without_masked(Conversation("x", turns, frozenset({1})), spoken[:3])

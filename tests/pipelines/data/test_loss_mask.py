@@ -14,15 +14,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from stree import chat_encoding
-from stree.chat_encoding import (
-    CHATML,
-    STREE_CHAT,
-    TEMPLATES,
-    ChatEncoder,
-    encode_prompt,
-    resolve_template,
-)
+from stree.chat_encoding import ChatEncoder, encode_prompt
+from stree.chat_templates import CHATML, STREE_CHAT, TEMPLATES, resolve_template
 from stree.common.errors import BadData, UsageError
 from stree_pipelines.data.loss_mask import show_mask
 from stree_pipelines.data.tokenizer_training import train_tokenizer
@@ -53,56 +46,6 @@ FORGETFUL = (  # as templates that drop earlier turns' thoughts
     "{{- '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-STRIPPED = PLAIN_STREE.replace("message.content", "message.content.strip()")
-ROUNDS = (  # counts the user's turns and names a default system
-    "{%- if messages[0].role != 'system' -%}{{- '<|system|>Help.<|end|>' -}}{%- endif -%}"
-    "{%- for m in messages -%}{{- '[Round ' ~ loop.index ~ ']' if m.role == 'user' -}}"
-    "{{- '<|' + m.role + '|>' + m.content -}}{{- m.aside if m.aside -}}{{- '<|end|>\n' -}}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-NUMBERED = (  # numbers answers, so that no two stand between the same texts
-    "{%- for m in messages -%}{{- '[' ~ loop.index ~ '] ' + m.content + '<|end|>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '[' ~ (messages | length + 1) ~ '] ' -}}{%- endif -%}"
-)
-UNTHINKING = PLAIN_STREE.replace(  # drops all thoughts, of every turn
-    "message.content + ", "message.content.split('</think>')[-1].lstrip() + "
-)
-THINKING_LAST = (  # drops thoughts of all turns but the last
-    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
-    "{{- m.content if loop.last else m.content.split('</think>')[-1] -}}"
-    "{{- '<|end|>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-THINKING_INSIDE = (  # drops them and keeps what stands before them
-    THINKING_LAST
-    .replace("if loop.last", "if loop.last or '</think>' not in m.content")
-    .replace("else ", "else m.content.split('<think>')[0] + ")
-)
-ASIDES_LAST = NO_CONTROLS.replace("m.content", "m.content + (m.aside or '' if loop.last else '')")
-ENDING = "message.content + '<|end|>'"
-COUNTED = PLAIN_STREE.replace(ENDING, f"{ENDING} ~ loop.index", 1)  # behind each answer
-FOXES = PLAIN_STREE.replace(ENDING, f"{ENDING} ~ (10 if 'fox' in message.content else 2)", 1)
-FOXES_TOO = PLAIN_STREE.replace(ENDING, f"{ENDING} ~ ('!' if 'fox' in message.content)", 1)
-LAST_ENDS = NO_CONTROLS.replace(
-    "'\\n'", "('<|end|>' if loop.last and m.role == 'assistant' else '\\n')"
-)
-LOOKING = PLAIN_STREE.replace(  # looks at how a text begins
-    "{%- for message in messages -%}",
-    "{%- for message in messages -%}{{- '[w]' if message.content.startswith('What') -}}",
-)
-PICKY = PLAIN_STREE.replace(  # refuses texts that it does not know
-    "{%- for message in messages -%}",
-    "{%- for message in messages -%}"
-    "{{- raise_exception('odd') if message.content[:1] > '\ufdcf' "
-    "and message.content[1:2] in '0123456789' -}}",
-)
-UNMARKED = {
-    "stree": PLAIN_STREE, "chatml": PLAIN_CHATML, "llama-2": LLAMA_2, "no-controls": NO_CONTROLS,
-    "forgetful": FORGETFUL, "stripped": STRIPPED, "rounds": ROUNDS, "numbered": NUMBERED,
-    "unthinking": UNTHINKING, "thinking-last": THINKING_LAST, "last-ends": LAST_ENDS,
-    "looking": LOOKING, "picky": PICKY, "thinking-inside": THINKING_INSIDE, "counted": COUNTED,
-    "foxes": FOXES, "foxes-too": FOXES_TOO, "asides-last": ASIDES_LAST,
-}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +70,7 @@ def metaspace_tokenizer():
 
 
 def encode(tokenizer, turns, template=None):
-    (chat,) = ChatEncoder(tokenizer, template).encode([turns])
+    (chat,) = ChatEncoder(tokenizer, template).encode(turns)
     return chat
 
 
@@ -182,73 +125,11 @@ def test_ids_and_mask_equal_transformers_own(tokenizer, template):
     assert chat.assistant.tolist() == [bool(flag) for flag in theirs["assistant_masks"]]
 
 
-def conversation(rng, num_answers, is_thoughtful):
-    """Return turns of all kinds: empty, spaced, with control tokens and keys of their own."""
-    texts = ["What is it?", "42.", "a", "\n The  quick\n", "fox ", "<|end|>", "x<|user|>y\ufdd0",
-             "It is 42.", "assistant: no", "a fox", ""]
-    turns = [{"role": "system", "content": "Be brief."}] if rng.integers(2) else []
-    for number in range(num_answers):
-        asked, said = rng.choice(texts, 2)
-        if is_thoughtful and (rng.integers(3) == 0 or number == num_answers // 2):
-            said = "Hm " * int(rng.integers(2)) + "<think>Well.</think> " + said
-        aside = {"aside": "!"} if rng.integers(4) == 0 else {}
-        turns.append({"role": "user", "content": str(asked)})
-        turns.append({"role": "assistant", "content": str(said), **aside})
-    return turns + turns[-2:-1] * int(rng.integers(2))
-
-
-@pytest.mark.parametrize("name", UNMARKED)
-def test_looked_up_answers_are_those_of_renderings_of_each(tokenizer, name, monkeypatch):
-    """Answers looked up in a few renderings are those of a rendering of each."""
-    rng = np.random.default_rng(len(name))
-    encoder = ChatEncoder(tokenizer, UNMARKED[name])
-
-    def outcomes(turns):
-        for prompt in (False, True):
-            try:
-                yield encoder.pieces(turns, prompt)
-            except UsageError as error:
-                yield str(error)
-
-    for number in range(40):
-        turns = conversation(rng, 1 + number % 12, is_thoughtful=number % 2 == 1)
-        if name == "llama-2" or number % 4 == 0:
-            turns = [each for each in turns if each["content"].strip()]
-        looked_up = list(outcomes(turns))
-        with monkeypatch.context() as patched:
-            patched.setattr(chat_encoding, "FEW_ANSWERS", 1000)
-            assert list(outcomes(turns)) == looked_up
-        if name in ("forgetful", "last-ends"):
-            goes_on = any(each["role"] == "assistant" for each in turns[:-1])
-            assert isinstance(looked_up[0], str) == goes_on
-
-
-@pytest.mark.parametrize(
-    "name", ["stree", "chatml", "llama-2", "no-controls", "stripped", "rounds"]
-)
-def test_renderings_do_not_grow_with_the_turns(tokenizer, name, monkeypatch):
-    encoder = ChatEncoder(tokenizer, UNMARKED[name])
-    render, rendered = encoder._render, []
-
-    def counted(messages, *others):
-        rendered.append(len(messages))
-        return render(messages, *others)
-
-    monkeypatch.setattr(encoder, "_render", counted)
-    counts = []
-    for num_answers in (10, 200):
-        turns = [("user", "What is it?"), ("assistant", "It is 42.")] * num_answers
-        (chat,) = encoder.encode([turns])
-        assert len(spoken(chat, tokenizer)) == num_answers
-        counts.append(len(rendered))
-        rendered.clear()
-    assert counts[0] == counts[1] <= 8
-
-
 def test_many_at_once_equal_one_by_one(tokenizer):
     chats = [TURNS, TURNS[1:3], [("user", "<|end|>"), ("assistant", "x<|user|>y")], TURNS[1:]]
     encoder = ChatEncoder(tokenizer)
-    for turns, together in zip(chats, encoder.encode(chats), strict=True):
+    found = encoder.encode_each([(turns, ()) for turns in chats])
+    for turns, (together,) in zip(chats, found, strict=True):
         alone = encode(tokenizer, turns)
         assert np.array_equal(alone.tokens, together.tokens)
         assert np.array_equal(alone.assistant, together.assistant)
@@ -313,16 +194,33 @@ def test_messages_of_transformers_are_fenced_in_all_their_parts(tokenizer):
     )
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+def test_each_answer_has_a_sample_where_a_template_rewrites_earlier_turns(tokenizer):
     encoder = ChatEncoder(tokenizer, FORGETFUL)
-    assert len(encoder.encode([TURNS[1:3]])) == 1  # a single answer is not ambiguous
-    with pytest.raises(UsageError, match=r"renders turn 2 differently .*generation"):
-        encoder.encode([TURNS])
-    prompt = encoder.encode_prompt(TURNS[1:4])  # needs no mask
+    samples = encoder.encode(TURNS)
+    assert [spoken(sample, tokenizer) for sample in samples] == [
+        [answer + "<|end|>"] for answer in ANSWERS
+    ]
+    for sample, number in zip(samples, (2, 4), strict=True):
+        prompt = encoder.encode_prompt(TURNS[:number])
+        assert sample.tokens[: len(prompt)].tolist() == prompt and sample.assistant[len(prompt)]
     assert tokenizer.decode(prompt) == (
-        "<|user|>What is 12 plus 30?<|end|><|assistant|>said something<|end|><|user|>The fox?\n"
-        "<|end|><|assistant|>"
+        "<|system|>said something<|end|><|user|>What is 12 plus 30?<|end|><|assistant|>"
+        "said something<|end|><|user|>The fox?\n<|end|><|assistant|>"
     )
+
+
+def test_turns_not_to_learn_have_no_loss(tokenizer):
+    for template in (STREE_CHAT, PLAIN_STREE, FORGETFUL):
+        encoder = ChatEncoder(tokenizer, template)
+        (sample,) = encoder.encode(TURNS, unlearnt={2})
+        assert spoken(sample, tokenizer) == [ANSWERS[1] + "<|end|>"]
+        assert not encoder.encode(TURNS, unlearnt={2, 4})[-1].assistant.any()
+    answers = "message.role == 'assistant'"
+    once = STREE_CHAT.replace(answers, f"{answers} and loop.last")
+    once = once.replace("['system', 'user']", "['system', 'user', 'assistant']")
+    assert len(ChatEncoder(tokenizer, once).encode(TURNS)) == 1
+    with pytest.raises(BadData, match="marks 1 answers, the conversation has 2"):
+        ChatEncoder(tokenizer, once).encode(TURNS, unlearnt={2})
 
 
 @pytest.mark.parametrize(

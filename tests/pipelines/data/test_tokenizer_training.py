@@ -2,7 +2,7 @@
 
 import pytest
 
-from stree.chat_encoding import STREE_CHAT
+from stree.chat_templates import STREE_CHAT
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import CannotWrite, UsageError
 from stree.common.files import verify_manifest

@@ -157,7 +157,7 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
     asked = [*prompt.history, ("user", prompt.turns[0])]
     start = len(encoder.encode_prompt(asked))
     question = start - len(encoder.encode_prompt(asked[-1:]))
-    whole = encoder.encode([[*asked, ("assistant", prompt.reference_answer)]])[0].tokens
+    whole = encoder.encode([*asked, ("assistant", prompt.reference_answer)])[-1].tokens
     tokens = torch.tensor(whole)[None].long()
     features = HiddenStateTap(FEATURE_LAYERS)
     with torch.no_grad():

@@ -56,7 +56,7 @@ def read_answer(
     target, model = decoders.target, decoders.drafter_model(drafter)
     encoder = chat_encoder(decoders.tokenizer, decoders.settings.chat_template)
     turns = [*prompt.history, ("user", prompt.turns[0])]
-    whole = encoder.encode([[*turns, ("assistant", prompt.reference_answer)]])[0].tokens.tolist()
+    whole = encoder.encode([*turns, ("assistant", prompt.reference_answer)])[-1].tokens.tolist()
     start = len(encoder.encode_prompt(turns))
     question = start - len(encoder.encode_prompt(turns[-1:]))
     tokens = torch.tensor(whole[: start + MOST_TOKENS], device=decoders.device)
