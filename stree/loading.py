@@ -13,7 +13,7 @@ import torch
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import load_model, stored_dtype
+from stree.checkpoints.load_save import indexed_files, load_model, stored_dtype
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
@@ -34,7 +34,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 DTYPE_HELP = (
     "of the weights: float32, bfloat16, or auto: the target's own on a GPU, float32 on a CPU"
 )
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+# Files that `load` reads of a repository's root, in addition to the weights
+_READ_ON_HUB = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.svg"]
 
 
 @overload
@@ -44,6 +46,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
+    revision: str | None = None,
 ) -> Decoder: ...
 
 
@@ -54,6 +57,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
+    revision: str | None = None,
 ) -> BatchDecoder: ...
 
 
@@ -63,6 +67,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
+    revision: str | None = None,
 ) -> Decoder | BatchDecoder:
     """Load target, drafter and tokenizer from checkpoint folders, or from the Hugging Face hub.
 
@@ -72,7 +77,7 @@ def load(
     exists, it takes the paper's tree, and warns; n-grams have no profile and no warning.
 
     Args:
-        target: A checkpoint's folder, or a name on the hub.
+        target: A checkpoint's folder, or a name on the hub: OWNER/NAME, or OWNER/NAME@REVISION.
         drafter: A folder or name, as target; or n-grams, alone or with a folder: `ngram`,
             `ngram:CONTEXT`, `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or
             `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`).
@@ -96,6 +101,8 @@ def load(
             answer. 0 keeps none.
         num_rows: Sequences at once: a number returns a `BatchDecoder` with the same tree, verifier
             and tokenizer; None returns a `Decoder`.
+        revision: Branch, tag or commit of a target on the hub; None is its main branch, or the
+            one in its name.
 
     Raises:
         UsageError: For a value out of range, before anything is read.
@@ -119,7 +126,7 @@ def load(
     if backtracking is not None:
         require_backtracking(backtracking)
     generation = GenerationConfig(temperature=temperature)  # refuses what no decoding could use
-    target_folder = checkpoint_folder(target)
+    target_folder = checkpoint_folder(target, revision)
     dtype = pick_dtype(dtype, device, target_folder)
     tokenizer = load_tokenizer(target_folder)
     drafting, remark = None, ""
@@ -280,25 +287,52 @@ def _measured(
     return _Measured(measured, tree, found.verifier, found.backtracking, remark)
 
 
-def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
+def checkpoint_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Return a checkpoint's folder, fetched from the Hugging Face hub if it is a name there.
 
-    Raises `NotFound` for neither a folder nor a name on the hub.
+    Of a repository the files that are read are fetched: no weights in other formats, none of other
+    programs.
+
+    Args:
+        name: A folder, OWNER/NAME, or OWNER/NAME@REVISION.
+        revision: Branch, tag or commit, for a name without one.
+
+    Raises:
+        NotFound: For neither a folder nor a name on the hub.
+        UsageError: For a revision of a folder, or two revisions.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UsageError(f"a checkpoint is {name!r}, wanted a folder or a name on the hub")
-    path = Path(name)
+    path, on_hub = Path(name), _HUB_NAME.fullmatch(str(name))
     if os.path.isdir(path):
+        if revision is not None:
+            raise UsageError(f"revision is {revision!r}, and {path} is a folder: leave it out")
         return path
-    if not _HUB_NAME.fullmatch(str(name)):
+    if on_hub is None:
         raise NotFound(f"no folder {str(name)!r:.200}: give the path of a checkpoint")
-    import huggingface_hub
-
+    if revision is not None and on_hub["revision"] not in (None, revision):
+        raise UsageError(f"revision is {revision!r}, and {name} names another: leave one out")
     try:
-        return Path(huggingface_hub.snapshot_download(str(name)))
+        return _fetched(on_hub["name"], revision or on_hub["revision"])
     except Exception as error:  # of the network, the name, the cache: they have no common base
         reason = " ".join(str(error).split())
         raise NotFound(
             f"there is no folder {name}, and no such repository can be fetched ({reason}): give "
             "the path of a checkpoint folder, or a name on the hub"
         ) from error
+
+
+def _fetched(name: str, revision: str | None) -> Path:
+    """Fetch a repository's configs and tokenizer, then the weights that `load_model` reads."""
+    from huggingface_hub import snapshot_download
+
+    fetch = partial(snapshot_download, name, revision=revision)
+    folder = Path(fetch(allow_patterns=_READ_ON_HUB, ignore_patterns=["*/*"]))
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{weights}.index.json"
+        fetch(allow_patterns=[weights, "additional_chat_templates/*.jinja"])
+        if not (folder / weights).is_file() and index.is_file():
+            fetch(allow_patterns=sorted({path.name for path in indexed_files(index)}))
+        if (folder / weights).is_file() or index.is_file():
+            break
+    return folder

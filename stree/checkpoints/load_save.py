@@ -304,7 +304,7 @@ def _open_weights(directory: Path) -> Iterator[dict[str, _Stored]]:
     read_file = _safetensors if name.endswith(".safetensors") else _pickle
     stored: dict[str, _Stored] = {}
     with ExitStack() as stack:
-        for path in [single] if single.is_file() else _indexed_files(index):
+        for path in [single] if single.is_file() else _files_there(index):
             for each, tensor in read_file(path, stack):
                 if each in stored:
                     raise _damaged(path, f"{each} is in another file as well")
@@ -370,15 +370,23 @@ def load_without_code(path: Path, mmap: bool) -> Any:
         raise ValueError(f"it {reason}: only plain tensors are read") from error
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def indexed_files(index: Path) -> list[Path]:
+    """Return the files that an index of shards names, whether they are there or not."""
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         # Hidden files are in no manifest, and were not checked.
         if outside := [name for name in names if Path(name).name != name or name.startswith(".")]:
             raise ValueError(f"it names {outside[0]!r:.99}, wanted files beside it")
-        paths = [index.parent / name for name in names]
-        missing = [path for path in paths if not path.is_file()]
+        return [index.parent / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(index, error) from error
+
+
+def _files_there(index: Path) -> list[Path]:
+    paths = indexed_files(index)
+    try:
+        missing = [path for path in paths if not path.is_file()]
+    except OSError as error:  # a name that is too long
         raise _damaged(index, error) from error
     if missing:
         raise CheckpointRefused(f"{missing[0]} is missing, {index.name} lists it: copy it again")

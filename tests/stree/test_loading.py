@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file
 from toys import load_quietly
 
 import stree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
+from stree.common.files import MANIFEST_NAME
 from stree.loading import pick_dtype
 
 pytestmark = pytest.mark.usefixtures("without_a_gpu")
@@ -94,23 +99,91 @@ def test_a_drafter_with_another_template_or_padding_decodes(
     assert sum(output.stats.accepted_per_call) > 0
 
 
-def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, drafter, monkeypatch):
-    asked = []
+class Hub:
+    """Stand-in for the hub with one repository, of which it copies what a pattern names."""
 
-    def fetch(name):
-        asked.append(name)
+    def __init__(self, repository: Path, cache: Path) -> None:
+        self.repository, self.cache = repository, cache
+        self.asked: list[tuple[str, str | None]] = []
+
+    def fetch(self, name, revision=None, allow_patterns=("*",), ignore_patterns=()):
+        self.asked.append((name, revision))
         if name != "someone/drafter":
             raise RuntimeError(f"404 for\n{name}")
-        return str(drafter)
+        paths = [each for each in self.repository.rglob("*") if each.is_file()]
+        names = [each.relative_to(self.repository).as_posix() for each in paths]
+        for each in filter_repo_objects(
+            names, allow_patterns=list(allow_patterns), ignore_patterns=list(ignore_patterns)
+        ):
+            (self.cache / each).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.repository / each, self.cache / each)
+        return str(self.cache)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    def fetched(self) -> set[str]:
+        paths = (each for each in self.cache.rglob("*") if each.is_file())
+        return {each.relative_to(self.cache).as_posix() for each in paths}
+
+
+@pytest.fixture
+def hub(drafter, tmp_path, monkeypatch):
+    hub = Hub(drafter, tmp_path / "cache")
+    hub.cache.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.fetch)
+    return hub
+
+
+def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, hub):
     load_quietly(workspace / "target", "someone/drafter", tree="paper")
-    assert asked == ["someone/drafter"]
+    assert set(hub.asked) == {("someone/drafter", None)}
     with pytest.raises(NotFound, match=r"no folder some/one.*404 for some/one"):
         stree.load("some/one", device="cpu")
+    count = len(hub.asked)
     with pytest.raises(NotFound, match="no folder"):
         stree.load(workspace / "absent", device="cpu")
-    assert len(asked) == 2
+    assert len(hub.asked) == count
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_of_a_repository_only_what_is_read_is_fetched(hub, sharded):
+    wanted = {each.name for each in hub.repository.iterdir()}
+    if sharded:
+        (hub.repository / MANIFEST_NAME).unlink()
+        weights = hub.repository / "model.safetensors"
+        weights.rename(hub.repository / "model-00001-of-00001.safetensors")
+        names = dict.fromkeys(load_file(hub.repository / "model-00001-of-00001.safetensors"))
+        weight_map = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+        index = hub.repository / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        wanted = {each.name for each in hub.repository.iterdir()}
+    for name in (
+        "model-q4.gguf", "pytorch_model.bin", "consolidated.00.pth", "onnx/model.onnx",
+        "onnx/config.json", "consolidated.safetensors", "flax_model.msgpack", "tf_model.h5",
+    ):
+        (hub.repository / name).parent.mkdir(exist_ok=True)
+        (hub.repository / name).write_text("x")
+    load_quietly("someone/drafter")
+    assert hub.fetched() == wanted
+
+
+def test_a_repository_of_pickles_is_fetched_with_them(hub):
+    weights = hub.repository / "model.safetensors"
+    torch.save(load_file(weights), hub.repository / "pytorch_model.bin")
+    weights.unlink()
+    (hub.repository / MANIFEST_NAME).unlink()
+    load_quietly("someone/drafter")
+    assert "pytorch_model.bin" in hub.fetched()
+
+
+def test_a_revision_is_named_behind_the_name_or_by_itself(workspace, hub):
+    load_quietly("someone/drafter@v1.0")
+    load_quietly("someone/drafter", revision="refs/pr/1")
+    load_quietly("someone/drafter@abc", revision="abc")
+    load_quietly(workspace / "target", "float8:someone/drafter@b-2", tree="paper")
+    assert {revision for _, revision in hub.asked} == {"v1.0", "refs/pr/1", "abc", "b-2"}
+    assert {name for name, _ in hub.asked} == {"someone/drafter"}
+    for name, wrong in (("someone/drafter@abc", "names another"), (workspace / "target", "folder")):
+        with pytest.raises(UsageError, match=wrong):
+            stree.load(name, revision="other", device="cpu")
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])

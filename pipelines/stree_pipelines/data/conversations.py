@@ -152,7 +152,7 @@ def read_conversations(
 
     source: a `.jsonl`, `.json` (a list) or `.parquet` file, plain or in gzip or zstd, a folder
         of them, a folder written by `datasets.save_to_disk`, or a `datasets` name with an optional
-        split (`owner/name:split`, split "train" when left out).
+        split (`owner/name:split`, split "train" when left out; `owner/name/config:split`).
     limit: stop after this many accepted conversations.
 
     Raises `NotFound` when there is no such source, and `BadData`: it cannot be read, an archive

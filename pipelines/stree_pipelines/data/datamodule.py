@@ -191,7 +191,7 @@ class ConversationDataModule(pl.LightningDataModule):
         """
         Args:
             train: JSONL(.gz) or Parquet file, folder (also of generate_data.py), `datasets` name
-                (`name:split`), or several.
+                (`name:split`, `owner/name/config:split`), or several.
             tokenizer: folder of the tokenizer, e.g. the target's checkpoint.
             valid: like `train`, for the validation loss; None for none.
             sequence_length: tokens in a packed row (T).

@@ -47,7 +47,10 @@ SPACE = re.compile(r"\s*")
 MAX_CHARS = 200_000  # of a conversation's text; a row with more is huge
 # A character can take six bytes as \uXXXX; the rest of a row (ids, keys) gets a margin.
 MAX_ROW_BYTES = 6 * MAX_CHARS + (1 << 16)
-DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+# A configuration needs its split, or a path with a slip of the finger would be one
+DATASET_NAME = re.compile(
+    r"(?P<path>[\w.-]+(/[\w.-]+)?)((/(?P<config>[\w.-]+))?:(?P<split>[\w.-]+))?"
+)
 
 
 class BadRow(Exception):
@@ -287,13 +290,13 @@ def _arrow_row(batch: Any, index: int) -> Any:
 def _dataset_rows(name: str, on_disk: bool) -> Iterator[tuple[str, Any]]:
     import datasets
 
-    path, _, split = (name, "", "") if on_disk else name.partition(":")
     dataset: Any = None
     try:
         if on_disk:
-            dataset = datasets.load_from_disk(path)
+            dataset = datasets.load_from_disk(name)
         else:
-            dataset = datasets.load_dataset(path, split=split or "train", streaming=True)
+            path, config, split = _parts_of(name)
+            dataset = datasets.load_dataset(path, config, split=split, streaming=True)
         if isinstance(dataset, datasets.DatasetDict):
             if "train" not in dataset:
                 raise BadData(f"{name}: has no split `train`, only {', '.join(dataset)}")
@@ -306,8 +309,24 @@ def _dataset_rows(name: str, on_disk: bool) -> Iterator[tuple[str, Any]]:
         if dataset is None and not on_disk:
             raise NotFound(
                 f"{name}: no such file or folder, and `datasets` cannot fetch it: "
-                f"{type(error).__name__}: {error}"
+                f"{_configurations(name, error) or f'{type(error).__name__}: {error}'}"
             ) from error
         raise BadData(
             f"{name}: `datasets` cannot load it: {type(error).__name__}: {error}"
         ) from error
+
+
+def _parts_of(name: str) -> tuple[str, str | None, str]:
+    """Return path, configuration and split of a data set's name on the hub."""
+    found = DATASET_NAME.fullmatch(name)
+    assert found is not None
+    return found["path"], found["config"], found["split"] or "train"
+
+
+def _configurations(name: str, error: Exception) -> str:
+    """Return the names of the configurations that an error of `datasets` lists; "" for none."""
+    listed = re.search(r"(?:available configs|Available): (\[.*?\])", str(error), re.S)
+    path, _, split = _parts_of(name)
+    names = re.findall("'([^']+)'", listed[1]) if listed else []
+    forms = ", ".join(f"{path}/{each}:{split}" for each in names)
+    return forms and f"it has configurations, name one of {forms}"

@@ -102,23 +102,47 @@ def test_dataset_by_name_takes_its_split(monkeypatch):
 
     asked = []
 
-    def load_dataset(name, split, streaming):
-        asked.append((name, split, streaming))
+    def load_dataset(name, config, split, streaming):
+        asked.append((name, config, split, streaming))
         return [{"id": "n", "conversations": [HUMAN, GPT]}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert [c.id for c in read_conversations("owner/chats:test_sft")[0]] == ["n"]
     assert [c.id for c in read_conversations("owner/chats")[0]] == ["n"]
-    assert asked == [("owner/chats", "test_sft", True), ("owner/chats", "train", True)]
+    assert [c.id for c in read_conversations("owner/chats/en.2-x:test")[0]] == ["n"]
+    assert asked == [
+        ("owner/chats", None, "test_sft", True), ("owner/chats", None, "train", True),
+        ("owner/chats", "en.2-x", "test", True),
+    ]
+    with pytest.raises(NotFound, match=r"no such file or folder$"):
+        read_conversations("runs/chats/data")  # a path with a slip of the finger
+
+
+def test_a_dataset_with_configurations_says_how_to_name_one(tmp_path, monkeypatch):
+    import datasets
+
+    for name in ("all", "short"):
+        (tmp_path / f"{name}.jsonl").write_bytes(row(HUMAN, GPT) + b"\n")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: all\n  data_files: all.jsonl\n"
+        "- config_name: short\n  data_files: short.jsonl\n---\n"
+    )
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, **k: load(str(tmp_path), *a, **k))
+    assert len(list(read_conversations("owner/talk/short:train")[0])) == 1
+    forms = "it has configurations, name one of owner/talk/all:train, owner/talk/short:train"
+    for wrong in ("owner/talk", "owner/talk:train", "owner/talk/long:train"):
+        with pytest.raises(NotFound, match=forms):
+            list(read_conversations(wrong)[0])
 
 
 def test_dataset_that_is_not_there_is_told_from_one_that_breaks_off(monkeypatch):
     import datasets
 
-    def absent(name, split, streaming):
+    def absent(name, config, split, streaming):
         raise FileNotFoundError("no such dataset on the hub")
 
-    def breaks_off(name, split, streaming):
+    def breaks_off(name, config, split, streaming):
         yield {"conversations": []}
         raise ConnectionError("reset by peer")
 
