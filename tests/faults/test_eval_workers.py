@@ -16,7 +16,7 @@ import forked
 import pytest
 from lanes import quick_first
 from ports import free_port
-from run_checks import table_without_timings
+from run_checks import ranks_of, table_without_timings
 
 from stree_pipelines.evaluation.result_store import ResultStore
 
@@ -60,15 +60,6 @@ def start(forks, arguments: list[str], out: Path, count: int) -> list[forked.Com
 def journalled(out: Path, rank: int) -> int:
     paths = out.glob(f"journals/*.worker-{rank:05d}.jsonl")
     return sum(path.read_bytes().count(b"\n") for path in paths)
-
-
-def ranks_of(agent: int) -> dict[int, int]:
-    """Return the process numbers of an agent's children by RANK."""
-    found = {}
-    for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-        environment = Path("/proc", pid, "environ").read_text().split("\0")
-        found |= {int(each[5:]): int(pid) for each in environment if each.startswith("RANK=")}
-    return found
 
 
 @pytest.mark.parametrize("victim, counts", quick_first([(2, (2,))], [(0, (1, 2, 3))]))

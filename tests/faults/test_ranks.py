@@ -1,13 +1,16 @@
-"""Two ranks: signals to one or all at random moments, and a rank that dies, fails or hangs.
+"""Two ranks: signals to one or all at random moments, and a rank that dies under torchrun.
 
 A seed is a chain of five signals: what one run saved is what the next starts from.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +19,13 @@ from pathlib import Path
 import forked
 import pytest
 from lanes import lanes
+from ports import free_port
 from process_group import start_together
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
     last_logged,
+    ranks_of,
     steps_in,
 )
 from tiny_run import distill_arguments
@@ -42,13 +47,16 @@ class Pair:
     def start(self, run_dir: Path, *more: str, steps: int = STEPS, before=None) -> list:
         """Start both ranks, as `srun` does."""
         (run_dir / "restarts.json").unlink(missing_ok=True)
-        arguments = distill_arguments(
+        arguments = self.arguments(run_dir, *more, steps=steps)
+        return start_together(self.forks, 2, arguments, run_dir, before)
+
+    def arguments(self, run_dir: Path, *more: str, steps: int = STEPS) -> list[str]:
+        return distill_arguments(
             self.workspace, run_dir, "--checkpoint.every_n_steps", "100",
             "--checkpoint.keep_last", "1",
             "--trainer.accelerator", self.accelerator,
             "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
         )
-        return start_together(self.forks, 2, arguments, run_dir, before)
 
     def run(self, run_dir: Path, **options) -> list[int]:
         return [rank.wait() for rank in self.start(run_dir, **options)]
@@ -152,38 +160,25 @@ def test_a_second_interrupt_leaves_at_once_even_where_a_rank_hangs(pair, tmp_pat
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_rank_that_dies_takes_the_other_along_by_name(pair, tmp_path, victim):
-    run_dir = tmp_path / "run"
-    ranks = pair.start(run_dir, steps=5000)
-    wait_for(ranks, lambda: last_logged(run_dir) >= 5)
-    ranks[victim].send(signal.SIGKILL)
-    other = ranks[1 - victim]
-    assert other.wait(60) == 75, other
-    assert re.search(rf"error: rank {victim} \(process {ranks[victim].pid} on \S+\) is gone; .*run"
-                     r" the same command", other.text()), other
-
-
-@pytest.mark.long  # it takes the half minute of patience
-def test_a_rank_that_hangs_is_given_up(pair, tmp_path):
-    """A stopped process looks like one of a host that is gone without a word."""
-    run_dir = tmp_path / "run"
-    ranks = pair.start(run_dir, steps=5000)
-    wait_for(ranks, lambda: last_logged(run_dir) >= 5)
-    ranks[1].send(signal.SIGSTOP)
-    assert ranks[0].wait(60) == 75, ranks[0]
-    assert f"error: rank 1 (process {ranks[1].pid} " in ranks[0].text()
-    ranks[1].send(signal.SIGKILL)
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_rank_that_fails_takes_the_other_along_with_its_code(pair, tmp_path, victim):
-    """One rank alone is out of memory."""
-    fault = ("planted:run_out_of_memory", {"call": LOSS, "nth": 4})
-    before = [fault if rank == victim else None for rank in range(2)]
-    ranks = pair.start(tmp_path / "run", before=before, steps=5000)
-    assert [rank.wait(100) for rank in ranks] == [71, 71]
-    assert "error: CUDA out of memory. Tried" in ranks[victim].text()
-    assert f"error: rank {victim} failed: CUDA out of memory" in ranks[1 - victim].text()
-
-
-LOSS = "stree_pipelines.training.distillation:Distillation.loss_terms"
+def test_torchrun_ends_the_other_rank_when_one_dies_and_the_run_goes_on(pair, tmp_path, victim):
+    run_dir, said = tmp_path / "run", tmp_path / "torchrun.log"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+        f"--master-port={free_port()}", str(forked.DISTILL),
+    ]
+    slowly = ("--checkpoint.every_n_steps", "1", "--trainer.max_steps", "5000")
+    with open(said, "w") as log:
+        agent = subprocess.Popen(
+            [*command, *pair.arguments(run_dir, *slowly)], stdout=log, stderr=log
+        )
+    forked.wait_until(lambda: last_logged(run_dir) >= 3 or agent.poll() is not None, said.read_text)
+    workers = ranks_of(agent.pid)
+    assert workers.keys() == {0, 1}, said.read_text()
+    os.kill(workers[victim], signal.SIGKILL)
+    assert agent.wait(60) == 1, said.read_text()
+    assert not any(Path("/proc", str(pid)).exists() for pid in workers.values())
+    assert f"local_rank: {victim}" in said.read_text() and "SIGKILL" in said.read_text()
+    assert_visible_is_whole(run_dir)
+    saved = max(steps_in(run_dir / "checkpoints"))
+    assert pair.run(run_dir, steps=saved + 2) == [0, 0]
+    assert last_logged(run_dir) == saved + 2

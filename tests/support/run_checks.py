@@ -114,3 +114,12 @@ def logged_steps(run_dir: Path) -> list[int]:
     """List the steps of the rows of metrics.csv that have a loss."""
     with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def ranks_of(agent: int) -> dict[int, int]:
+    """Return the process numbers of an agent's children by RANK."""
+    found = {}
+    for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        environment = Path("/proc", pid, "environ").read_text().split("\0")
+        found |= {int(each[5:]): int(pid) for each in environment if each.startswith("RANK=")}
+    return found

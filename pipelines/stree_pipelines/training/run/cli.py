@@ -51,7 +51,6 @@ from stree_pipelines.training.run.console import has_cursor, quieten, say
 from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_training
 from stree_pipelines.training.run.parser import HelpAll, TrainingParser
 from stree_pipelines.training.run.progress import TrainingBar
-from stree_pipelines.training.run.rank_watchdog import RankWatchdog
 from stree_pipelines.training.run.restarts import Restarts
 from stree_pipelines.training.run.run_folder import (
     Curves,
@@ -340,7 +339,7 @@ class TrainingCLI(LightningCLI):
         checkpoints.manifest_extra = identity
         for logger in self.trackers:
             start_tracker(logger, self.config_dump, self._until_the_end)
-        callbacks = [OnPolicyCheck(), RankWatchdog(), self.restarts]
+        callbacks = [OnPolicyCheck(), self.restarts]
         self.trainer.callbacks += callbacks  # type: ignore[attr-defined]
         if self.evaluates:
             self._prepare_evaluation()
