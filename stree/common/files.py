@@ -7,7 +7,6 @@ sha256 of every file, which shows flipped bits.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
@@ -15,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,15 +30,13 @@ MANIFEST_VERSION = 1
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _READ_SUBFOLDER = "additional_chat_templates"  # the only one that `transformers` looks into
 
-_LEFTOVER = re.compile(r"\.tmp-(?P<old>old-)?(?P<pid>\d+)-[0-9a-f]{8}-(?P<host>[^-]*)-?(?P<ns>\d*)")
-_FOREIGN_AGE_S = 24 * 3600.0
-_UNLOCKED_AGE_S = 60.0  # a writer locks its folder right after it has made it
+_TEMPORARY, _REPLACED = ".tmp-", ".tmp-old-"  # begin the names of what is not in its place
+_UNLOCKED_AGE_S = 24 * 3600.0  # of leftovers where there are no locks
 _REFUSED_WRITE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
     errno.EFBIG, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
 }
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # only writers meet them
-_in_use: set[Path] = set()
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
@@ -104,8 +100,8 @@ def publish_directory(
 
     The folder gets MANIFEST.json: `{"version", "files": {name: {"sha256", "size_bytes"}}}` and
     the keys of `manifest_extra`. An exception in the block leaves no trace. An existing `path` is
-    replaced only with `overwrite` (the two are exchanged atomically where the filesystem can;
-    elsewhere a kill between two renames leaves the old one for `sweep_leftovers` to put back).
+    replaced only with `overwrite`, by two renames; a kill between them leaves the old one for
+    `sweep_leftovers` to put back.
     `needed_bytes`, when known, is checked against the free space before anything is written.
     Raises CannotWrite when `path` exists, or on a full disk or an unwritable folder.
     """
@@ -119,14 +115,13 @@ def publish_directory(
         if usage.total and needed_bytes > usage.free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent))
         temporary.mkdir()
-        with holding(temporary, wait=True):
-            yield temporary
-            _write_manifest(temporary, manifest_extra or {})
-            _put_in_place(temporary, path, overwrite)
+        yield temporary
+        _write_manifest(temporary, manifest_extra or {})
+        _put_in_place(temporary, path, overwrite)
 
 
 def add_files(directory: str | os.PathLike[str], contents: Mapping[str, str]) -> None:
-    """Put text files into a published folder, or replace them: all of them or none, in one step.
+    """Put text files into a published folder, or replace them: all of them or none.
 
     A folder with them, hard links to all else and a manifest that is true of both takes the old
     one's place, as `publish_directory` does with `overwrite`. Nothing is written when they are
@@ -230,25 +225,27 @@ def require_own_files(
 
 
 def sweep_leftovers(parent: str | os.PathLike[str]) -> list[Path]:
-    """Remove the `.tmp-*` entries of `parent` whose writer is dead; return what was removed.
+    """Remove the `.tmp-*` entries that killed writers left in `parent`; return what was removed.
 
-    A writer on this host counts as dead when its process is gone; where that cannot be seen (in
-    another container), when its entry is unlocked and untouched for a minute; an entry of another
-    host, of unknown origin or without locks, when untouched for a day. A directory that an
-    interrupted overwrite had moved aside, and whose place is still empty, is put back first.
+    While anybody writes in `parent`, nothing is removed; on a filesystem without locks, only what
+    is untouched for a day. A folder that an interrupted overwrite had moved aside, and whose place
+    is still empty, is put back first.
     """
     parent = Path(parent)
     swept = []
-    for entry in sorted(parent.glob(".tmp-*")):
-        if entry in _in_use or not _is_abandoned(entry):
-            continue
-        match = _LEFTOVER.fullmatch(entry.name)
-        if match and match["old"]:
-            for replaced in entry.iterdir():
-                if not os.path.lexists(parent / replaced.name):
-                    replaced.rename(parent / replaced.name)
-        _remove(entry)
-        swept.append(entry)
+    try:
+        with holding(parent) as is_locked:
+            for entry in sorted(parent.glob(f"{_TEMPORARY}*")):
+                if not is_locked and time.time() - entry.lstat().st_mtime < _UNLOCKED_AGE_S:
+                    continue
+                if entry.name.startswith(_REPLACED):
+                    for replaced in entry.iterdir():
+                        if not os.path.lexists(parent / replaced.name):
+                            replaced.rename(parent / replaced.name)
+                _remove(entry)
+                swept.append(entry)
+    except BlockingIOError:
+        pass
     return swept
 
 
@@ -347,55 +344,32 @@ def _relative_files(directory: Path) -> list[str]:
 def _put_in_place(temporary: Path, path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         os.rename(temporary, path)
-        _fsync(path.parent)
-        return
-    if not overwrite:
+    elif not overwrite:
         raise CannotWrite(f"{path} was created by another process meanwhile: choose another name")
-    if _exchange(temporary, path):
-        _fsync(path.parent)
-        return
-    aside = _temporary_path(path.parent, kind="old-")
-    _in_use.add(aside)
-    try:
-        aside.mkdir()
-        os.rename(path, aside / path.name)  # after a failure `sweep_leftovers` puts it back
-        os.rename(temporary, path)
-        _fsync(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
-    finally:
-        _in_use.discard(aside)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directory entries in one step (Linux renameat2); False where that is unknown."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    at_fdcwd, rename_exchange = -100, 2
-    arguments = (at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange)
-    if renameat2(*arguments) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
-        return False
-    raise OSError(code, os.strerror(code), str(second))
+    else:
+        with _temporary(path.parent, _REPLACED) as aside:
+            aside.mkdir()
+            os.rename(path, aside / path.name)
+            try:
+                os.rename(temporary, path)
+            except BaseException:
+                os.rename(aside / path.name, path)
+                raise
+    _fsync(path.parent)
 
 
 @contextmanager
-def _temporary(parent: Path) -> Iterator[Path]:
-    """Yield a temporary path in `parent`; at the end remove a file or folder that is left there."""
-    path = _temporary_path(parent)
-    _in_use.add(path)
-    try:
-        yield path
-    finally:
-        _remove(path)
-        _in_use.discard(path)
+def _temporary(parent: Path, prefix: str = _TEMPORARY) -> Iterator[Path]:
+    """Yield a temporary path in `parent`; at the end remove a file or folder that is left there.
 
-
-def _temporary_path(parent: Path, kind: str = "") -> Path:
-    host, namespace = _origin()
-    return parent / f".tmp-{kind}{os.getpid()}-{secrets.token_hex(4)}-{host}-{namespace}"
+    Holds a shared lock of `parent`, by which a sweep knows that somebody writes there.
+    """
+    with holding(parent, wait=True, shared=True):
+        path = parent / f"{prefix}{secrets.token_hex(8)}"
+        try:
+            yield path
+        finally:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -403,45 +377,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _origin() -> tuple[str, str]:
-    """Return this host's name and the number of the process IDs' namespace ("0" if unknown)."""
-    host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
-    try:
-        return host, re.sub(r"[^0-9]", "", os.readlink("/proc/self/ns/pid")) or "0"
-    except OSError:
-        return host, "0"
-
-
-def _is_abandoned(entry: Path) -> bool:
-    match = _LEFTOVER.fullmatch(entry.name)
-    host, namespace = _origin()
-    is_near = match is not None and match["host"] == host
-    if match and is_near and match["ns"] in ("", namespace):  # older ones name no namespace
-        pid = int(match["pid"])
-        # Our own number on an entry that is not ours: a restarted container reuses numbers.
-        return pid == os.getpid() or not _is_running(pid) or _is_untouched(entry, False)
-    return _is_untouched(entry, is_near)
-
-
-def _is_untouched(entry: Path, is_near: bool) -> bool:
-    """Return True when no writer holds an entry, and none has touched it for a day, or for a minute
-    where its lock tells because it is of this host (`is_near`)."""
-    try:
-        with holding(entry) as is_free:
-            age_s = time.time() - entry.lstat().st_mtime
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    return age_s > (_UNLOCKED_AGE_S if is_near and is_free else _FOREIGN_AGE_S)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # not permitted for a process of another user
-        return error.errno != errno.ESRCH
-    return True
 
 
 def _errno_of(error: Exception) -> int | None:

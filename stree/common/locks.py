@@ -26,10 +26,13 @@ def take_lock(descriptor: int, shared: bool = False) -> bool:
 
 
 @contextmanager
-def holding(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Lock a file or folder inside the block, and yield True; yield False where it cannot be
-    locked: not there, a link, or on a filesystem without locks. Raises BlockingIOError when another
-    holds it, unless told to `wait`."""
+def holding(path: Path, wait: bool = False, shared: bool = False) -> Iterator[bool]:
+    """Lock a file or folder inside the block, and yield True.
+
+    Yields False where it cannot be locked: not there, a link, or on a filesystem without locks. A
+    `shared` lock keeps out those alone that do not share it. Raises BlockingIOError when another
+    holds it, unless told to `wait`.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -37,7 +40,8 @@ def holding(path: Path, wait: bool = False) -> Iterator[bool]:
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
             is_held = True
         except BlockingIOError:
             raise

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,6 @@ from stree.common.files import (
     verify_manifest,
     write_atomically,
 )
-from stree.common.locks import holding
 from stree.common.plain_data import MAX_BYTES
 
 
@@ -38,20 +38,6 @@ def publish(path, content, **options):
 
 def hidden(folder):
     return sorted(path.name for path in Path(folder).glob(".tmp-*"))
-
-
-def dead_process_id():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def leftover(folder, pid, kind="", host=None):
-    own = files._temporary_path(folder)
-    _, _, own_host = own.name.removeprefix(".tmp-").split("-", 2)
-    path = folder / f".tmp-{kind}{pid}-0123abcd-{host or own_host}"
-    path.mkdir(parents=True)
-    return path
 
 
 # Plain writing
@@ -163,11 +149,19 @@ def test_directory_made_by_another_process_meanwhile_survives(tmp_path):
     assert hidden(tmp_path) == []
 
 
-def test_overwriting_without_atomic_exchange(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+def test_a_rename_that_fails_leaves_the_old_directory(tmp_path, monkeypatch):
     publish(tmp_path / "step", b"old")
-    publish(tmp_path / "step", b"new", overwrite=True)
-    assert (tmp_path / "step" / "weights").read_bytes() == b"new"
+    rename = os.rename
+
+    def refuse(source, target):
+        if Path(target).name == "step" and "old" not in str(source):
+            refuse_space()
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "rename", refuse)
+    with pytest.raises(CannotWrite, match="No space"):
+        publish(tmp_path / "step", b"new", overwrite=True)
+    assert (tmp_path / "step" / "weights").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["step"]
 
 
@@ -331,55 +325,52 @@ def test_what_is_read_whole_has_a_sane_size_and_weights_any(tmp_path):
     require_own_files(tmp_path)
 
 
-def test_sweep_removes_the_dead_and_spares_the_living(tmp_path):
-    dead = leftover(tmp_path, dead_process_id())
-    (dead / "weights").write_text("half")
-    reused_number = leftover(tmp_path, os.getpid())
-    living = leftover(tmp_path, os.getppid())
-    elsewhere = leftover(tmp_path, 1, host="anothernode")
-    old_elsewhere = leftover(tmp_path, 2, host="anothernode")
-    two_days_ago = time.time() - 2 * 24 * 3600
-    os.utime(old_elsewhere, (two_days_ago, two_days_ago))
+def test_sweep_removes_what_killed_writers_left(tmp_path):
+    (tmp_path / ".tmp-0123abcd/sub").mkdir(parents=True)
+    (tmp_path / ".tmp-4567abcd").write_text("half")
     (tmp_path / "step").mkdir()
-    assert set(sweep_leftovers(tmp_path)) == {dead, reused_number, old_elsewhere}
-    assert set(tmp_path.iterdir()) == {living, elsewhere, tmp_path / "step"}
+    swept = sweep_leftovers(tmp_path)
+    assert [path.name for path in swept] == [".tmp-0123abcd", ".tmp-4567abcd"]
+    assert os.listdir(tmp_path) == ["step"]
 
 
-def test_sweep_judges_writers_of_other_containers_by_their_locks(tmp_path, monkeypatch):
-    """Their process numbers say nothing here: entries go after a minute without a lock, those of
-    another host after a day."""
-    origin = files._origin()
-    monkeypatch.setattr(files, "_origin", lambda: (origin[0], "1"))
-    pid, ago = dead_process_id(), (time.time() - 120,) * 2
-    fresh, stale, held = (leftover(tmp_path / name, pid) for name in ("fresh", "stale", "held"))
-    elsewhere = leftover(tmp_path / "elsewhere", pid, host="anothernode")
-    monkeypatch.setattr(files, "_origin", lambda: origin)
-    for each in (stale, held, elsewhere):
-        os.utime(each, ago)
-    with holding(held):
-        swept = {each: sweep_leftovers(each.parent) for each in (fresh, stale, held, elsewhere)}
-    assert swept == {fresh: [], stale: [stale], held: [], elsewhere: []}
-    assert sweep_leftovers(held.parent) == [held]
-
-
-def test_sweep_spares_what_this_process_or_another_container_is_writing(tmp_path, monkeypatch):
-    """A folder in the making is locked, however long ago it was touched."""
-    origin = files._origin()
-    monkeypatch.setattr(files, "_origin", lambda: (origin[0], "1"))
+def test_sweep_waits_until_nobody_writes(tmp_path):
+    """Neither this process nor another one loses what it is writing, nor waits for the other."""
     with publish_directory(tmp_path / "step") as folder:
         (folder / "weights").write_text("")
-        assert sweep_leftovers(tmp_path) == []
         os.utime(folder, (0, 0))
-        monkeypatch.setattr(files, "_origin", lambda: origin)
-        files._in_use.clear()
+        write_atomically(tmp_path / "file", "data")
         assert sweep_leftovers(tmp_path) == []
+        other = (
+            "import sys; from stree.common.files import sweep_leftovers, write_atomically; "
+            "write_atomically(sys.argv[1] + '/other', ''); print(sweep_leftovers(sys.argv[1]))"
+        )
+        said = subprocess.run(
+            [sys.executable, "-c", other, str(tmp_path)], capture_output=True, text=True, check=True
+        )
+        assert said.stdout == "[]\n"
     verify_manifest(tmp_path / "step")
     assert hidden(tmp_path) == []
 
 
+def test_sweep_without_locks_takes_what_is_untouched_for_a_day(tmp_path, monkeypatch):
+    @contextmanager
+    def without_locks(path, **options):
+        yield False
+
+    monkeypatch.setattr(files, "holding", without_locks)
+    (tmp_path / ".tmp-fresh").mkdir()
+    (tmp_path / ".tmp-stale").mkdir()
+    os.utime(tmp_path / ".tmp-stale", (time.time() - 2 * 24 * 3600,) * 2)
+    assert sweep_leftovers(tmp_path) == [tmp_path / ".tmp-stale"]
+    publish(tmp_path / "step", b"content")
+    assert sorted(os.listdir(tmp_path)) == [".tmp-fresh", "step"]
+
+
 def test_sweep_puts_back_a_directory_moved_aside(tmp_path):
     publish(tmp_path / "step", b"content")
-    aside = leftover(tmp_path, dead_process_id(), kind="old-")
+    aside = tmp_path / ".tmp-old-0123abcd"
+    aside.mkdir()
     (tmp_path / "step").rename(aside / "step")
     sweep_leftovers(tmp_path)
     verify_manifest(tmp_path / "step")
@@ -419,9 +410,9 @@ def test_kill_at_any_moment_leaves_old_or_new(tmp_path):
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
+        sweep_leftovers(tmp_path)
         turns.add(verify_manifest(tmp_path / "step").get("turn"))
         content = (tmp_path / "file").read_bytes()
         assert len(content) == 200_000 and len(set(content)) == 1
-        sweep_leftovers(tmp_path)
         assert sorted(os.listdir(tmp_path)) == ["file", "step"]
     assert len(turns) > 1, "the writer never got to write: the test proves nothing"
