@@ -92,8 +92,8 @@ def die(call: str, naming: str = "", when: str = "before", nth: int = 1) -> tupl
 
 
 SAVING = {
-    "tensors are written": die(
-        "stree_pipelines.training.checkpoints.saving:save_file", when="after"
+    "the state is written": die(
+        "stree_pipelines.training.checkpoints.saving:_write", when="after"
     ),
     "before the manifest": die("stree.common.files:_write_manifest", "checkpoints"),
     "behind the manifest": die("stree.common.files:_write_manifest", "checkpoints", "after"),
@@ -101,7 +101,7 @@ SAVING = {
     "behind the rename": die("stree.common.files:_put_in_place", "checkpoints", "after"),
     "before the oldest goes": die("stree_pipelines.training.checkpoints.saving:remove_directory"),
     "renamed, not deleted": die("shutil:rmtree", "checkpoints/.tmp-"),
-    "half deleted": die("os:unlink", "state.", nth=2),
+    "half deleted": die("os:unlink", "state.", "after"),
 }
 EXPORTING = {
     "weights are written": die("stree.checkpoints.load_save:save_file", when="after"),

@@ -30,6 +30,8 @@ from run_checks import (
 )
 from tiny_run import distill_arguments
 
+from stree_pipelines.training.run.stopping import StopSignals
+
 STEPS, SIGNALS = 20, 3
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 pytestmark = pytest.mark.timeout(1200)
@@ -182,3 +184,14 @@ def test_torchrun_ends_the_other_rank_when_one_dies_and_the_run_goes_on(pair, tm
     saved = max(steps_in(run_dir / "checkpoints"))
     assert pair.run(run_dir, steps=saved + 2) == [0, 0]
     assert last_logged(run_dir) == saved + 2
+
+
+def test_a_rank_that_lost_another_keeps_its_exit_code_from_the_launcher():
+    """A job script goes by the highest code of all ranks, and that of SIGTERM is 143."""
+    before = signal.getsignal(TERM)
+    with pytest.raises(RuntimeError), StopSignals().noted(False, lambda: None):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    assert signal.signal(TERM, before) == signal.SIG_IGN
+    with pytest.raises(RuntimeError), StopSignals().noted(False, lambda: None):
+        raise RuntimeError("an error of this rank")
+    assert signal.getsignal(TERM) == before

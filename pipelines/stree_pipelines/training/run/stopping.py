@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from torch.distributed import DistError
+
 from stree.common.errors import Interrupted, Preempted
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -39,7 +41,8 @@ class StopSignals:
         """Only note signals in the block; a second SIGINT ends the process at once with code 130.
 
         A process that leaves because of a signal ignores further ones, which could only take its
-        exit code away, except SIGINT.
+        exit code away, except SIGINT. One that leaves because another process is gone ignores the
+        SIGTERM by which its launcher ends it.
 
         Args:
             tells: True when this process prints that it was interrupted; one of several is enough.
@@ -54,6 +57,10 @@ class StopSignals:
         except Preempted:
             before = dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN)
             before[signal.SIGINT] = lambda number, frame: _leave(tells)
+            raise
+        except RuntimeError as error:
+            if _is_of_a_lost_rank(error):
+                before[signal.SIGTERM] = signal.SIG_IGN
             raise
         finally:
             for number, handler in before.items():
@@ -92,6 +99,11 @@ class StopSignals:
             os.close(writer)
             thread.join()
             os.close(reader)
+
+
+def _is_of_a_lost_rank(error: RuntimeError) -> bool:
+    """Return True for an error that a collective raises when another rank is gone."""
+    return isinstance(error, DistError) or "gloo" in str(error)
 
 
 def _leave(tells: bool) -> None:
