@@ -199,7 +199,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     dtype = pick_dtype(options["dtype"], pick_device(options["device"]), target)
     tokenizer = load_tokenizer(target)
     tree_policy: TreePolicy = FixedTree(TokenTree.chain(0, "root"))
-    identity, verifier = None, GenerationSpec.verifier
+    identity, verifier = None, "coupled"
     if drafter is not None:
         identity, verifier = DrafterIdentity.at(drafter), options["verifier"]
         identity.require_fit(target)

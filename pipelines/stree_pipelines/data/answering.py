@@ -278,8 +278,7 @@ class Generation:
         found = read_spec(self.folder)
         if found is None or found == self.spec:
             return
-        verifier = {"verifier": GenerationSpec.verifier}
-        old, new = verifier | found.to_dict(), verifier | self.spec.to_dict()
+        old, new = found.to_dict(), self.spec.to_dict()
         changed = [f"{name} was {old[name]!r}, now {new[name]!r}" for name in new
                    if old[name] != new[name]]
         raise UsageError(

@@ -55,7 +55,7 @@ class GenerationSpec:
     seed: int
     dtype: str
     shard_samples: int
-    verifier: str = "coupled"  # not named by folders from before it was an option
+    verifier: str
 
     def __post_init__(self) -> None:
         named(self.verifier)
@@ -93,7 +93,6 @@ class GenerationSpec:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> GenerationSpec:
-        content = {"verifier": cls.verifier, **content}
         values = {each.name: content[each.name] for each in fields(cls)}
         values["temperatures"] = tuple(values["temperatures"])
         for name in ("num_prompts", "samples", "shard_samples", "vocab_size"):
@@ -102,10 +101,7 @@ class GenerationSpec:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        content = {"version": VERSION, **asdict(self), "temperatures": list(self.temperatures)}
-        if self.verifier == GenerationSpec.verifier:
-            del content["verifier"]  # keeps the hash of folders from before it was an option
-        return content
+        return {"version": VERSION, **asdict(self), "temperatures": list(self.temperatures)}
 
     @property
     def sha256(self) -> str:
@@ -220,7 +216,7 @@ def _shard_rows(
         manifest = verify_manifest(path)
         if manifest.get("generation") != spec.sha256:
             raise BadData(f"{path} belongs to other data: delete it, and {AGAIN}")
-        if (number := manifest.get("shard", shard)) != shard:  # absent in data of older versions
+        if (number := manifest.get("shard")) != shard:
             raise BadData(f"{path} holds shard {number}, not {shard}: delete it, and {AGAIN}")
         with parquet.ParquetFile(path / TABLE_NAME) as file:
             found, wanted = file.schema_arrow, _schema()

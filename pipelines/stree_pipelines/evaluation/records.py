@@ -84,8 +84,8 @@ class ResultRow(Record):
     target_sha256: str
     method: str
     tree: Tree | None
-    verifier: str | None  # rows from before there were several have a name that no verifier has
-    backtracking: str | None = None  # None in rows from before there were two: replay
+    verifier: str | None  # None in rows of plain decoding, as the next
+    backtracking: str | None = None
     benchmark: str
     prompts_hash: str
     temperature: NonNegative
@@ -111,7 +111,7 @@ class ResultRow(Record):
     # without it
     measuring_costs_s: NonNegative | None = None
     costs: StepTimesRecord | None = None  # by which they were chosen
-    rows_per_call: NonNegative | None = None  # rows from before it was recorded: 1
+    rows_per_call: NonNegative | None = None
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None
     speedup: NonNegative | None

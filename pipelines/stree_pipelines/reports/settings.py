@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from stree.common.errors import UsageError
 from stree.common.words import counted
-from stree.verifiers import VERIFIERS
 from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import OFF, sampling_of, told_sampling
@@ -32,8 +31,7 @@ OF_ARMS = ("verifier", "backtracking")
 def setting_of(row: ResultRow) -> dict[str, str]:
     """Return {name: value} of a row's decoding setting.
 
-    Prompts are a benchmark's own; rows from before a chat template or a verifier was recorded lack
-    it.
+    Prompts are a benchmark's own; plain decoding has no verifier.
     """
     values = {
         "target": row.target_sha256[:HASH_CHARS],
@@ -46,9 +44,9 @@ def setting_of(row: ResultRow) -> dict[str, str]:
         **{name: str(value) for name, value in sampling_of(row).items()},
         f"{row.benchmark}.prompts": f"{row.num_prompts}@{row.prompts_hash[:HASH_CHARS]}",
     }
-    if row.verifier in VERIFIERS:  # plain decoding has none
-        values["verifier"] = row.verifier
-        values["backtracking"] = row.backtracking or "replay"
+    for name in OF_ARMS:
+        if (value := getattr(row, name)) is not None:
+            values[name] = value
     if row.chat_template_sha256 is not None:
         values["chat_template"] = row.chat_template_sha256[:HASH_CHARS]
     return values

@@ -315,10 +315,9 @@ def test_every_name_of_a_drafter_gives_the_target_s_answers(form, workspace, who
 def test_a_verifier_is_of_the_description_and_greedy_answers_are_the_same(
     workspace, whole, tmp_path
 ):
-    """Folders without a named verifier were written by `coupled`."""
     data = generate(workspace, tmp_path / "data", "--verifier", "multi_step")
     described, first = map(description, (data, whole))
-    assert described["verifier"] == "multi_step" and "verifier" not in first
+    assert (described["verifier"], first["verifier"]) == ("multi_step", "coupled")
     assert answers_of(data, greedy=True) == answers_of(whole, greedy=True)
     assert answers_of(data) != answers_of(whole)
     with pytest.raises(UsageError, match="verifier was 'coupled', now 'multi_step'"):

@@ -15,7 +15,6 @@ from stree.speculation_profile import (
     StepTimesRecord,
     SuggestedTree,
 )
-from stree.verifiers import VERIFIERS
 from stree_pipelines.evaluation.arms import without_trials
 from stree_pipelines.evaluation.plan import METHODS, form_sha256
 from stree_pipelines.evaluation.records import ResultRow
@@ -130,19 +129,13 @@ def _measurement(row: ResultRow) -> Measurement:
     fields = Measurement.model_fields.keys() - {"verifier", "drafter"}
     same = {name: getattr(row, name) for name in fields if hasattr(row, name)}
     return Measurement(
-        **same, verifier=_verifier(row), drafter=_form(row),
+        **same, verifier=row.verifier, drafter=_form(row),
         draft_length=row.tree.to_token_tree().max_depth if row.tree else 0, device=device,
         dtype=dtype, acceptance_length_interval=row.confidence_intervals.get("acceptance_length"),
         speedup_interval=row.confidence_intervals.get("speedup"),
         lossless_share=row.lossless.share if row.lossless else None,
         git_sha=row.environment.git_sha,
     )
-
-
-def _verifier(row: ResultRow) -> str | None:
-    """Return a row's verifier; None in rows from before there were several, whose name is no
-    verifier's."""
-    return row.verifier if row.verifier in VERIFIERS else None
 
 
 def _recommendations(data: RunData) -> Iterator[Recommendation]:
@@ -161,7 +154,7 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             batch_size=batch_size, temperature=temperature, benchmarks=tuple(data.benchmarks),
             num_prompts=cell.num_prompts, method=advice.method.partition(":")[0],
             tree=None if won is None else won.tree,
-            verifier=None if won is None else _verifier(won),
+            verifier=None if won is None else won.verifier,
             backtracking=None if won is None else won.backtracking, drafter=form,
             costs=None if won is None else _costs(data, won, temperature),
             acceptance_length=cell["acceptance_length"], speedup=cell["speedup"],

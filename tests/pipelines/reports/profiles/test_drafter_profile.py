@@ -175,15 +175,13 @@ def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
 
 
 def test_the_verifier_that_won_is_named(tmp_path):
-    """Rows from before there were several say what no verifier is called."""
     make_run(tmp_path, ("gsm8k",), (1.0,))
-    for verifier, wanted in (("multi_step", "multi_step"), ("as ever", None)):
-        named = {"verifier": verifier}
-        store = change_rows(tmp_path, lambda row: row.model_copy(update=named if row.tree else {}))
-        profile = profile_of(store, tmp_path, "10000")
-        (won,) = profile.recommendations
-        assert won.tree is not None and won.verifier == wanted
-        assert {each.verifier for each in profile.measurements} == {None, wanted}
+    named = {"verifier": "multi_step"}
+    store = change_rows(tmp_path, lambda row: row.model_copy(update=named if row.tree else {}))
+    profile = profile_of(store, tmp_path, "10000")
+    (won,) = profile.recommendations
+    assert won.tree is not None and won.verifier == "multi_step"
+    assert {each.verifier for each in profile.measurements} == {None, "multi_step"}
 
 
 def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run, capsys):
