@@ -11,14 +11,26 @@ __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers' custom_generate
 
 __all__ = [
-    "CUSTOM_GENERATE", "AdaptiveTrees", "BanditTrees", "BatchDecoder", "Decoder",
-    "GenerationConfig", "GenerationOutput", "HybridConfig", "HybridModel", "Request", "StepTimes",
-    "TokenTree", "TransformersDecoder", "__version__", "from_transformers", "generate", "load",
+    "CUSTOM_GENERATE", "AdaptiveTrees", "BadData", "BanditTrees", "BatchDecoder", "CannotWrite",
+    "CheckpointRefused", "Decoder", "GenerationConfig", "GenerationOutput", "HybridConfig",
+    "HybridModel", "InvariantBroken", "NotFound", "OutOfMemory", "Request", "StepTimes",
+    "StreeError", "TokenTree", "TransformersDecoder", "UsageError", "__version__",
+    "from_transformers", "generate", "load",
 ]
 
 if TYPE_CHECKING:
     from stree.batching.batch_decoder import BatchDecoder
     from stree.batching.sequences import Request
+    from stree.common.errors import (
+        BadData,
+        CannotWrite,
+        CheckpointRefused,
+        InvariantBroken,
+        NotFound,
+        OutOfMemory,
+        StreeError,
+        UsageError,
+    )
     from stree.decoder import Decoder, generate
     from stree.generation import GenerationConfig, GenerationOutput
     from stree.hf_model import TransformersDecoder, from_transformers
@@ -30,7 +42,12 @@ if TYPE_CHECKING:
     from stree.tree_policy.step_times import StepTimes
     from stree.trees.token_tree import TokenTree
 else:
+    _ERRORS = (
+        "BadData", "CannotWrite", "CheckpointRefused", "InvariantBroken", "NotFound",
+        "OutOfMemory", "StreeError", "UsageError",
+    )
     _PLACES = {
+        **dict.fromkeys(_ERRORS, "common.errors"),
         "BanditTrees": "tree_policy.bandit",
         "BatchDecoder": "batching.batch_decoder",
         "StepTimes": "tree_policy.step_times",

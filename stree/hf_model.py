@@ -50,6 +50,7 @@ _INSTEAD = {
     "prompt_lookup_num_tokens": "stree.from_transformers(model, 'ngram:3') drafts by n-grams",
     "return_dict_in_generate": "the ids are returned; leave it out",
     "inputs_embeds": "give token ids",
+    "seed": "torch.manual_seed repeats an answer",
 }
 LENGTH_STEP = 256  # of the buffers, so that prompts of other lengths find them large enough
 _KEPT = "_stree_decoder"

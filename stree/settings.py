@@ -47,6 +47,19 @@ _INSTEAD = {
     "model, drafter) takes stopping criteria",
     "max_time": "stree.BatchDecoder.step gives tokens as they come: release the row in time",
 }
+# Names that OpenAI's API and from_transformers have, or had, for what is asked for otherwise here
+_ELSEWHERE = {
+    "stop": "stop_strings ends an answer at a text",
+    "n": "num_return_sequences gives several answers",
+    "max_tokens": "it is max_new_tokens here",
+    "max_completion_tokens": "it is max_new_tokens here",
+    "stream": "streamer= shows tokens as they come, such as transformers.TextStreamer",
+    "logprobs": "probabilities of tokens are not returned",
+    "top_logprobs": "probabilities of tokens are not returned",
+    "presence_penalty": "repetition_penalty is the one penalty here",
+    "frequency_penalty": "repetition_penalty is the one penalty here",
+    "logit_bias": THEIRS,
+}
 # Settings that change logits, or search: here the target's distribution decides alone
 _OF_LOGITS = (
     "bad_words_ids", "logits_processor", "sequence_bias", "suppress_tokens",
@@ -233,6 +246,8 @@ def refuse(refused: Mapping[str, Any], instead: Mapping[str, str] | None = None)
 def _remedy(name: str) -> str:
     if name in _OF_LOGITS:
         return THEIRS
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
     if name in _INSTEAD or name in _NEUTRAL:
         return _INSTEAD.get(name, "leave it out")
     meant = get_close_matches(name, (*_OURS, "do_sample", "max_length"), 1, 0.7)

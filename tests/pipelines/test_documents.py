@@ -130,7 +130,7 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
     names: dict = {}
     for guide, opening in (
         (README, "from Python:\n"), (PYTHON, "From two checkpoints:\n"),
-        (PYTHON, "while others\ngo on:\n"),
+        (PYTHON, "With a decoder from above:\n"), (PYTHON, "while others\ngo on:\n"),
     ):
         text = guide.read_text(encoding="utf-8").partition(opening)[2]
         code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from toys import Streamer, right_now_and_then, tiny_model
 
+import stree
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import load_tokenizer
@@ -409,6 +410,17 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
 def test_what_cannot_be_honoured_is_named(given, options, message):
     with pytest.raises(UsageError, match=message):
         settings_of(given, options).after(torch.tensor(PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("stop", "stop_strings"), ("n", "num_return_sequences"), ("max_tokens", "max_new_tokens"),
+     ("stream", "streamer="), ("logprobs", "not returned"), ("logit_bias", "model.generate"),
+     ("presence_penalty", "repetition_penalty")],
+)
+def test_names_of_other_libraries_are_answered_with_ours(decoder, name, instead):
+    with pytest.raises(stree.UsageError, match=f"cannot honour {name} = 1: .*{instead}"):
+        decoder.generate(PROMPT, **{name: 1})
 
 
 def test_a_request_takes_either_config_and_stands_for_itself(decoder):
