@@ -6,6 +6,8 @@ import pytest
 
 from stree.chat_encoding import ChatEncoder
 from stree.common.errors import BadData
+from stree_pipelines.data import loss_mask
+from stree_pipelines.data.answering import read_prompts
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.datamodule import tokenize
 from stree_pipelines.data.encoding import encoded, thought_in
@@ -47,6 +49,29 @@ def test_refused_rows_are_counted_with_their_place(tokenizer, tmp_path):
     path.write_text(json.dumps({"messages": bad}))
     with pytest.raises(BadData, match=r"no usable conversation left.*no system role"):
         tokenize(str(path), tokenizer, ChatEncoder(tokenizer, NO_SYSTEM))
+
+
+def test_prompts_that_a_template_refuses_are_left_out(tokenizer, tmp_path):
+    bad = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    path, told = rows(tmp_path / "a.jsonl", bad), []
+    prompts = read_prompts(str(path), tokenizer, "first", template=NO_SYSTEM, say=told.append)
+    assert [prompt.number for prompt in prompts] == [0, 2]
+    assert len(told) == 1 and "1 prompts" in told[0] and f"{path}:2: " in told[0]
+    path.write_text(json.dumps({"messages": bad}))
+    with pytest.raises(BadData, match=r"1 prompts .* are left out, .*no system role"):
+        read_prompts(str(path), tokenizer, "first", template=NO_SYSTEM)
+
+
+def test_the_shown_mask_is_the_training_s(tokenizer, tmp_path, capsys):
+    ask = {"role": "user", "content": "a"}
+    turns = [ask, {"role": "assistant", "content": "no", "loss": False}, ask,
+             {"role": "assistant", "content": "yes"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": turns}))
+    tokenizer.save_pretrained(tmp_path / "t")
+    loss_mask.main([str(path), "--tokenizer", str(tmp_path / "t")])
+    said = capsys.readouterr().out
+    assert "<|assistant|>no<|end|>" in said and "⟦yes<|end|>⟧" in said
 
 
 def texts(path, tokenizer, template):
