@@ -7,7 +7,7 @@ CHAT   ?= runs/chat-75m-drafter
 # Conversations of `make chat`: files, or names on the hub (MIT)
 CHAT_TRAIN ?= HuggingFaceH4/ultrachat_200k:train_sft
 CHAT_VALID ?= HuggingFaceH4/ultrachat_200k:test_sft
-CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit 50000
+CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID)
 
 # What a file's tests share is made once when one worker has them all; in tests/conftest.py's order
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
@@ -36,7 +36,7 @@ quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate ever
 chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, on public chats: one large GPU
 	$(BIN)/python pipelines/fetch_benchmarks.py mt_bench humaneval gsm8k
 	$(BIN)/python pipelines/train_target.py fit --config configs/target/chat-75m.yaml \
-	  --run_dir runs/chat-75m $(CHAT_DATA) --tokenizer.limit 50000
+	  --run_dir runs/chat-75m $(CHAT_DATA)
 	$(BIN)/python pipelines/distill.py fit --config configs/distill/chat-75m-features.yaml \
 	  --run_dir $(CHAT) $(CHAT_DATA)
 	$(BIN)/python pipelines/eval_spec.py --run $(CHAT) --config configs/eval/chat-75m.yaml

@@ -20,6 +20,12 @@ class Entry(NamedTuple):
     subcommand: str = ""
     package: str = "stree_pipelines.commands"
 
+    @property
+    def script(self) -> str:
+        """The path of the file that runs the command in a clone."""
+        path = f"{self.package}.{self.module}".replace(".", "/")
+        return f"pipelines/{path.removeprefix('stree_pipelines/commands/')}.py"
+
 
 LAB = "stree_lab"  # in a clone only
 
@@ -93,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"stree {name} needs a clone of the repository, got an installed package: in the "
             "clone type make install, then .venv/bin/stree"
         ) from error
-    folder = "stree_lab/" if entry.package == LAB else ""
-    with typed_as(f"stree {name}", f"{folder}{entry.module}.py"):
+    programs = {each.script: f"stree {name}" for name, each in COMMANDS.items()}
+    with typed_as(f"stree {name}", programs):
         module.main(rest)
 
 

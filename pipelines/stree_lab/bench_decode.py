@@ -1,28 +1,38 @@
 """Time decoding of random weights against the floor of its matrix products.
 
-Here … is pipelines/stree_lab.
-
-python …/bench_decode.py runs/bench/8b.jsonl --shape 8b
-python …/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
-python …/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
-python …/bench_decode.py runs/bench/8b-drafters.jsonl --what "[draft]" \\
-    --drafters "[own,head=32768,rank=256,head=32768+rank=256,own+head_dtype=float8]"
-python …/bench_decode.py runs/bench/8b-trees.jsonl --what "[draft]" \\
-    --trees "[beam-4-8-16,beam-8-8-32]"
-python …/bench_decode.py runs/bench/8b-lengths.jsonl --what "[draft_lengths]" \\
-    --drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"
-python …/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
-python …/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]" \\
-    --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
-python …/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
-python …/bench_decode.py runs/bench/8b-beam.jsonl --what "[rows]" --rows "[1]" \\
-    --row_trees "[paper,beam-4-5-32]"
-python …/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint]" --rows "[1,8]"
-python …/bench_decode.py runs/bench/joint.jsonl --shape mamba2-2.7b --what "[joint]" \\
-    --rows "[1]" --joint_trees "[png-6-1,png-6-2]"
-python …/bench_decode.py runs/bench/beams.jsonl --shape mamba2-2.7b --what "[beams]"
-python …/bench_decode.py runs/bench/8b-orders.jsonl --what "[orders]"
-python …/bench_decode.py runs/bench/prompts.jsonl --shape chat,8b --what "[prompts]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b.jsonl --shape 8b
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b \\
+    --what "[calls]" --context 8192
+python pipelines/stree_lab/bench_decode.py runs/bench/2.7b.jsonl --shape \\
+    mamba2-2.7b --what "[calls,draft]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-drafters.jsonl \\
+    --what "[draft]" --drafters \\
+    "[own,head=32768,rank=256,head=32768+rank=256,own+head_dtype=float8]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-trees.jsonl --what \\
+    "[draft]" --trees "[beam-4-8-16,beam-8-8-32]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-lengths.jsonl \\
+    --what "[draft_lengths]" --drafters "[own,attention]" --trees \\
+    "[beam-1-4-5,beam-8-4-32]"
+python pipelines/stree_lab/bench_decode.py runs/bench/two.jsonl --shape \\
+    bamba-9b,zamba2-7b --what "[calls]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-verifiers.jsonl \\
+    --what "[graphs]" --verifiers \\
+    "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-batch.jsonl --what \\
+    "[rows,serve]" --taus "[2.5]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-beam.jsonl --what \\
+    "[rows]" --rows "[1]" --row_trees "[paper,beam-4-5-32]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-joint.jsonl --what \\
+    "[memory,joint]" --rows "[1,8]"
+python pipelines/stree_lab/bench_decode.py runs/bench/joint.jsonl --shape \\
+    mamba2-2.7b --what "[joint]" --rows "[1]" --joint_trees \\
+    "[png-6-1,png-6-2]"
+python pipelines/stree_lab/bench_decode.py runs/bench/beams.jsonl --shape \\
+    mamba2-2.7b --what "[beams]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-orders.jsonl --what \\
+    "[orders]"
+python pipelines/stree_lab/bench_decode.py runs/bench/prompts.jsonl --shape \\
+    chat,8b --what "[prompts]"
 """
 
 from __future__ import annotations

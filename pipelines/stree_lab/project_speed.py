@@ -1,7 +1,8 @@
 """Project a comparison's accepted drafts to another target's step times.
 
-    cd docs/results; python ../../pipelines/stree_lab/project_speed.py h200-policies/features \
-        --times h200-policies/features/8b-calls.jsonl h200-step/5237370/8b-large.jsonl
+    python pipelines/stree_lab/project_speed.py docs/results/h200-policies/features \
+        --times docs/results/h200-policies/features/8b-calls.jsonl \
+        docs/results/h200-step/5237370/8b-large.jsonl
 
 Prints the best chain, each fixed tree and a choice by cost for every benchmark, as speed-ups over
 plain decoding: computed, not measured. --times are rows of bench_decode.py --what "[calls,draft]".

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from documented import Command, lines_written_in
 from parsed import ParseOnly
 
 from stree.checkpoints.configs import config_files
@@ -93,6 +96,34 @@ def test_a_transformer_s_rival_differs_in_its_mixer_only():
     assert sizes[1] == pytest.approx(sizes[0], rel=0.04)
     for part in ("model", "data", "trainer"):
         assert one[part] == other[part]
+
+
+def strings_in(value):
+    """Yield the texts in a YAML file's values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(each)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_a_config_s_files_are_shipped_public_or_made_by_its_commands(path):
+    commands = [Command.of(line) for line in lines_written_in(path)]
+    scripts = {command.script for command in commands}
+    made = ["runs/", *(["data/python-docs/"] * ("pipelines/corpus.py" in scripts))]
+    for command in commands:
+        if "--out" in command.arguments:
+            made.append(command.arguments[command.arguments.index("--out") + 1].split(".")[0])
+    text = path.read_text(encoding="utf-8")
+    made += re.findall(r"hf download .*(?:\n#)?.* --local-dir (\S+)", text)
+    values = yaml.safe_load(text)
+    for name in (word for each in strings_in(values) for word in re.split(r"[ ,:]+", each)):
+        is_public = f"{name}:" in text and name.count("/") == 1
+        if "/" in name and not is_public and not name.startswith(tuple(made)):
+            assert (CONFIGS.parent / name).exists(), name
+    if {"mt_bench", "gsm8k"} & {*strings_in(values)}:
+        assert "pipelines/fetch_benchmarks.py" in scripts
 
 
 def test_there_is_something_to_test():

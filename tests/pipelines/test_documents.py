@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from documented import Command, commands_in, require_parse
+from documented import Command, commands_in, lines_written_in, require_parse
 from families import random_reference
 from tiny_run import write_conversations
 from toys import TableTarget
@@ -37,12 +37,12 @@ PYTHON, TRANSFORMERS = REPOSITORY / "docs/python.md", REPOSITORY / "docs/transfo
 # What a new reader types, in this order
 GUIDES = (README, REPOSITORY / "docs/commands.md", REPOSITORY / "docs/your-own.md")
 TARGET = "checkpoints/python-docs-hybrid"
-DOCUMENTS = sorted(
-    path
-    for pattern in ("README.md", "CONTRIBUTING.md", "slurm/*.md", "docs/**/*.md", f"{TARGET}/*.md")
-    for path in REPOSITORY.glob(pattern)
-    if any(command.script for command in commands_in(path))
+TEXTS = (  # with command lines in blocks, prose, comments or docstrings
+    "*.md", "slurm/*.md", "slurm/*.sh", "docs/**/*.md", "docs/**/*.py", f"{TARGET}/*.md",
+    "kernels/*.md", "tests/*.md", "configs/**/*.yaml", "pipelines/**/*.md", "pipelines/**/*.py",
+    "stree/**/*.py",
 )
+FEWER = ("stree COMMAND", "python -m stree COMMAND", "--help")  # no command in full
 PAGES = [  # written by hand, and about the code as it is
     README, *(REPOSITORY / name for name in ("CONTRIBUTING.md", "tests/README.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
@@ -245,17 +245,45 @@ def test_every_command_of_the_guides_is_known():
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
     for name, entry in COMMANDS.items():
-        script = f"{entry.package}.{entry.module}".replace(".", "/")
-        script = script.removeprefix("stree_pipelines/commands/")
-        assert f"| `stree {name}` | `pipelines/{script}.py` | {entry.summary} |" in page
+        assert f"| `stree {name}` | `{entry.script}` | {entry.summary} |" in page
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_commands_are_understood(document, folder, monkeypatch):
+@pytest.fixture(scope="module")
+def lines():
+    """Every command line that a text tells people to type, with one file that has it."""
+    files = {path for pattern in TEXTS for path in REPOSITORY.glob(pattern)}
+    files.discard(REPOSITORY / "CHANGELOG.md")  # names what is gone
+    found = {line: str(path) for path in sorted(files) for line in lines_written_in(path)}
+    return {line: path for line, path in found.items() if not any(map(line.count, FEWER))}
+
+
+def test_every_command_line_is_understood_as_it_stands(lines, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    for command in commands_in(document):
-        if command.script is not None:
+    assert len(lines) > 200
+    for line, path in lines.items():
+        command = Command.of(line)
+        assert command.script is not None, (path, line)
+        try:
             require_parse(command)
+        except SystemExit as refused:
+            pytest.fail(f"{path}: {line}: exit {refused.code}")
+
+
+@pytest.mark.parametrize("line", [
+    "torchrun --nproc-per-node 2 pipelines/eval_spec.py --run runs/a",  # --run is ambiguous
+    "accelerate launch stree eval --run runs/a",  # no script
+    "python pipelines/eval_spec.py --runs runs/a",
+])
+def test_a_command_line_that_fails_when_typed_is_found(line):
+    with pytest.raises((SystemExit, AssertionError)):
+        require_parse(Command.of(line))
+
+
+def test_scripts_named_beside_commands_run_when_called(monkeypatch):
+    """A script without a call of its main would end silently."""
+    for entry in COMMANDS.values():
+        source = (REPOSITORY / entry.script).read_text(encoding="utf-8")
+        assert '\nif __name__ == "__main__":\n' in source, entry.script
 
 
 @pytest.mark.parametrize("target", ["quickstart", "chat"])

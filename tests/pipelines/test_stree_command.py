@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from documented import Command, lines_written_in, require_parse
 from tiny_run import make_workspace
 
 import stree
@@ -51,6 +52,19 @@ def test_a_command_s_help_and_errors_call_it_by_the_name_that_was_typed(name, ca
     assert f"see stree {name}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_lines_in_a_command_s_help_are_understood(name, capsys, tmp_path, monkeypatch):
+    """From a folder that is no clone, so that nothing names a script."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    (tmp_path / "help.md").write_text(capsys.readouterr().out.partition("\n\n")[2])
+    commands = [Command.of(line) for line in lines_written_in(tmp_path / "help.md")]
+    assert {command.script for command in commands} <= {"stree"}
+    for command in commands:
+        require_parse(command)
+
+
 def test_help_version_and_what_there_is_not(capsys):
     for arguments in ([], ["--help"]):
         main(arguments)
@@ -75,7 +89,7 @@ def test_help_version_and_what_there_is_not(capsys):
 def test_what_to_type_again_is_what_was_typed(started, typed, monkeypatch):
     monkeypatch.setattr(sys, "argv", [started, "fit"])
     if "stree" in typed:
-        with typed_as("stree distil", "distill.py"):
+        with typed_as("stree distil", {}):
             assert typed_command() == typed
     else:
         assert typed_command() == typed

@@ -1,12 +1,13 @@
 """Write users' questions from held-out conversations as prompts for --benchmarks.
 
-python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz \\
-    --source schema-guided-dialogue --out data/dialogues.jsonl
+python pipelines/ask_conversations.py data/python-docs/valid.jsonl \\
+    --source python-docs/unittest --out data/unittest.jsonl
 
 A later turn is asked after the model's own earlier answers.
 
-python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz --out data/long.jsonl \\
-    --lengths 0 1024 2048 4096 --tokenizer checkpoints/python-docs-hybrid --limit 8 --turns 1
+python pipelines/ask_conversations.py data/python-docs/valid.jsonl \\
+    --out data/long.jsonl --lengths 0 1024 2048 4096 \\
+    --tokenizer checkpoints/python-docs-hybrid --limit 8 --turns 1
 
 asks the same questions after other conversations, in prompts of these numbers of tokens:
 data/long-0.jsonl, data/long-1024.jsonl and so on (docs/long-context.md).

@@ -228,7 +228,7 @@ def typed_lines(console: Console) -> Iterator[str]:
 
 
 def build_parser() -> PlainParser:
-    parser = PlainParser("terminal_chat.py", description=__doc__)
+    parser = PlainParser("chat.py", description=__doc__)
     add = parser.add_argument
     add("target", help="checkpoint folder, or a name on the hub")
     add("--drafter", help=f"{DRAFTERS}; a folder may be a name on the hub")

@@ -1,10 +1,11 @@
 """Evaluate drafter checkpoints: acceptance length and speed of chain and tree, and losslessness.
 
-Every export of a run:  python pipelines/eval_spec.py --run runs/quickstart
-Chosen checkpoints:     python pipelines/eval_spec.py --target T --checkpoint A B --out eval
-Prompts split over GPUs: accelerate launch pipelines/eval_spec.py …
-Two CPU processes:      accelerate launch --multi_gpu --num_processes 2 pipelines/eval_spec.py \\
-                          --device cpu …   (--cpu would start one process only)
+All exports of a run, chosen checkpoints, prompts split over GPUs, two CPU processes:
+
+    python pipelines/eval_spec.py --run runs/quickstart
+    python pipelines/eval_spec.py --target T --checkpoint A B --out eval
+    accelerate launch pipelines/eval_spec.py --run runs/quickstart
+    torchrun --nproc-per-node 2 -- pipelines/eval_spec.py --run runs/quickstart
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
         --data.train data/own --run_dir runs/own
 
 The drafter speeds the target up and does not change its answers. The same command again goes on
-where it was stopped; several processes (accelerate launch, torchrun, srun) share the work.
+where it was stopped. Processes of accelerate, torchrun or srun share the work.
 """
 
 from __future__ import annotations

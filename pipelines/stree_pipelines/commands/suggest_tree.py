@@ -2,7 +2,7 @@
 
     python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml
     python pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml
-    python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # measures it
+    python pipelines/eval_spec.py --run runs/quickstart --tree tree.yaml   # measures it
 
 Acceptance rates and step times come from the rows of the drafter that was distilled longest. With
 --fastest the fastest tree of each number of levels is printed, too; --out_levels writes them into a

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -46,17 +46,20 @@ SUBCOMMAND = "fit"  # the only one
 
 class _Typed(NamedTuple):
     program: str
-    script: str
+    programs: Mapping[str, str]
 
 
 _typed: ContextVar[_Typed | None] = ContextVar("typed", default=None)
 
 
 @contextmanager
-def typed_as(program: str, script: str) -> Iterator[None]:
-    """Call a command, a script of pipelines/, by another name in help and errors inside the
-    block."""
-    token = _typed.set(_Typed(program, script))
+def typed_as(program: str, programs: Mapping[str, str]) -> Iterator[None]:
+    """Call commands by other names than their scripts' in help and errors inside the block.
+
+    program: the name of the command that runs, such as "stree eval".
+    programs: such names by the scripts' paths, such as "pipelines/eval_spec.py".
+    """
+    token = _typed.set(_Typed(program, programs))
     try:
         yield
     finally:
@@ -99,6 +102,21 @@ def input_path(name: str) -> str:
     return shipped if is_path and not os.path.exists(name) and os.path.exists(shipped) else name
 
 
+def _with_programs(text: str, programs: Mapping[str, str]) -> str:
+    """Replace the scripts in command lines by other programs' names.
+
+    A launcher starts no console script, but `-m` of its package.
+    """
+    for script, program in programs.items():
+        text = re.sub(rf"python {script}", program, text)
+        text = re.sub(
+            rf"^( *(?:accelerate|torchrun) .*?)(-- )?{script}", rf"\1-m \g<2>{program}", text,
+            flags=re.MULTILINE,
+        )
+        text = text.replace(script, program)
+    return text
+
+
 class OneLineErrors:
     """Mixin of argument parsers that prints the mistake and a hint instead of the whole usage.
 
@@ -116,9 +134,7 @@ class OneLineErrors:
         if typed is not None and (arguments or "prog" not in options):
             arguments, options = arguments[1:], {**options, "prog": typed.program}
             if options.get("description"):
-                told = re.sub(rf"(python )?pipelines/{typed.script}", typed.program,
-                              options["description"])
-                options["description"] = told
+                options["description"] = _with_programs(options["description"], typed.programs)
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def parse_args(self, *arguments: Any, **options: Any) -> Any:

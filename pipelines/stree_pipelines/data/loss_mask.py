@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from stree.chat_encoding import ChatEncoder
-from stree.common.errors import shown
+from stree.common.errors import exit_with_reason, shown
 from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.encoding import encoded
@@ -55,3 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
             text = show_mask(sample.tokens, sample.assistant, tokenizer)
             print(f"{conversation.id}: {text}\n")
     print(report)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
