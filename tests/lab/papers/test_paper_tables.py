@@ -21,7 +21,7 @@ from stree_pipelines.commands import compare
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.evaluation.sources import SOURCES
 
-REPOSITORY = Path(__file__).parents[4]
+REPOSITORY = Path(__file__).parents[3]
 STEP = REPOSITORY / "docs/results/h200-step"
 CHATS = REPOSITORY / "docs/results/h200-sharegpt/ba8f615"
 

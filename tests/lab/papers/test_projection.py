@@ -20,7 +20,7 @@ from stree_lab.papers.projection import (
 )
 from stree_lab.project_speed import main
 
-RESULTS = Path(__file__).parents[4] / "docs/results"
+RESULTS = Path(__file__).parents[3] / "docs/results"
 CHAIN, PAPER, BEAM = TokenTree.chain(2), TokenTree.paper(), BeamTree.of(4, 4, 32)
 SHALLOW = BeamTree.of(4, 2, 21)
 

@@ -24,7 +24,7 @@ from stree_lab.queue.queueing import (
     serve,
 )
 
-RESULTS = Path(__file__).parents[4] / "docs/results"
+RESULTS = Path(__file__).parents[3] / "docs/results"
 CONTINUOUS = Policy("continuous")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from stree_lab.studies.plan import DONE, read_study
 from stree_pipelines.evaluation.arms import read_comparison
 from stree_pipelines.evaluation.result_store import ResultStore
 
-SHIPPED = sorted((Path(__file__).parents[4] / "configs/study").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "configs/study").glob("*.yaml"))
 STUB = """
 import pathlib, sys
 given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -55,7 +56,7 @@ def stub(tmp_path, monkeypatch):
     """In place of distill.py."""
     path = tmp_path / "stub.py"
     path.write_text(STUB)
-    monkeypatch.setattr(training, "DISTIL", path)
+    monkeypatch.setattr(training, "DISTIL", (sys.executable, str(path)))
 
 
 def test_each_run_is_trained_with_its_arms_options_and_its_seed(tmp_path, stub, capsys):
