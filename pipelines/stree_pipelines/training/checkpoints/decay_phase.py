@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from stree_pipelines.training.lightning_internals import to_device
 from stree_pipelines.training.module import Training
 
 
@@ -73,8 +74,7 @@ def run_decay(
     try:
         for number in range(first * accumulate, last * accumulate):
             loop.batch_progress.current.ready = number + 1
-            batch = module._on_before_batch_transfer(batches[number], dataloader_idx=0)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            batch = to_device(trainer, module, batches[number])
             inputs = OrderedDict(batch=batch, batch_idx=number)
             loop.automatic_optimization.run(optimizer, number, inputs)
             step, micro_batch = divmod(number + 1, accumulate)

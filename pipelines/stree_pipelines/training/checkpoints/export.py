@@ -17,6 +17,7 @@ from stree.common.errors import CheckpointRefused, UsageError
 from stree.common.files import make_directory, point_to, sweep_leftovers, verify_manifest
 from stree_pipelines.training.checkpoints.decay_phase import as_it_was, run_decay
 from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints, step_directory
+from stree_pipelines.training.lightning_internals import is_within_step
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.parallel.sharding import whole_model
@@ -107,7 +108,7 @@ class Exports(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._done_step:
+        if is_within_step(trainer) or step == self._done_step:
             return
         early = {last for _, last in self.branches(trainer.max_steps)}
         if step in self.export_steps(trainer.max_steps) and step not in early:

@@ -41,6 +41,11 @@ from stree.common.files import (
 )
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.data.datamodule import recount_micro_batches
+from stree_pipelines.training.lightning_internals import (
+    is_validation_due,
+    is_within_step,
+    uncount_next_batch,
+)
 from stree_pipelines.training.run.stopping import StopSignals
 
 STATE_NAME = "state.pt"
@@ -228,16 +233,13 @@ class TrainingCheckpoints(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        epoch_loop = trainer.fit_loop.epoch_loop
         step = trainer.global_step
-        if epoch_loop._should_accumulate() or step == self._saved_step:
+        if is_within_step(trainer) or step == self._saved_step:
             return
         self._stopping = self.told(trainer)
         if self._stopping or step % self.every_n_steps == 0 or step == trainer.max_steps:
-            fetcher = trainer.fit_loop._data_fetcher
-            assert fetcher is not None
             # Save after a validation that is due now: resuming would not repeat it.
-            self._save_after_validation = epoch_loop._should_check_val_fx(fetcher)
+            self._save_after_validation = is_validation_due(trainer)
             if not self._save_after_validation:
                 self._save_and_maybe_stop(trainer)
 
@@ -263,15 +265,7 @@ class TrainingCheckpoints(pl.Callback):
         """Save the state of the last step's end, when the next batch has been taken already, and
         stop."""
         if trainer.global_step != self._saved_step:
-            loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-            assert fetcher is not None
-            counts = loop.batch_progress.total, loop.batch_progress.current
-            for each in counts:
-                each.ready -= 1
-            loop._batches_that_stepped -= 1  # Lightning counts it after either kind of save
-            if not loop._should_check_val_fx(fetcher):  # else the save comes after a validation
-                for each in counts:
-                    each.completed -= 1
+            uncount_next_batch(trainer)
             self._save(trainer)
         self._stop(trainer)
 

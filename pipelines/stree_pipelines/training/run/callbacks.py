@@ -22,6 +22,7 @@ from stree.common.words import size
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.launch import start_process, submit_job
 from stree_pipelines.training.checkpoints.export import Exports
+from stree_pipelines.training.lightning_internals import is_validation_due, is_within_step
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.run.console import say
 from stree_pipelines.training.run.progress import Pace, TrainingBar
@@ -55,7 +56,7 @@ class LogMetrics(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
+        if is_within_step(trainer) or step == self._logged_step:
             return
         self._pace.note(step)
         eta, bar = self._pace.eta(step, trainer.max_steps), trainer.progress_bar_callback
@@ -219,17 +220,15 @@ class EvaluateExports(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, epoch_loop = trainer.global_step, trainer.fit_loop.epoch_loop
-        if self.mode == "off" or step == self._evaluated_step or epoch_loop._should_accumulate():
+        step = trainer.global_step
+        if self.mode == "off" or step == self._evaluated_step or is_within_step(trainer):
             return
         assert self.exports is not None
         if step not in self.exports.export_steps(trainer.max_steps):
             return
         self._evaluated_step = step
         # TrainingCheckpoints saves after a validation that is due now, and before this.
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        self._evaluate_after_validation = epoch_loop._should_check_val_fx(fetcher)
+        self._evaluate_after_validation = is_validation_due(trainer)
         if not self._evaluate_after_validation:
             self._evaluate(trainer, pl_module)
 

@@ -44,6 +44,7 @@ from stree_pipelines.training.checkpoints.saving import (
     latest_valid,
     remove_all_but,
 )
+from stree_pipelines.training.lightning_internals import handle_signals_ourselves
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.run.callbacks import EvaluateExports, LogMetrics
@@ -425,11 +426,7 @@ class TrainingCLI(LightningCLI):
 
     def _noted_signals(self) -> AbstractContextManager[None]:
         signals = self._callback(TrainingCheckpoints).signals
-        # Replaces Lightning's own handler, so that there is one.
-        self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
-        # All ranks ask each other after each step (`TrainingCheckpoints.told`). Lightning would ask
-        # before each micro-batch, and wait for the device's answer.
-        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        handle_signals_ourselves(self.trainer, signals.note)
         signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
         is_main = self.trainer.is_global_zero
         return signals.noted(is_main, self.restarts.forget if is_main else lambda: None)
