@@ -14,6 +14,7 @@ import torch
 from eager import without_graphs
 from enumerated import Repetitive, chance_of
 from lanes import quick_first
+from node_orders import depth_first
 from toys import (
     TableDrafter,
     TableTarget,
@@ -29,7 +30,6 @@ from stree.trees.token_tree import balanced
 from stree.verifiers import VERIFIERS
 from stree.verifiers.coupled import Coupled
 from stree_kernels import naive, ops
-from stree_lab.papers.node_order import heavy_path
 
 TREES = [
     TokenTree.chain(1), TokenTree.chain(4), TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 2)),
@@ -132,7 +132,7 @@ def test_drafts_of_models_change_nothing_of_what_is_sampled(drafter_layers):
 
 
 LARGE = [
-    TokenTree(heavy_path(balanced([6, 7, 6]).parents), "heavy"),
+    TokenTree(depth_first(balanced([6, 7, 6]).parents, heaviest_first=True), "heavy"),
     *map(TokenTree.load, ("expand-4-4-4-4", "beam-9-6-300", "dyspec-9-6-300", "chain-299")),
     random_tree(1000), random_tree(2048),
 ]

@@ -82,6 +82,11 @@ def test_what_commands_import_is_in_an_extra():
     assert not [pair for pair in imported(ROOT / "pipelines") if pair[0] not in known]
 
 
+@pytest.mark.parametrize("folder", ["stree", "kernels", "laws"])
+def test_tests_of_the_core_do_without_the_lab(folder):
+    assert not [pair for pair in imported(ROOT / "tests" / folder) if pair[0] == "stree_lab"]
+
+
 def test_extras_have_the_libraries_that_messages_name():
     extras = bare_environment.PROJECT["optional-dependencies"]
     for library, extra in EXTRA_OF.items():

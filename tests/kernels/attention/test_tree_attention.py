@@ -19,19 +19,19 @@ from kernel_cases import (
     topology_of,
 )
 from lanes import quick_first
+from node_orders import depth_first
 from toys import random_tree
 
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.attention import tree_attention
 from stree_kernels.contracts import CacheState
-from stree_lab.papers.node_order import depth_first, heavy_path
 
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(40)]
 TREES_ON_CUDA = [
     comb(65), star(256), comb(256), TokenTree.chain(255), random_tree(257), random_tree(1000),
-    random_tree(2048), TokenTree(heavy_path(random_tree(2048).parents), "heavy"),
-    TokenTree.chain(2047),
+    random_tree(2048), TokenTree.chain(2047),
+    TokenTree(depth_first(random_tree(2048).parents, heaviest_first=True), "heavy"),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
