@@ -86,14 +86,17 @@ class ChatEncoder:
     With `{% generation %}` in the template its marks enclose the assistant's texts, and a
     conversation is one sample. Without, an answer is the text that the template adds to the
     rendering of its prompt; where it renders the prompt otherwise then, the answer's own text.
+
+    Templates that print the date have the fixed one of `stree.common.template_dates`, so that a run
+    can go on tomorrow; `today` gives them the day on which they are rendered.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None):
+    def __init__(self, tokenizer: Any, template: str | None = None, today: bool = False):
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UsageError(
                 f"{type(tokenizer).__name__} is not backed by `tokenizers`; convert it first"
             )
-        self.renderer = ChatRenderer(tokenizer, template)
+        self.renderer = ChatRenderer(tokenizer, template, today)
         self.eos: str = tokenizer.eos_token or ""
         text = tokenizer.backend_tokenizer.to_str()
         self._backends = {plain: tokenizer_for_pieces(text, plain) for plain in (False, True)}
@@ -356,12 +359,14 @@ def _mappings(messages: Sequence[Message]) -> list[dict[str, Any]]:
 _encoders: WeakKeyDictionary[Any, dict[tuple, ChatEncoder]] = WeakKeyDictionary()
 
 
-def chat_encoder(tokenizer: Any, template: str | None = None) -> ChatEncoder:
+def chat_encoder(
+    tokenizer: Any, template: str | None = None, today: bool = False
+) -> ChatEncoder:
     """Return the encoder of a tokenizer and template, cached: copying a vocabulary takes time."""
-    key = (template, str(tokenizer.chat_template), len(tokenizer))
+    key = (template, str(tokenizer.chat_template), len(tokenizer), today)
     known = _encoders.setdefault(tokenizer, {})
     if key not in known:
-        known[key] = ChatEncoder(tokenizer, template)
+        known[key] = ChatEncoder(tokenizer, template, today)
     return known[key]
 
 

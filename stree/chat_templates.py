@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stree.checkpoints.tokenizer import refusing_panics
 from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError, one_line
 from stree.common.plain_data import read_text
+from stree.common.template_dates import with_fixed_date
 
 STREE_CHAT = """\
 {%- for message in messages -%}
@@ -52,8 +53,6 @@ CHATML = """\
 TEMPLATES = {"stree-chat": STREE_CHAT, "chatml": CHATML}
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# Llama 3's template prints today's date unless told one; training data must not change at midnight.
-FIXED_DATE = "26 Jul 2024"
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # never in well-formed interchange
 # Keys under which messages have the thought that precedes their text
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -147,13 +146,15 @@ class ChatRenderer:
     """Renderer of conversations by one template, for one tokenizer.
 
     Attributes:
-        template: The Jinja text.
+        template: The Jinja text, which prints a fixed date unless `today` is true.
         has_marks: Whether `{% generation %}` marks enclose the assistant's texts.
         specials: The tokenizer's control tokens; special_ids, their ids.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None):
+    def __init__(self, tokenizer: Any, template: str | None, today: bool):
         self.template = resolve_template(tokenizer, template)
+        if not today:
+            self.template = with_fixed_date(self.template)
         self.has_marks = bool(GENERATION_MARK.search(self.template))
         self._specials_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._backend = tokenizer_for_pieces(tokenizer.backend_tokenizer.to_str(), plain=False)
@@ -190,7 +191,7 @@ class ChatRenderer:
             rendered: Any = render_jinja_template(
                 [list(messages)], chat_template=self.template,
                 return_assistant_tokens_mask=self.has_marks, add_generation_prompt=prompt,
-                **{"date_string": FIXED_DATE, **self._specials_map, **variables},
+                **{**self._specials_map, **variables},
             )
         except _ERRORS_OF_TEMPLATES as error:
             raise CheckpointRefused(

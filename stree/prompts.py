@@ -79,7 +79,8 @@ def text_ids(tokenizer: Any, text: Any) -> list[int]:
 def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
     """Encode a conversation up to where the assistant's next turn begins.
 
-    The ids are those of training (`chat_encoding`): no message can spell a control token.
+    The ids are those of training (`chat_encoding`): no message can spell a control token. But a
+    template that prints the date has today's, where training has a fixed one.
 
     Args:
         tokenizer: With a chat template.
@@ -112,7 +113,7 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
     if template is None and isinstance(own, Mapping) and given.get("tools"):
         template = own.get("tool_use")  # by this name `transformers` takes it, too
     try:
-        encoder = chat_encoder(tokenizer, template)
+        encoder = chat_encoder(tokenizer, template, today=True)
         _require_read(encoder.renderer.template, given)
         if any(map(_has_parts, messages)) and not _reads_parts(encoder, messages, given):
             messages = [_with_text(each) for each in messages]

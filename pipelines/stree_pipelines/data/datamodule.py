@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import BadData, CheckpointRefused, UsageError, require_fitting
+from stree.common.template_dates import template_date
 from stree_pipelines.data.conversations import ReadReport, read_conversations
 from stree_pipelines.data.encoding import encoded
 from stree_pipelines.data.generated import is_generated, read_answers
@@ -242,6 +243,7 @@ class ConversationDataModule(pl.LightningDataModule):
         self.reports: list[ReadReport] = []
         self.tokenizer: Any = None
         self.pad_id = 0
+        self.template_date: str | None = None
         self._train: tuple[TokenTable, Packing] | None = None
         self._valid: tuple[TokenTable, Packing] | None = None
 
@@ -255,6 +257,7 @@ class ConversationDataModule(pl.LightningDataModule):
         pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((pad for pad in pads if pad is not None), 0)
         encoder = ChatEncoder(self.tokenizer, self.template)
+        self.template_date = template_date(encoder.renderer.template)
         if self.mix is None:
             tables = self._read(self.train_sources, encoder, self.limit)
         else:
@@ -380,6 +383,7 @@ class ConversationDataModule(pl.LightningDataModule):
             "global_batch_size": world_size * self.batch_size * accumulate,
             "accumulate": accumulate,
             "sequence_length": self.sequence_length,
+            "template_date": self.template_date,
             "data_sha256": self._train[0].sha256,
         }
 

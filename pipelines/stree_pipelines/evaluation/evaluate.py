@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stree import metrics
+from stree.chat_encoding import chat_encoder
 from stree.chat_templates import resolve_template
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.common.errors import (
@@ -28,6 +29,7 @@ from stree.common.errors import (
     UsageError,
     naming_what_does_not_fit,
 )
+from stree.common.template_dates import template_date
 from stree.common.words import device_name
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.answering import gc_freeze, stalls
@@ -102,8 +104,11 @@ class Evaluation:
         self.decoders.require_end()
         self.decoders.require_positions()
         self.answerer = Answerer(self.decoders)
-        self.chat_template = resolve_template(self.decoders.tokenizer, settings.chat_template)
-        self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
+        tokenizer, template = self.decoders.tokenizer, settings.chat_template
+        # The text with its fixed date decides the tokens; rows name the template by its own text
+        self.chat_template = chat_encoder(tokenizer, template).renderer.template
+        own_text = resolve_template(tokenizer, template)
+        self.chat_template_sha256 = hashlib.sha256(own_text.encode()).hexdigest()
         self.store = ResultStore(settings.out)
         self._published: set[ResultKey] = set()
         self._told_bytes = 0  # per sequence, when the number that fits was last printed
@@ -367,6 +372,7 @@ class Evaluation:
             prompts_hash=job.benchmark.prompts_hash, num_prompts=len(samples),
             max_new_tokens=self.settings.max_new_tokens, ignore_eos=self.settings.ignore_eos,
             chat_template_sha256=self.chat_template_sha256,
+            template_date=template_date(self.chat_template),
             measuring_costs_s=None if costs is None else costs.took_s,
             costs=None if costs is None else costs.record(),
             lossless=summarise_lossless(samples),

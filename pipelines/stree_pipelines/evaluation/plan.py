@@ -355,7 +355,8 @@ def make_job(
     """Make a job, with a hash of everything that decides its tokens and its speed.
 
     Drafter, prompts and seed are left out: its key has them by name. `chat_template` is the
-    template's text, since a file's name does not identify its content.
+    template's text, since a file's name does not identify its content, and has the date that it
+    prints.
     """
     tree, verifier, backtracking = method.tree, method.verifier, method.backtracking
     decoding = {

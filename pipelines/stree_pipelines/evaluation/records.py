@@ -100,6 +100,7 @@ class ResultRow(Record):
     seed: int
     decoding_hash: str
     chat_template_sha256: str | None = None  # rows from before it was recorded lack it
+    template_date: str | None = None  # that every prompt has, where the template prints one
     acceptance_length: NonNegative | None
     acceptance_length_prompt_mean: NonNegative | None
     acceptance_histogram: dict[Node, Count]

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from other_days import DATED, set_day
 
 from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
@@ -232,6 +233,21 @@ def test_other_data_is_refused_on_resume(paths, tmp_path, change, accumulate, sa
             module(paths, **change), Recorder(), 6, ckpt=tmp_path / "4.ckpt",
             accumulate_grad_batches=accumulate,
         )
+
+
+def test_a_template_that_prints_the_date_lets_a_run_go_on_the_next_day(
+    paths, tmp_path, monkeypatch
+):
+    set_day(monkeypatch, 26)
+    first = module(paths, template=DATED)
+    fit(first, Recorder(save_at=[4], folder=tmp_path), 4)
+    set_day(monkeypatch, 27)
+    second = module(paths, template=DATED)
+    trainer = fit(second, Recorder(), 6, ckpt=tmp_path / "4.ckpt")
+    assert trainer.global_step == 6 and same(first.micro_batches()[0], second.micro_batches()[0])
+    state = torch.load(tmp_path / "4.ckpt")["ConversationDataModule"]
+    assert state["template_date"] == "2024-07-26"
+    assert module(paths).template_date is None
 
 
 def test_training_without_an_end_is_refused(paths):

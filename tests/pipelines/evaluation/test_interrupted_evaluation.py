@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lanes import quick_first
+from other_days import DATED, set_day
 from tiny_evaluation import (
     export,
     heard_by,
@@ -81,6 +82,25 @@ def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
     assert first_prompt not in [prompt_ids for prompt_ids, _ in asked]
     # 3 methods × 4 turns of the other three prompts
     assert sum(not is_warm_up(generation) for _, generation in asked) == 12
+
+
+def test_a_template_that_prints_the_date_has_one_in_all_prompts(world, tmp_path, monkeypatch):
+    """The second half is answered on the next day."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    settings = settings_for(
+        world, tmp_path / "out", chat_template=str(tmp_path / "dated.jinja"), methods=("stree",)
+    )
+    set_day(monkeypatch, 26)
+    with pytest.raises(Killed):
+        quiet(settings, make_decoder=DiesAfter(6)).evaluate(export(world, 10))
+    set_day(monkeypatch, 27)
+    asked = []
+    evaluation = quiet(settings, make_decoder=heard_by(lambda *call: asked.append(call[1])))
+    rows = evaluation.evaluate(export(world, 10))
+    assert {row.template_date for row in rows} == {"2024-07-26"}
+    for ids in asked:
+        assert evaluation.decoders.tokenizer.decode(ids).startswith("Today is 26 July 2024.")
+    assert all(sample.turns for row in rows for sample in evaluation.store.samples(row))
 
 
 @pytest.mark.long  # through the launcher; tests/faults/test_eval_workers.py starts them itself
