@@ -130,9 +130,12 @@ def generated(folder: Path, content: str | bytes = "", **columns: Any) -> Path:
         "vocab_size": 320, "prompts_sha256": "0", "num_prompts": 1, "samples": 1,
         "temperatures": (1.0,), "top_k": 0, "top_p": 1.0, "max_new_tokens": 4, "tree": "root",
         "seed": 0, "dtype": "float32", "shard_samples": 1,
+        "verifier": "coupled",
     }
     spec, data = GenerationSpec(**values), folder / "data"
-    with publish_directory(shard_path(data, spec, 0), {"generation": spec.sha256}) as shard:
+    with publish_directory(
+        shard_path(data, spec, 0), {"generation": spec.sha256, "shard": 0}
+    ) as shard:
         answer = Answer("0", 0, 0, 1.0, 0, [5], [7], "length", 1)
         write_table(shard / TABLE_NAME, [replace(answer, **columns)])
         if isinstance(content, bytes):

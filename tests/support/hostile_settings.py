@@ -118,7 +118,7 @@ def _(folder: Path) -> Path:
 case("tokenizer's config nested deep", "tokenizer", r"nested too deep",
      lambda at: with_text(at, "tokenizer_config.json", "[" * 100_000))
 case("drafter of another tokenizer", "evaluation", r"does not use the tokenizer",
-     lambda at: with_text(at, "chat_template.jinja", "{{ messages }}"))
+     lambda at: with_json(at, "tokenizer.json", normalizer={"type": "Lowercase"}))
 
 
 for _name in ("tokenizer.json", "tokenizer.model", "special_tokens_map.json"):
