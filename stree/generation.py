@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stree.common.errors import UsageError, require_fitting
 from stree.common.words import counted
+from stree.metrics import tau
 from stree.trees.token_tree import TokenTree
 
 _NUMBERS = {
@@ -195,7 +196,7 @@ class DecodingStats:
     @property
     def acceptance_length(self) -> float:
         """New tokens per target call (τ); NaN without calls."""
-        return self.num_new_tokens / self.num_calls if self.num_calls else float("nan")
+        return tau(self.num_new_tokens, self.num_calls)
 
     @property
     def tokens_per_s(self) -> float:

@@ -77,14 +77,22 @@ class PromptCounts(Timing, Protocol):
         """Sum over the target's calls of 1 / prompts in the call; None for a prompt alone."""
 
 
+def tau(num_new_tokens: NDArray[Any] | float, num_calls: NDArray[Any] | float) -> Any:
+    """Return τ, the new tokens per verification call, of numbers or arrays; NaN without a call."""
+    calls = np.asarray(num_calls, dtype=float)
+    length = np.asarray(num_new_tokens, dtype=float) / np.where(calls > 0, calls, np.nan)
+    return length if length.ndim else float(length)
+
+
 def acceptance_length(prompts: Sequence[PromptCounts]) -> float | None:
-    """Return τ: new tokens per verification call, pooled. None when there was no call."""
-    return _ratio(sum(p.num_new_tokens for p in prompts), sum(p.num_calls for p in prompts))
+    """Return τ of all prompts' calls; None, which results files can hold, instead of NaN."""
+    length = tau(sum(p.num_new_tokens for p in prompts), sum(p.num_calls for p in prompts))
+    return None if math.isnan(length) else length
 
 
 def acceptance_length_prompt_mean(prompts: Sequence[PromptCounts]) -> float | None:
     """Return the mean of the prompts' τ: answers of any length weigh the same."""
-    lengths = [p.num_new_tokens / p.num_calls for p in prompts if p.num_calls]
+    lengths = [tau(p.num_new_tokens, p.num_calls) for p in prompts if p.num_calls]
     return _ratio(sum(lengths), len(lengths))
 
 

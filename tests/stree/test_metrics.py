@@ -9,6 +9,7 @@ import pytest
 
 from stree import metrics
 from stree.common.errors import InvariantBroken
+from stree.generation import DecodingStats
 
 
 @dataclass
@@ -40,6 +41,13 @@ def tau_interval(prompts, seed=0):
 def test_acceptance_length_pools_calls_and_the_mean_weighs_prompts_alike():
     assert metrics.acceptance_length([LONG, SHORT]) == 13 / 4
     assert metrics.acceptance_length_prompt_mean([LONG, SHORT]) == (3 + 4) / 2
+
+
+def test_tau_without_a_call_is_nan_and_none_in_results():
+    assert np.isnan(metrics.tau(0, 0)) and metrics.tau(13, 4) == 13 / 4
+    np.testing.assert_array_equal(metrics.tau(np.array([3, 0]), np.array([2, 0])), [1.5, np.nan])
+    assert metrics.acceptance_length([]) is None
+    assert np.isnan(DecodingStats().acceptance_length)
 
 
 def test_the_shares_of_trees_are_of_all_steps():

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.generation import DecodingStats
+from stree.metrics import tau
 
 CONTINUOUS, CLEARING = POLICIES = ("continuous", "clearing")
 
@@ -167,8 +168,7 @@ def figures_of(traffic: Traffic) -> dict[str, Any]:
     """
     requests, seconds = traffic.requests, traffic.duration_s
     stats = [r.stats for r in requests if r.stats is not None]
-    num_calls = sum(s.num_calls for s in stats)
-    num_new_tokens = sum(s.num_new_tokens for s in stats)
+    length = tau(sum(s.num_new_tokens for s in stats), sum(s.num_calls for s in stats))
     return {
         "latency_s": _spread([r.finished - r.arrival for r in requests]),
         "time_to_first_token_s": _spread([r.first_token - r.arrival for r in requests]),
@@ -176,7 +176,7 @@ def figures_of(traffic: Traffic) -> dict[str, Any]:
         "throughput": sum(r.num_tokens for r in requests) / seconds,
         "requests_per_second": len(requests) / seconds,
         "occupancy": traffic.occupancy,
-        "acceptance_length": num_new_tokens / num_calls if num_calls else None,
+        "acceptance_length": None if math.isnan(length) else length,
         "duration_s": seconds,
     }
 

@@ -47,9 +47,12 @@ def ratio(top: str, bottom: str) -> Figure:
     return lambda sums: sums(top) / sums(bottom)
 
 
-acceptance_length = ratio("tokens", "calls")
 tokens_per_second = ratio("tokens", "seconds")
 plain_tokens_per_second = ratio("plain_tokens", "plain_seconds")
+
+
+def acceptance_length(sums: Sums) -> NDArray[np.float64]:
+    return metrics.tau(sums("tokens"), sums("calls"))
 
 
 def speedup(sums: Sums) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ from stree.common.errors import BadData, UsageError
 from stree.common.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.common.plain_data import parse_json
 from stree.generation import GenerationConfig, GenerationOutput
+from stree.metrics import tau
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.console.progress import EvaluationProgress
@@ -148,7 +149,7 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float:
-        return self.num_called_tokens / self.num_calls if self.num_calls else float("nan")
+        return tau(self.num_called_tokens, self.num_calls)
 
     @property
     def tokens_per_second(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from stree import metrics
 from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
@@ -109,12 +110,11 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
         method = data.methods[-1] if data.methods else AUTOREGRESSIVE
         cell = data.cell(data.last, method, benchmark, data.temperatures[0])
         for sample in (cell.samples if cell else ())[:MAX_SAMPLES_PER_BENCHMARK]:
-            tau = sample.num_new_tokens / sample.num_calls if sample.num_calls else None
             shown.append({
                 "title": f"{benchmark}: {sample.prompt_id}"
                 + (" (repeats itself)" if repeats(sample) else ""),
                 "method": method_label(method),
-                "tau": tau,
+                "tau": metrics.acceptance_length([sample]),
                 "turns": sample.turns,
             })
     return shown

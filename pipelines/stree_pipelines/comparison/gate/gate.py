@@ -309,7 +309,7 @@ def _counted(threshold: Threshold) -> dict[str, Count]:
     depth = threshold.depth
     more: dict[str, Count] = {
         "answers": lambda sample: sample.num_calls > 0,
-        "lengths": lambda sample: sample.num_new_tokens / (sample.num_calls or math.inf),
+        "lengths": lambda sample: metrics.acceptance_length([sample]) or 0.0,
     }
     if depth is not None:
         more["passed"] = lambda sample: _depth_counts(sample, depth)[0]
