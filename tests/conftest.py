@@ -72,6 +72,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Models this small only lose by threads, badly so on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(autouse=True)
 def one_timing(monkeypatch):
     """Let step times be measured once, not as often as a speed needs: no test rests on a speed."""

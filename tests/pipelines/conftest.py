@@ -26,12 +26,3 @@ def short_on_policy_check():
             patch.setattr(on_policy_check, "NUM_ROWS", 2)
             patch.setattr(on_policy_check, "NEW_TOKENS", 4)
         yield
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Models this small only lose by threads, badly so on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
