@@ -53,7 +53,8 @@ class PackedModel(HeadedModel):
             projection for part in parts for product in part.products() for projection in product
         ]
         self._packed_at = self._packed_addresses()
-        modules = self._packed_modules = list(self.modules())
+        modules = list(self.modules())
+        self._packed_modules = modules[1:]  # a model that held itself would be freed late
         self._module_dicts = [each._modules for each in modules if each._modules]
         self._weight_dicts = [each._parameters for each in modules if each._parameters]
         self._packed_ids = self._module_ids()

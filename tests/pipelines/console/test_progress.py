@@ -58,16 +58,14 @@ def test_a_comparison_s_figures_are_as_short():
         "stree": (13.02, 97367),
     }
     finished = {
-        method: {
-            "a": SimpleNamespace(
-                num_new_tokens=tau * 100, num_calls=100, decode_s=tau * 100 / speed
-            )
-        }
+        method: [
+            SimpleNamespace(num_new_tokens=tau * 100, num_calls=100, decode_s=tau * 100 / speed)
+        ]
         for method, (tau, speed) in measured.items()
     }
     assert _so_far(finished) == DETAIL
-    slow = {"a": SimpleNamespace(num_new_tokens=19, num_calls=10, decode_s=10.0)}
-    assert _so_far({"stree": slow}) == "stree τ 1.90, 1.9 tok/s"
+    slow = SimpleNamespace(num_new_tokens=19, num_calls=10, decode_s=10.0)
+    assert _so_far({"stree": [slow]}) == "stree τ 1.90, 1.9 tok/s"
 
 
 def test_one_of_several_processes_is_silent():

@@ -272,7 +272,9 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     of_the_table = {
         "step", "checkpoint", "checkpoint_sha256", "method", "tree", "benchmark", "temperature",
     }
-    follows = {"version", "target", "verifier", "decoding_hash", "samples", "lossless"}
+    follows = {
+        "version", "target", "verifier", "decoding_hash", "template_date", "samples", "lossless",
+    }
     measured = {
         "end_nodes", "confidence_intervals", "measuring_costs_s", "costs", "num_stalled",
         "num_ended", "num_cut",
