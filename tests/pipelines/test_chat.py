@@ -17,7 +17,6 @@ from stree import Decoder, GenerationConfig, TokenTree
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.prompts import chat_ids
-from stree_pipelines.commands import chat as terminal_chat
 from stree_pipelines.commands.chat import Chat, Words, main, typed_lines
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
@@ -201,7 +200,7 @@ def test_wrong_settings_are_one_line(tmp_path):
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(target, tokenizer):
     decoder = Decoder(target, max_length=64, tokenizer=tokenizer)
     opening = decoder.chat("What is a list?", max_new_tokens=4).text
-    command = [sys.executable, terminal_chat.__file__, str(SHIPPED), "--drafter", str(SHIPPED),
+    command = [sys.executable, "-m", "stree", "chat", str(SHIPPED), "--drafter", str(SHIPPED),
                "--tree", "chain-2", "--max_new_tokens", "1500", "--device", "cpu"]
     shown = run_on_terminal(command, 160, keys=[
         ("Ctrl-D leaves", b"What is a list?\n"),
