@@ -342,6 +342,7 @@ def test_stop_strings(granite):
         (dict(assistant_model=torch.nn.ModuleList([torch.nn.ReLU()])), "model = ModuleList"),
         (dict(inputs_embeds=torch.zeros(2, 2, 4)), "inputs_embeds"),
         (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens = 3"),
+        (dict(seed=1), "seed = 1: torch.manual_seed repeats"),
         (dict(attention_mask=torch.tensor([[1, 1, 1, 0]])), "pads at the right"),
         (dict(stop_strings=["a"]), "need the tokenizer"),
     ],
