@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from stree.common.threads import for_decoding
 
@@ -18,7 +18,16 @@ from stree.common.clock import PAUSED, PhaseClock
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.words import described, ends_of, placed
 from stree.drafters import Drafter, DrafterSpec
-from stree.generation import GenerationConfig, GenerationOutput
+from stree.generation import (
+    ChatOptions,
+    CompleteOptions,
+    GenerateOptions,
+    GenerationConfig,
+    GenerationOptions,
+    GenerationOutput,
+    PromptOptions,
+    TargetOptions,
+)
 from stree.models.model import HybridModel
 from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.settings import Asked, asked_for, asked_of_texts, end_of
@@ -88,30 +97,31 @@ class Decoder:
     @overload
     def generate(
         self, inputs: Sequence[int], generation_config: Any = None, *,
-        num_return_sequences: None = None, **options: Any,
+        num_return_sequences: None = None, **options: Unpack[GenerateOptions],
     ) -> GenerationOutput: ...
 
     @overload
     def generate(
         self, inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
-        generation_config: Any = None, *, num_return_sequences: None = None, **options: Any,
+        generation_config: Any = None, *, num_return_sequences: None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[GenerationOutput]: ...
 
     @overload
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *,
-        num_return_sequences: int, **options: Any,
+        num_return_sequences: int, **options: Unpack[GenerateOptions],
     ) -> list[GenerationOutput]: ...
 
     @overload
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *,
-        num_return_sequences: None = None, **options: Any,
+        num_return_sequences: None = None, **options: Unpack[GenerateOptions],
     ) -> GenerationOutput | list[GenerationOutput]: ...
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *,
-        attention_mask: Any = None, streamer: Any = None, **options: Any,
+        attention_mask: Any = None, streamer: Any = None, **options: Unpack[PromptOptions],
     ) -> GenerationOutput | list[GenerationOutput]:
         """Generate after a prompt, or after several, one after the other.
 
@@ -142,26 +152,26 @@ class Decoder:
         )
 
     @overload
-    def complete(
+    def complete(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
         self, text: str, generation_config: Any = None, *,
-        num_return_sequences: None = None, **options: Any,
+        num_return_sequences: None = None, **options: Unpack[CompleteOptions],
     ) -> GenerationOutput: ...
 
     @overload
     def complete(
         self, text: Sequence[str], generation_config: Any = None, *,
-        num_return_sequences: None = None, **options: Any,
+        num_return_sequences: None = None, **options: Unpack[CompleteOptions],
     ) -> list[GenerationOutput]: ...
 
     @overload
     def complete(
         self, text: str | Sequence[str], generation_config: Any = None, *,
-        num_return_sequences: int, **options: Any,
+        num_return_sequences: int, **options: Unpack[CompleteOptions],
     ) -> list[GenerationOutput]: ...
 
     def complete(
         self, text: str | Sequence[str], generation_config: Any = None, *,
-        streamer: Any = None, **options: Any,
+        streamer: Any = None, **options: Unpack[GenerationOptions],
     ) -> GenerationOutput | list[GenerationOutput]:
         """Continue a text, or each text of a list, as `generate` continues tokens.
 
@@ -174,28 +184,28 @@ class Decoder:
         )
 
     @overload
-    def chat(
+    def chat(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
         self, messages: str | Sequence[Mapping[str, Any]], generation_config: Any = None, *,
-        num_return_sequences: None = None, **options: Any,
+        num_return_sequences: None = None, **options: Unpack[ChatOptions],
     ) -> GenerationOutput: ...
 
     @overload
     def chat(
         self, messages: Sequence[str | Sequence[Mapping[str, Any]]], generation_config: Any = None,
-        *, num_return_sequences: None = None, **options: Any,
+        *, num_return_sequences: None = None, **options: Unpack[ChatOptions],
     ) -> list[GenerationOutput]: ...
 
     @overload
     def chat(
         self, messages: Any, generation_config: Any = None, *,
-        num_return_sequences: int, **options: Any,
+        num_return_sequences: int, **options: Unpack[ChatOptions],
     ) -> list[GenerationOutput]: ...
 
     def chat(
         self, messages: str | Sequence[Any], generation_config: Any = None, *,
         streamer: Any = None, tools: Sequence[Any] | None = None,
         documents: Sequence[Any] | None = None, enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None, **options: Unpack[GenerationOptions],
     ) -> GenerationOutput | list[GenerationOutput]:
         """Answer a conversation in the form of the tokenizer's chat template, or several.
 
@@ -303,42 +313,43 @@ class Decoder:
 @overload
 def generate(
     target: Any, inputs: Sequence[int], generation_config: Any = None, *,
-    num_return_sequences: None = None, **options: Any,
+    num_return_sequences: None = None, **options: Unpack[TargetOptions],
 ) -> GenerationOutput: ...
 
 
 @overload
 def generate(
     target: Any, inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
-    generation_config: Any = None, *, num_return_sequences: None = None, **options: Any,
+    generation_config: Any = None, *, num_return_sequences: None = None,
+    **options: Unpack[TargetOptions],
 ) -> list[GenerationOutput]: ...
 
 
 @overload
 def generate(
     target: Any, inputs: Any, generation_config: Any = None, *,
-    num_return_sequences: int, **options: Any,
+    num_return_sequences: int, **options: Unpack[TargetOptions],
 ) -> list[GenerationOutput]: ...
 
 
 @overload
 def generate(
     target: Any, inputs: Any, generation_config: Any = None, *,
-    num_return_sequences: None = None, **options: Any,
+    num_return_sequences: None = None, **options: Unpack[TargetOptions],
 ) -> GenerationOutput | list[GenerationOutput]: ...
 
 
 def generate(
     target: Any, inputs: Any, generation_config: Any = None, *,
     drafter: HybridModel | DrafterSpec | Drafter | None = None, tree: TokenTree | None = None,
-    tokenizer: Any = None, streamer: Any = None, **options: Any,
+    attention_mask: Any = None, tokenizer: Any = None, streamer: Any = None,
+    **options: Unpack[PromptOptions],
 ) -> GenerationOutput | list[GenerationOutput]:
     """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
     with ExitStack() as stack:
         if streamer is not None:
             stack.callback(end_of(streamer))
-        mask = options.pop("attention_mask", None)
-        read = asked_for(inputs, generation_config, mask, options, tokenizer)
+        read = asked_for(inputs, generation_config, attention_mask, options, tokenizer)
         depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
         if not read[0]:
             return []

@@ -8,10 +8,10 @@ import math
 import operator
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -136,6 +136,70 @@ class GenerationConfig:
         if self.eos_token_id is None:
             return frozenset(model_ids)
         return frozenset(_token_ids(self.eos_token_id))
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Generation settings by keyword, except `num_return_sequences`; a None is not given.
+
+    Attributes:
+        do_sample: Whether to sample, as in `transformers`; it decides with the temperature.
+        max_length: The most tokens with the prompt; `max_new_tokens` wins.
+    """
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: int | Sequence[int] | Tensor | None
+    stop_strings: str | Sequence[str] | None
+    seed: int | None
+    ignore_eos: bool | None
+    min_p: float | None
+    repetition_penalty: float | None
+    do_sample: bool | None
+    max_length: int | None
+
+
+class GenerationOptions(AnswerOptions, total=False):
+    """Generation settings by keyword: those of `GenerationConfig`, do_sample and max_length."""
+
+    num_return_sequences: int | None
+
+
+class PromptOptions(GenerationOptions, total=False):
+    """Keywords of a `generate`; `input_ids` stand for the prompts before them."""
+
+    input_ids: Any
+
+
+class CompleteOptions(AnswerOptions, total=False):
+    """Keywords of `Decoder.complete`."""
+
+    streamer: Any
+
+
+class GenerateOptions(CompleteOptions, total=False):
+    """Keywords of `Decoder.generate`; `input_ids` stand for the prompts before them."""
+
+    input_ids: Any
+    attention_mask: Any
+
+
+class TargetOptions(GenerateOptions, total=False):
+    """Keywords of `stree.generate`."""
+
+    drafter: Any
+    tree: TokenTree | None
+    tokenizer: Any
+
+
+class ChatOptions(CompleteOptions, total=False):
+    """Keywords of `Decoder.chat`."""
+
+    tools: Sequence[Any] | None
+    documents: Sequence[Any] | None
+    enable_thinking: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 def _seed_of_sample(seed: int | None, number: int) -> int:

@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from stree.common.threads import one_at_a_time
 
 from stree.batching.sequences import Request, StepOutput, requests_of
 from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
-from stree.generation import GenerationOutput
+from stree.generation import GenerationOptions, GenerationOutput, PromptOptions
 from stree.prompts import chat_ids, is_several_chats, text_ids
 from stree.settings import asked_of_texts
 
@@ -79,7 +79,7 @@ class RequestServer(BatchDecoderLike):
     @one_at_a_time
     def generate(
         self, requests: Any = None, generation_config: Any = None, *, attention_mask: Any = None,
-        **options: Any,
+        **options: Unpack[PromptOptions],
     ) -> list[GenerationOutput]:
         """Serve requests, as many at once as there are rows; return their outputs in order.
 
@@ -103,7 +103,8 @@ class RequestServer(BatchDecoderLike):
         return [answers[number].release() for number in range(len(requests))]
 
     def complete(
-        self, text: str | Sequence[str], generation_config: Any = None, **options: Any
+        self, text: str | Sequence[str], generation_config: Any = None,
+        **options: Unpack[GenerationOptions],
     ) -> list[GenerationOutput]:
         """Continue a text, or each text of a list, as `generate` continues tokens.
 
@@ -122,7 +123,7 @@ class RequestServer(BatchDecoderLike):
         self, messages: str | Sequence[Any], generation_config: Any = None, *,
         tools: Sequence[Any] | None = None, documents: Sequence[Any] | None = None,
         enable_thinking: bool | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> list[GenerationOutput]:
         """Answer a conversation, or each of several at once, as `Decoder.chat` does.
 
