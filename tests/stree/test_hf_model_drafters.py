@@ -140,7 +140,8 @@ def test_the_other_settings_of_load(granite):
     """Settings that neither transformers' generate nor the model has are those of `stree.load`."""
     taken = inspect.signature(stree.load).parameters.keys()
     of_the_model_or_call = {
-        "target", "device", "dtype", "max_length", "temperature", "num_rows", "unknown",
+        "target", "revision", "device", "dtype", "max_length", "temperature", "num_rows",
+        "unknown",
     }
     for door in (stree.from_transformers, generate):
         offered = inspect.signature(door).parameters.keys()
