@@ -20,7 +20,7 @@ from stree.prompts import prompts_of
 
 _OURS = tuple(each.name for each in dataclasses.fields(GenerationConfig))
 _TOP_K_OF_TRANSFORMERS = 50  # what its sampling takes where its GenerationConfig names none
-# Settings of `transformers` with the values that ask for nothing beyond plain decoding.
+# Settings of `transformers`, each with the values that change nothing here (mostly its defaults).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,),
     "early_stopping": (False,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),

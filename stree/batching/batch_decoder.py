@@ -239,10 +239,10 @@ class BatchDecoder(RequestServer):
         return None
 
     def _read_prompts(self, whole: bool) -> None:
-        """Prefill the rows whose prompts are not read, those admitted first at first.
+        """Prefill the rows with unread prompt tokens, in the order in which they were admitted.
 
-        With `whole` their whole prompts, else a chunk each within `prompt_tokens_per_step`. After
-        the last chunk a row begins to decode.
+        With `whole` each row reads its whole prompt, else one chunk; all chunks together stay
+        within `prompt_tokens_per_step`. A row begins to decode after its last chunk.
         """
         left: float = math.inf if whole else self.prompt_tokens_per_step or math.inf
         for row, each in self._sequences.items():

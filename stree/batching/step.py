@@ -119,7 +119,8 @@ class Step:
     def draft(self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int) -> Proposal:
         """Fill the rows' trees with the drafter's tokens.
 
-        longest is the most tokens of any row's block; bound is as in `HybridModel.tree_forward`.
+        longest is the number of tokens in the rows' longest block; bound is as in
+        `HybridModel.tree_forward`.
         """
         if not self.drafts(tree_batch):
             return Proposal(rows.root)
@@ -145,8 +146,8 @@ class Step:
                 the target's were not, −1 when the drafter's were not; the number of new tokens;
                 M tokens; M accepted nodes.
             mark: Called with the name of each phase that ends.
-            longest: The most nodes of any path that was accepted last; None if only the device
-                knows.
+            longest: Number of nodes on the longest path that any row accepted in its previous
+                step; None if the host has not read it yet.
         """
         cache = self.cache.narrow(0, len(rows.active))
         # A drafter that misses a block reads it later, without features

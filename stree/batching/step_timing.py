@@ -25,7 +25,7 @@ from stree.trees.tree_batch import TreeBatch
 
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
-MOST_CONTEXT = 32  # tokens before it, unless told
+MAX_DEFAULT_CONTEXT = 32  # committed tokens before a timed step
 
 
 def row_counts(most: int) -> list[int]:
@@ -35,12 +35,12 @@ def row_counts(most: int) -> list[int]:
 
 def context_of(max_length: int) -> int:
     """Return the default number of committed tokens before a timed step."""
-    return min(MOST_CONTEXT, max_length // 4)
+    return min(MAX_DEFAULT_CONTEXT, max_length // 4)
 
 
 def length_to_time(tree: TokenTree) -> int:
     """Return the least max_length with which a step of the tree can be timed."""
-    return MOST_CONTEXT + (NUM_UNTIMED + 1) * (tree.max_depth + 1)
+    return MAX_DEFAULT_CONTEXT + (NUM_UNTIMED + 1) * (tree.max_depth + 1)
 
 
 def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:

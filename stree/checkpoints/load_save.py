@@ -41,7 +41,7 @@ from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 
 SHARD_BYTES = 5_000_000_000
-SAMPLED_NUMBERS = 256  # a stored tensor, by which weights are told from others
+SAMPLED_NUMBERS = 256  # read from each stored tensor, to tell two sets of weights apart
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

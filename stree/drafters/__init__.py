@@ -16,8 +16,8 @@ class SiblingSampling(Enum):
     """Ways to draw a node's children; a verifier says which of them it may judge."""
 
     DETERMINISTIC = "points (tokens that are not sampled)"
-    WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
-    INDEPENDENT = "siblings each from all of the drafter's, some of them perhaps alike"
+    WITHOUT_REPLACEMENT = "siblings drawn from the drafter's distribution without replacement"
+    INDEPENDENT = "siblings drawn from the drafter's distribution with replacement"
     MIXED = "some of the siblings from the drafter's distribution, the others as points"
 
 

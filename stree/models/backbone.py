@@ -19,7 +19,7 @@ from stree.models.layers.norm import RMSNorm
 
 
 def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:
-    if torch.empty(0).is_meta:  # PyTorch would import 900 modules to draw numbers that are nowhere
+    if torch.empty(0).is_meta:  # PyTorch would import 900 modules to initialise meta tensors.
         return nn.Embedding(vocab_size, d_model, _weight=torch.empty(vocab_size, d_model))
     return nn.Embedding(vocab_size, d_model)
 

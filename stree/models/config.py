@@ -12,7 +12,7 @@ from typing import Any
 from stree.common.errors import UsageError
 from stree_kernels.contracts import GatedDeltaShape, MixerShape
 
-MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
+MAX_LAYERS = 1000  # A mistyped larger number would build layers for hours before an error.
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
 MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square
 MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)

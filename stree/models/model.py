@@ -397,7 +397,7 @@ class HybridModel(PackedModel):
         `tree_hidden` or `tree_stream` runs it.
 
         Args:
-            tokens: (B, Q), or (B, N) of which the new nodes are those at `nodes`.
+            tokens: (B, Q) of the new nodes; with `nodes`, (B, N) of all nodes of the trees.
             topology: Trees, of which `cache.variant` names that of each sequence.
             cache: Of B sequences.
             first: 0 begins new trees after the accepted paths of the last ones; more continues the

@@ -190,10 +190,10 @@ class TreeChoice:
         self._next = None
 
     def block(self, longest: int, depth: int) -> int:
-        """Return the longest block to launch a step for whose trees have a depth.
+        """Return the block length to launch a step with, of trees with `depth` levels of drafts.
 
-        longest is the most tokens of any row's last block. While trees change, a tree's steps have
-        one of two blocks, so that few graphs serve them all.
+        longest is the number of tokens in the longest of the rows' last blocks. While trees change,
+        a step has one of two block lengths, so that few captured graphs serve all steps.
         """
         if self.is_open and longest > depth + 1:
             return max(longest, self.policy.deepest.max_depth + 1)

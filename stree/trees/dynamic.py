@@ -181,7 +181,7 @@ class SlotTreeBatch(DynamicTreeBatch):
 
 @functools.lru_cache(maxsize=64)
 def dynamic_tree_batch(tree: BeamTree, batch: int, device: torch.device) -> DynamicTreeBatch:
-    """Return a tree batch that serves for its sizes; a step that runs makes its `own`."""
+    """Return the shared tree batch to read sizes from; a step that runs grows its `own`."""
     if isinstance(tree, SlotTree):
         return SlotTreeBatch(tree, batch, device)
     return DynamicTreeBatch(tree, batch, device)

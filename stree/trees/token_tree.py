@@ -212,8 +212,8 @@ class BeamTree(TokenTree):
     on its own token, so only verifiers that do not use the drafter's probabilities keep the
     target's distribution.
 
-    `parents` is one of the shapes that such a tree may have; statistics record its depths only.
-    Make it with `of`.
+    `parents` is an example: each step grows a shape of its own, so statistics record depths only.
+    Make the tree with `of`.
     """
 
     width: int = 1

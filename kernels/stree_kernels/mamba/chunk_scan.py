@@ -54,7 +54,7 @@ def _uncompiled(function: T) -> T:
     return torch.compiler.disable(function) if on_gpus else function
 
 
-@_uncompiled  # it would follow the import of the package, and break off in there
+@_uncompiled  # The compiler would trace mamba-ssm's import and fail inside it.
 def _mamba_ssm_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     chunk_size: int, initial_state: Tensor | None, segment_ids: Tensor | None,

@@ -207,10 +207,11 @@ def tile_of(
     weight, scale, rows, outputs, inputs, share, GATED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):
-    """Load everything of a program that does not depend on its inputs.
+    """Load the weight's tile and all else that a program needs before its inputs are ready.
 
-    Returns its outputs and which of them exist, the inputs, the rows, which of these and of their
-    numbers exist, its rows of the weight (of both halves where gated), and the norm's scale.
+    Returns nine blocks: the indices of the program's outputs and their mask; the indices of the
+    inputs; the indices of the rows and their mask; the mask of (row, input) pairs; the weight's
+    tile, the up projection's tile (GATED only, else the weight's again), and the norm's scale.
     """
     at = tl.arange(0, BLOCK_OUTPUTS)
     output = tl.program_id(0) * share + at
