@@ -235,7 +235,8 @@ class DecodingStats:
         num_nodes: Nodes of all calls' trees, roots included.
         accepted_per_call: Kept drafts of each call.
         end_node_per_call: Node of the tree at which they end; 0, the root, if none was kept.
-        depth_per_call: Depth of each call's tree; 0 for a plain step.
+        depth_per_call: Depth down to which each call's drafts were judged: that of its tree, as it
+            was grown; where a stop cut the answer, that of the kept drafts; 0 for a plain step.
         tree_max_depth: Depth of the deepest tree that a call may have.
         prefill_s: Seconds until the first token.
         decode_s: Seconds of decoding, after the prefill.
@@ -267,22 +268,23 @@ class DecodingStats:
         """New tokens per second of decoding, without the prefill; NaN without a time."""
         return self.num_new_tokens / self.decode_s if self.decode_s else float("nan")
 
-    def count_call(self, tree: TokenTree, path: Sequence[int], num_kept: int) -> int:
+    def count_call(self, tree: TokenTree, depth: int, path: Sequence[int], num_kept: int) -> int:
         """Count a call; return its number of kept drafts.
 
         Args:
             tree: The call's tree.
+            depth: Depth of its deepest node, as it was grown.
             path: Accepted nodes, the root first.
             num_kept: New tokens that the stop rule kept.
         """
+        if num_kept < len(path):  # the next draft would have stood after the answer's end
+            depth, path = num_kept, path[: num_kept + 1]
         num_accepted = len(path) - 1
-        if num_kept < num_accepted:
-            num_accepted, path = num_kept, path[: num_kept + 1]
         self.num_calls += 1
         self.num_nodes += tree.num_nodes
         self.num_new_tokens += num_kept
         self.accepted_per_call.append(num_accepted)
-        self.depth_per_call.append(tree.max_depth)
+        self.depth_per_call.append(depth)
         self.end_node_per_call.append(tree.end_of(path))
         return num_accepted
 

@@ -63,10 +63,8 @@ class PromptCounts(Timing, Protocol):
     @property
     def end_node_per_call(self) -> Sequence[int] | None: ...
     @property
-    def tree_max_depth(self) -> int: ...
-    @property
     def depth_per_call(self) -> Sequence[int] | None:
-        """Depth of each call's tree if trees are chosen by step; None else, or if not recorded."""
+        """Depth down to which each call's drafts were judged; None if it was not recorded."""
 
     @property
     def calls_by_tree(self) -> Mapping[str, int]:
@@ -104,40 +102,54 @@ def acceptance_histogram(prompts: Sequence[PromptCounts]) -> dict[int, int]:
 def end_nodes(prompts: Sequence[PromptCounts]) -> dict[int, int]:
     """Count calls by the tree node at which their accepted path ended, 0 being the root.
 
-    Empty when some prompt does not have it (rows of version 1).
+    Empty when some prompt does not have it, or not how deep its drafts were judged.
     """
-    ends = [p.end_node_per_call for p in prompts]
-    if any(nodes is None for nodes in ends):
-        return {}
-    return dict(sorted(Counter(node for nodes in ends for node in nodes or ()).items()))
+    return _counted_ends(prompts, lambda accepted, depth: True)
+
+
+def open_ends(prompts: Sequence[PromptCounts]) -> dict[int, int]:
+    """Count the calls of `end_nodes` that judged no draft after the path's end.
+
+    The tree had none that was deeper, or a stop cut the answer there.
+    """
+    return _counted_ends(prompts, lambda accepted, depth: accepted == depth)
+
+
+def _counted_ends(
+    prompts: Sequence[PromptCounts], is_counted: Callable[[int, int], bool]
+) -> dict[int, int]:
+    ends: Counter[int] = Counter()
+    for prompt in prompts:
+        if prompt.end_node_per_call is None or prompt.depth_per_call is None:
+            return {}
+        calls = zip(
+            prompt.end_node_per_call, prompt.accepted_per_call, prompt.depth_per_call, strict=True
+        )
+        ends.update(node for node, accepted, depth in calls if is_counted(accepted, depth))
+    return dict(sorted(ends.items()))
 
 
 def depth_accept_rates(prompts: Sequence[PromptCounts]) -> dict[int, float]:
     """Divide, for each depth d, the calls that accepted ≥ d drafts by those that could have.
 
-    These accepted ≥ d − 1 and had a tree with a node of depth d. Depths that no call reached are
-    left out; all are where some prompt does not say how deep its calls' trees were.
+    These accepted ≥ d − 1 and judged drafts down to depth d or deeper. Depths that no call reached
+    are left out; all are where some prompt does not say how deep its calls judged drafts.
     """
-    reached: Counter[int] = Counter()
-    passed: Counter[int] = Counter()
-    for prompt in prompts:
-        depths = call_depths(prompt)
-        if depths is None:
-            return {}
-        for accepted, deepest in zip(prompt.accepted_per_call, depths, strict=True):
-            for depth in range(1, min(accepted + 1, deepest) + 1):
-                reached[depth] += 1
-                passed[depth] += accepted >= depth
-    return {depth: passed[depth] / reached[depth] for depth in sorted(reached)}
+    if any(prompt.depth_per_call is None for prompt in prompts):
+        return {}
+    deepest = max((max(p.depth_per_call or (), default=0) for p in prompts), default=0)
+    counts = {
+        depth: tuple(map(sum, zip(*(depth_counts(p, depth) for p in prompts), strict=True)))
+        for depth in range(1, deepest + 1)
+    }
+    return {depth: passed / reached for depth, (passed, reached) in counts.items() if reached}
 
 
-def call_depths(prompt: PromptCounts) -> Sequence[int] | None:
-    """Return the depth of each call's tree; None where trees were chosen and it was not kept."""
-    if prompt.depth_per_call is not None:
-        return prompt.depth_per_call
-    if prompt.calls_by_tree:
-        return None
-    return [prompt.tree_max_depth] * len(prompt.accepted_per_call)
+def depth_counts(prompt: PromptCounts, depth: int) -> tuple[int, int]:
+    """Count the calls that accepted `depth` drafts, and the calls that could have."""
+    calls = zip(prompt.accepted_per_call, prompt.depth_per_call or (), strict=True)
+    reached = [each for each, deepest in calls if depth <= deepest and each >= depth - 1]
+    return sum(accepted >= depth for accepted in reached), len(reached)
 
 
 def expected_acceptance_length(acceptance: float, num_drafts: int) -> float:
@@ -296,6 +308,7 @@ def summarise(
         "acceptance_histogram": acceptance_histogram(prompts),
         "depth_accept_rates": depth_accept_rates(prompts),
         "end_nodes": end_nodes(prompts),
+        "open_ends": open_ends(prompts),
         "nodes_per_call": nodes_per_call(prompts),
         "tree_shares": tree_shares(prompts),
         "rows_per_call": rows_per_call(prompts),

@@ -464,7 +464,8 @@ class BatchDecoder(RequestServer):
             sequence.num_drafted_from = sequence.position + 1
         self._choice.learn(tree, path, stats.calls_by_tree)
         result = self._keep(row, sequence, block)
-        result.num_accepted = stats.count_call(tree, path, len(result.tokens))
+        depth = report[-1] or tree.max_depth
+        result.num_accepted = stats.count_call(tree, depth, path, len(result.tokens))
         if sequence.finish_reason:
             stats.decode_s = time.perf_counter() - sequence.since
         return result

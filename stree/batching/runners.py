@@ -79,7 +79,7 @@ class EagerRunner:
         """Do nothing: there are no graphs to capture."""
 
     def collect(self) -> list[list[int]]:
-        """Return the report (B, 2 + 2·M) of the oldest step not yet collected (`Step.verify`)."""
+        """Return the report (B, 3 + 2·M) of the oldest step not yet collected (`Step.verify`)."""
         return self.reports.popleft().tolist()
 
     def drop(self) -> None:
@@ -343,6 +343,6 @@ def no_garbage_collected() -> Iterator[None]:
 
 
 def new_report(rows: BatchState, tree_batch: TreeBatch) -> Tensor:
-    """Return a report (B, 2 + 2·M) of zeros for a step."""
-    shape = (len(rows.active), 2 + 2 * (tree_batch.max_depth + 1))
+    """Return a report (B, 3 + 2·M) of zeros for a step."""
+    shape = (len(rows.active), 3 + 2 * (tree_batch.max_depth + 1))
     return torch.zeros(shape, dtype=torch.long, device=rows.active.device)

@@ -142,9 +142,10 @@ class Step:
             tree_batch: Their trees.
             proposal: The drafts.
             bound: Cache slots to attend to, as in `HybridModel.tree_forward`.
-            report: (B, 2 + 2·M) int64, written: 1 when all logits of the row were finite, 0 when
+            report: (B, 3 + 2·M) int64, written: 1 when all logits of the row were finite, 0 when
                 the target's were not, −1 when the drafter's were not; the number of new tokens;
-                M tokens; M accepted nodes.
+                M tokens; M accepted nodes; the depth of a tree that was grown in the step, 0 for
+                a tree whose depth is known before.
             mark: Called with the name of each phase that ends.
             longest: Number of nodes on the longest path that any row accepted in its previous
                 step; None if the host has not read it yet.
@@ -159,7 +160,8 @@ class Step:
             proposal.tokens, tree_batch, cache, bound, *asked, **told
         )
         mark("verify")
-        self.verifier.accept(logits, proposal, tree_batch, rows, cache, report)
+        self.verifier.accept(logits, proposal, tree_batch, rows, cache, report[:, :-1])
+        tree_batch.report_depths(report[:, -1])
         rows.remember()
         if drafter is not None and features is not None:
             drafter.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])

@@ -122,6 +122,9 @@ class DynamicTreeBatch(TreeBatch):
         )
         return self.tokens
 
+    def report_depths(self, depths: Tensor) -> None:
+        depths.copy_(self.depths.amax(1))
+
     def _drawn_after(self, nodes: Tensor) -> Tensor:
         return self._drawn.gather(1, self._drawn_by[nodes])
 

@@ -181,6 +181,9 @@ class TreeBatch:
         """Return the parents of nodes among all drawn nodes; below 0 for none."""
         return self.parents.gather(1, nodes)
 
+    def report_depths(self, depths: Tensor) -> None:
+        """Write the depths (B,) that trees were grown to; nothing where they are known before."""
+
     @property
     def num_nodes(self) -> int:
         return self.parents.shape[1]

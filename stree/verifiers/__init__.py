@@ -49,7 +49,7 @@ class Verifier(Protocol):
             tree_batch: Their trees.
             rows: State of the rows: `block`, `position` and `root` are written.
             cache: The target's: `path` and `path_length` are written.
-            report: (B, 2 + 2·M), written; see `Step.verify`.
+            report: (B, 2 + 2·M), written; the first columns of `Step.verify`'s.
         """
 
 

@@ -8,7 +8,7 @@ import torch
 from lanes import quick_first
 from toys import Streamer, TableDrafter, TableTarget, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, metrics
 from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters import Proposal, SiblingSampling
@@ -175,6 +175,27 @@ def test_drafter_that_is_always_never_and_sometimes_right():
     assert out.tokens == list(range(2, 11)) and out.stats.accepted_per_call == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("most", range(2, 12))
+def test_a_perfect_drafter_is_never_rejected_wherever_the_answer_stops(most):
+    target = counting_target()
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(3))
+    for stop in (GenerationConfig(most), GenerationConfig(11, eos_token_id=most)):
+        stats = decoder.generate([0, 1], stop).stats
+        assert set(metrics.depth_accept_rates([stats]).values()) <= {1.0}
+        assert metrics.end_nodes([stats]) == metrics.open_ends([stats])
+
+
+def test_a_rejection_right_before_the_stop_counts_and_one_after_it_does_not():
+    target = counting_target()
+    wrong_at_4 = target.table.clone()
+    wrong_at_4[:, 3] *= -1  # the first token is 2, and the drafts are 3 and a wrong one
+    decoder = Decoder(target, TableDrafter(wrong_at_4), TokenTree.chain(3))
+    depths = {most: decoder.generate([0, 1], GenerationConfig(most)).stats for most in (2, 3)}
+    assert [(s.accepted_per_call, s.depth_per_call) for s in depths.values()] == [
+        ([1], [1]), ([1], [3]),
+    ]
+
+
 def test_the_end_of_each_accepted_path_is_recorded_by_node():
     target = counting_target()
     second = target.table.clone()
@@ -183,7 +204,7 @@ def test_the_end_of_each_accepted_path_is_recorded_by_node():
     tree = TokenTree((-1, 0, 0, 1, 2, 2))
     out = Decoder(target, TableDrafter(second), tree).generate([0, 1], GenerationConfig(8))
     assert out.stats.end_node_per_call == [5, 5, 2]  # the last is cut at its first draft
-    assert out.stats.accepted_per_call == [2, 2, 1]
+    assert out.stats.accepted_per_call == [2, 2, 1] == out.stats.depth_per_call
     plain = Decoder(target).generate([0, 1], GenerationConfig(4))
     assert plain.stats.end_node_per_call == [0, 0, 0]
 

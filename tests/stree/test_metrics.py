@@ -18,7 +18,6 @@ class Counts:
     num_calls: int
     accepted_per_call: list[int]
     num_nodes: int = 0
-    tree_max_depth: int = 4
     prefill_s: float = 0.0
     decode_s: float = 1.0
     time_ms: dict[str, float] = field(default_factory=dict)
@@ -30,8 +29,10 @@ class Counts:
 
 # Chain of four drafts. The first prompt: 3 calls keep 2, 0 and 4 drafts and a bonus each = 9 new
 # tokens. The second: one call keeps 4 drafts but stops at EOS, so that its bonus is cut: 4.
-LONG = Counts(9, 3, [2, 0, 4], num_nodes=15, decode_s=0.3, prefill_s=0.1)
-SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1)
+LONG = Counts(
+    9, 3, [2, 0, 4], num_nodes=15, decode_s=0.3, prefill_s=0.1, depth_per_call=[4, 4, 4]
+)
+SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1, depth_per_call=[4])
 
 
 def tau_interval(prompts, seed=0):
@@ -70,10 +71,12 @@ def test_a_batch_s_seconds_count_once_and_its_rows_are_the_mean_over_calls():
 
 
 def test_end_nodes_are_counted_over_prompts_that_all_say_them():
-    first = Counts(9, 3, [2, 0, 2], end_node_per_call=[4, 0, 4])
-    second = Counts(1, 1, [0], end_node_per_call=[0])
+    first = Counts(9, 3, [2, 0, 2], end_node_per_call=[4, 0, 4], depth_per_call=[3, 3, 2])
+    second = Counts(1, 1, [0], end_node_per_call=[0], depth_per_call=[3])
     assert metrics.end_nodes([first, second]) == {0: 2, 4: 2}
+    assert metrics.open_ends([first, second]) == {4: 1}
     assert metrics.end_nodes([first, SHORT]) == {} == metrics.end_nodes([])
+    assert metrics.open_ends([first, SHORT]) == {}
 
 
 def test_a_prompt_without_calls_changes_nothing_and_nothing_measured_is_none():
@@ -96,8 +99,8 @@ def test_depth_rates_condition_on_having_reached_the_depth_before():
 
 
 def test_depth_rates_leave_out_calls_whose_tree_ends_above():
-    shallow = Counts(4, 2, [1, 1], tree_max_depth=1)
-    deep = Counts(4, 2, [1, 1], tree_max_depth=2)
+    shallow = Counts(4, 2, [1, 1], depth_per_call=[1, 1])
+    deep = Counts(4, 2, [1, 1], depth_per_call=[2, 2])
     assert metrics.depth_accept_rates([shallow, deep]) == {1: 1.0, 2: 0.0}
 
 
@@ -204,9 +207,10 @@ def test_summary_has_the_published_names():
     summary = metrics.summarise([LONG, SHORT], [LONG, SHORT])
     assert set(summary) == {
         "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
-        "depth_accept_rates", "end_nodes", "nodes_per_call", "rows_per_call", "tree_shares",
-        "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_prompt_median",
-        "speedup_per_tau", "time_ms", "baseline_time_ms", "confidence_intervals",
+        "depth_accept_rates", "end_nodes", "open_ends", "nodes_per_call", "rows_per_call",
+        "tree_shares", "tokens_per_second", "tokens_per_second_e2e", "speedup",
+        "speedup_prompt_median", "speedup_per_tau", "time_ms", "baseline_time_ms",
+        "confidence_intervals",
     }
     assert summary["speedup"] == 1
     assert metrics.summarise([LONG])["speedup"] is None

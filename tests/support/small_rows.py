@@ -20,7 +20,7 @@ def sample(prompt_id: str = "a", **changes: Any) -> SampleRow:
         "checkpoint_sha256": "c0ffee", "step": 10, "method": "stree", "tree": "paper",
         "benchmark": "b", "prompt_id": prompt_id, "category": "", "temperature": 0.0, "seed": 0,
         "decoding_hash": "d", "num_new_tokens": 3, "num_calls": 2, "num_nodes": 26,
-        "accepted_per_call": (1, 0), "tree_max_depth": 4, "prefill_s": 0.1, "decode_s": 0.2,
+        "accepted_per_call": (1, 0), "depth_per_call": (1, 1), "prefill_s": 0.1, "decode_s": 0.2,
         "time_ms": {"draft": 1.0},
         "turns": (Turn(
             user="?", num_prompt_tokens=3, tokens=(1, 2, 3), text="ünï", finish_reason="eos",

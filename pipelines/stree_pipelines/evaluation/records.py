@@ -26,8 +26,9 @@ ResultKey = tuple[str | None, str, str | None, str, str, str, int]
 
 # Figures that every version has computed alike from a row's samples
 FROM_SAMPLES = (
-    "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram", "nodes_per_call",
-    "tokens_per_second", "tokens_per_second_e2e",
+    "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
+    "depth_accept_rates", "end_nodes", "open_ends", "nodes_per_call", "tokens_per_second",
+    "tokens_per_second_e2e",
 )
 ROUNDING = 1e-9  # of sums in another order
 
@@ -106,6 +107,7 @@ class ResultRow(Record):
     acceptance_histogram: dict[Node, Count]
     depth_accept_rates: dict[Node, Share]
     end_nodes: dict[Node, Count] = Field(default_factory=dict)
+    open_ends: dict[Node, Count] = Field(default_factory=dict)
     nodes_per_call: NonNegative | None
     tree_shares: dict[str, Share] = Field(default_factory=dict)  # of steps, where they were chosen
     # Where trees were chosen, before anything was timed; None for rows that a resumed run completed
@@ -227,10 +229,8 @@ class SampleRow(Record):
     num_calls: Count
     num_nodes: Count
     accepted_per_call: tuple[Node, ...]
-    end_node_per_call: tuple[Node, ...] | None = None
-    tree_max_depth: Node
-    # Where trees are chosen; None elsewhere, and in samples from before it was recorded
-    depth_per_call: tuple[Node, ...] | None = None
+    end_node_per_call: tuple[Node, ...] | None = None  # None where trees are chosen
+    depth_per_call: tuple[Node, ...] | None = None  # as in `DecodingStats`; None: not recorded
     calls_by_tree: dict[str, Count] = Field(default_factory=dict)
     call_share: NonNegative | None = None
     num_reused_tokens: Count = 0  # of earlier turns, which were not read again

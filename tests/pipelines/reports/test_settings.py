@@ -276,8 +276,8 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
         "version", "target", "verifier", "decoding_hash", "template_date", "samples", "lossless",
     }
     measured = {
-        "end_nodes", "confidence_intervals", "measuring_costs_s", "costs", "num_stalled",
-        "num_ended", "num_cut",
+        "end_nodes", "open_ends", "confidence_intervals", "measuring_costs_s", "costs",
+        "num_stalled", "num_ended", "num_cut",
     }
     assert set(ResultRow.model_fields) == (
         said | of_the_table | follows | measured | set(metrics.summarise([]))

@@ -140,6 +140,30 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
     assert accepted > 20 or verifier == "naive"
 
 
+def test_the_depth_that_each_step_grew_is_recorded(monkeypatch):
+    target, drafter = tiny_model(1), tiny_model(7)
+    with torch.no_grad():
+        drafter.model.norm.weight.mul_(0.1)  # unsure, or all trees were chains
+    grown, verify = [], Step.verify
+
+    def watched(step, rows, tree_batch, *arguments, **options):
+        verify(step, rows, tree_batch, *arguments, **options)
+        grown.append([tree.max_depth for tree in tree_batch.trees])
+
+    monkeypatch.setattr(Step, "verify", watched)
+    tree = BeamTree.of(4, 3, 5)
+    batch = BatchDecoder(target, drafter, tree, num_rows=2, max_length=64)
+    asked = [Request(prompt, GenerationConfig(24, ignore_eos=True)) for prompt in ([1, 2], [9])]
+    for row, output in enumerate(batch.generate(asked)):
+        stats = output.stats
+        wanted = [depths[row] for depths in grown[: stats.num_calls]]
+        if stats.num_new_tokens == sum(stats.accepted_per_call) + stats.num_calls:
+            assert stats.depth_per_call == wanted
+        else:  # the last is cut
+            assert stats.depth_per_call[:-1] == wanted[:-1]
+        assert set(wanted) - {tree.depth}, "no tree was less deep than its limit"
+
+
 def tables(seed: int):
     torch.manual_seed(seed)
     size = 4 + seed % 5

@@ -241,6 +241,11 @@ def _judge_one(
     threshold: Threshold, method: str, temperature: float,
     mine: Sequence[SampleRow], theirs: Sequence[SampleRow], seed: int, level: float,
 ) -> Finding:
+    if threshold.depth is not None and None in (s.depth_per_call for s in (*mine, *theirs)):
+        raise BadData(
+            f"{threshold.name} of {method}: some samples do not say how deep each call's drafts "
+            "were judged: evaluate again with --overwrite"
+        )
     new, old = (Answers.of([each], _counted(threshold)) for each in (mine, theirs))
     if new.prompts != old.prompts:
         raise BadData(
@@ -256,11 +261,6 @@ def _judge_one(
         raise BadData(
             f"{threshold.name} of {method} cannot be judged. {told[0]} Evaluate again with "
             "--overwrite where nothing else runs, or give no threshold of speed"
-        )
-    if threshold.depth is not None and None in map(metrics.call_depths, (*mine, *theirs)):
-        raise BadData(
-            f"{threshold.name} of {method}: some samples were decoded with chosen trees and do not "
-            "say how deep each was: evaluate again with --overwrite"
         )
     circles = {(s.benchmark, s.prompt_id) for s in (*mine, *theirs) if repeats(s)}
     new, old = (each.without(circles.__contains__) for each in (new, old))
@@ -312,13 +312,6 @@ def _counted(threshold: Threshold) -> dict[str, Count]:
         "lengths": lambda sample: metrics.acceptance_length([sample]) or 0.0,
     }
     if depth is not None:
-        more["passed"] = lambda sample: _depth_counts(sample, depth)[0]
-        more["reached"] = lambda sample: _depth_counts(sample, depth)[1]
+        more["passed"] = lambda sample: metrics.depth_counts(sample, depth)[0]
+        more["reached"] = lambda sample: metrics.depth_counts(sample, depth)[1]
     return {**COUNTS, **more}
-
-
-def _depth_counts(sample: SampleRow, depth: int) -> tuple[int, int]:
-    """Count the calls that accepted `depth` drafts, and the calls that could have."""
-    calls = zip(sample.accepted_per_call, metrics.call_depths(sample) or (), strict=False)
-    reached = [each for each, deepest in calls if depth <= deepest and each >= depth - 1]
-    return sum(accepted >= depth for accepted in reached), len(reached)

@@ -10,7 +10,6 @@ each step from the drafter's confidence; these are static.) Dims: D depths, R ra
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -29,31 +28,36 @@ PRIOR_CALLS = 10
 MAX_NODES = 256  # of a suggested tree: time grows with the cube, memory with the square
 
 
+# A tree, and the calls whose paths ended at each of its nodes: all, and those that judged no draft
+# after the end (`metrics.open_ends`)
+MeasuredEnds = tuple[TokenTree, Mapping[int, int], Mapping[int, int]]
+
+
 @dataclass(frozen=True)
 class AcceptanceRates:
     """Counts behind the acceptance probabilities, each [..., d − 1, r].
 
-    `reached` counts calls that accepted the parent of such a draft, `accepted` calls that accepted
-    the draft, too. Leading dims are resamples of the prompts, or none.
+    `reached` counts calls that accepted the parent of such a draft and judged the draft, `accepted`
+    calls that accepted it. Leading dims are resamples of the prompts, or none.
     """
 
     reached_DR: NDArray[np.int64]
     accepted_DR: NDArray[np.int64]
 
     @classmethod
-    def of(cls, measured: Iterable[tuple[TokenTree, Mapping[int, int]]]) -> AcceptanceRates:
-        """Count from trees and the number of calls whose paths ended at each of their nodes."""
+    def of(cls, measured: Iterable[MeasuredEnds]) -> AcceptanceRates:
+        """Count from trees with their `end_nodes` and `open_ends`."""
         measured = list(measured)
-        depth = max((tree.max_depth for tree, _ in measured), default=0)
-        widest = max((len(nodes) for tree, _ in measured for nodes in tree.children), default=0)
+        depth = max((tree.max_depth for tree, *_ in measured), default=0)
+        widest = max((len(nodes) for tree, *_ in measured for nodes in tree.children), default=0)
         reached, accepted = np.zeros((2, depth, widest), dtype=np.int64)
-        for tree, ends in measured:
+        for tree, ends, open_ends in measured:
             visits = [ends.get(node, 0) for node in range(tree.num_nodes)]
             for node in range(tree.num_nodes - 1, 0, -1):
                 visits[tree.parents[node]] += visits[node]
             for parent, children in enumerate(tree.children):
                 for rank, child in enumerate(children):
-                    reached[tree.depths[parent], rank] += visits[parent]
+                    reached[tree.depths[parent], rank] += visits[parent] - open_ends.get(parent, 0)
                     accepted[tree.depths[parent], rank] += visits[child]
         return cls(reached, accepted)
 
@@ -149,7 +153,9 @@ class Acceptance:
 
     @classmethod
     def of(cls, told: Sequence[ResultRow]) -> Acceptance:
-        measured = [(row.tree.to_token_tree(), row.end_nodes) for row in told if row.tree]
+        measured = [
+            (row.tree.to_token_tree(), row.end_nodes, row.open_ends) for row in told if row.tree
+        ]
         own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in told)
         return cls(AcceptanceRates.of(measured), own / sum(map(_calls, told)))
 
@@ -317,10 +323,13 @@ def _interval(
     for each in prompts:
         groups.setdefault((each[1].benchmark, each[1].prompt_id), []).append(each)
     # Gives all counts one shape.
-    blank: list[tuple[TokenTree, dict[int, int]]] = [(measured, {}) for measured, _ in prompts]
+    blank: list[MeasuredEnds] = [(measured, {}, {}) for measured, _ in prompts]
     counts, own, calls = [], [], []
     for group in groups.values():
-        ends = [(measured, Counter(sample.end_node_per_call)) for measured, sample in group]
+        ends = [
+            (measured, metrics.end_nodes([sample]), metrics.open_ends([sample]))
+            for measured, sample in group
+        ]
         rates = AcceptanceRates.of([*ends, *blank])
         counts.append([rates.reached_DR, rates.accepted_DR])
         samples = [sample for _, sample in group]

@@ -23,7 +23,8 @@ def sample(prompt: int, accepted: tuple[int, ...], decode_s: float = 1.0, **chan
         checkpoint_sha256="c", step=1, method="stree", tree="paper", benchmark="sums",
         prompt_id=str(prompt), category="", temperature=0.0, seed=0, decoding_hash="d", turns=(),
         num_new_tokens=sum(accepted) + len(accepted), num_calls=len(accepted), num_nodes=16,
-        accepted_per_call=accepted, tree_max_depth=4, prefill_s=0.5, decode_s=decode_s, time_ms={},
+        accepted_per_call=accepted, depth_per_call=(4,) * len(accepted), prefill_s=0.5,
+        decode_s=decode_s, time_ms={},
         baseline=BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0),
     )
     return SampleRow(**(values | changes))
@@ -169,7 +170,7 @@ def test_a_depth_is_judged_by_the_calls_whose_tree_has_it():
     mixed = [sample(q, (0, 2, 0, 2), depth_per_call=(0, 2, 0, 2), **chosen) for q in range(8)]
     finding = judge("depth_accept_rates[1]=-5%", mixed, deep)
     assert finding.checkpoint == 1 and finding.verdict == gate.PASS
-    unknown = [sample(q, (0, 2, 0, 2), **chosen) for q in range(8)]
+    unknown = [sample(q, (0, 2, 0, 2), depth_per_call=None) for q in range(8)]
     with pytest.raises(BadData, match="how deep"):
         judge("depth_accept_rates[1]=-5%", unknown, deep)
 

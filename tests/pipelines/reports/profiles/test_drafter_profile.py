@@ -327,8 +327,13 @@ def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_their
     assert "no row of" in capsys.readouterr().out
 
 
-def test_rows_from_before_ends_of_paths_were_recorded_still_make_a_profile(run):
-    change_rows(run, lambda row: row.model_copy(update={"end_nodes": {}}))
+def test_rows_that_do_not_say_where_paths_ended_still_make_a_profile(run):
+    store = ResultStore(run / "eval")
+    for row in store.results():
+        unknown = {"end_node_per_call": None, "depth_per_call": None}
+        samples = [each.model_copy(update=unknown) for each in store.samples(row)]
+        unknown = {"end_nodes": {}, "open_ends": {}, "depth_accept_rates": {}}
+        store.publish(row.model_copy(update=unknown), samples)
     main([str(run)])
     profile = load_profile(run / "drafter/step-00010000")
     assert profile.suggested_trees == () and len(profile.recommendations) == 2

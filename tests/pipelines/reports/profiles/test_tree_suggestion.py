@@ -55,7 +55,8 @@ def measured_samples(tree: TokenTree, seed: int, num_prompts: int = 40, num_call
         plain = make_sample("stree", 100, "sums", index, 0.0, 60)
         samples.append(plain.model_copy(update={
             "num_calls": num_calls, "accepted_per_call": accepted, "end_node_per_call": tuple(ends),
-            "num_new_tokens": sum(accepted) + num_calls, "tree_max_depth": tree.max_depth,
+            "num_new_tokens": sum(accepted) + num_calls,
+            "depth_per_call": (tree.max_depth,) * num_calls,
         }))
     return samples
 
@@ -94,15 +95,21 @@ def test_none_is_deeper_than_allowed_and_none_of_these_is_better(depth):
 
 
 def test_counts_by_depth_and_rank_by_hand():
-    """Paths end at the root 5 times, at its second child 2, at a grandchild of the first 3."""
+    """Paths end at the root 5 times, at its second child 2, at a grandchild of the first 3.
+
+    Stops cut two more at the root and one at the first child: these judged none of its children.
+    """
     tree = TokenTree((-1, 0, 0, 1, 1))
-    rates = AcceptanceRates.of([(tree, {0: 5, 2: 2, 4: 3})])
+    rates = AcceptanceRates.of([(tree, {0: 5, 2: 2, 4: 3}, {2: 2, 4: 3})])
     assert rates.reached_DR.tolist() == [[10, 10], [3, 3]]
     assert rates.accepted_DR.tolist() == [[3, 2], [0, 3]]
     table = rates.rates(9)
     assert table.shape == (9, 2)
     assert table[8, 1] == pytest.approx(5 / 13), "deeper than measured: over all depths"
     assert table[1, 0] == pytest.approx((0 + 10 * 3 / 13) / (3 + 10))
+    cut = AcceptanceRates.of([(tree, {0: 7, 1: 1, 2: 2, 4: 3}, {0: 2, 1: 1, 2: 2, 4: 3})])
+    assert cut.reached_DR.tolist() == [[11, 11], [3, 3]]
+    assert cut.accepted_DR.tolist() == [[4, 2], [0, 3]]
     wider = TokenTree((-1, 0, 0, 0))
     first_two = rates.expected_drafts(TokenTree((-1, 0, 0)))
     assert rates.expected_drafts(wider) == first_two, (
