@@ -12,8 +12,9 @@ A control token that a message spells (`<|end|>` typed by a user) is encoded as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -160,6 +161,30 @@ class ChatEncoder:
         if isinstance(ids, BadData):
             raise ids
         return [token for of_piece in ids for token in of_piece]
+
+    def encode_chat_prompt(
+        self, messages: Sequence[Message], **variables: Any
+    ) -> tuple[list[int], int]:
+        """Return the ids of a prompt, as `encode_prompt` does, and how many of them are `messages`.
+
+        The others are the opening of the assistant's turn, which a template may print otherwise
+        once an answer follows (without the thought that it opens).
+        """
+        sample = self._samples(messages, prompt=True, variables=variables)[-1]
+        try:
+            text, *_ = self.renderer.render(_mappings(messages), False, variables)
+        except BadData:  # it always opens a turn
+            text = sample.text
+        same = _num_equal(sample.text, text)
+        ids, of_messages = self._encode_pieces([
+            self._pieces(each) for each in (sample, sample._replace(text=sample.text[:same]))
+        ])
+        if isinstance(ids, BadData):
+            raise ids
+        if isinstance(of_messages, BadData):
+            of_messages = []
+        prompt = list(chain.from_iterable(ids))
+        return prompt, _num_equal(prompt, chain.from_iterable(of_messages))
 
     def prompt_text(self, messages: Sequence[Message], **variables: Any) -> str:
         """Return the text of a prompt. Raises `BadData` when the template refuses the messages."""
@@ -346,6 +371,12 @@ class ChatEncoder:
                 else:
                     of_chat[number] = tokens[len(before) :]
         return ids
+
+
+def _num_equal(values: Iterable[object], others: Iterable[object]) -> int:
+    """Return how many values at the start of two sequences are the same."""
+    pairs = zip(values, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _mappings(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from stree.generation import (
     TargetOptions,
 )
 from stree.models.model import HybridModel
-from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
+from stree.prompts import chat_prompt, is_several_chats, one_prompt, text_prompt
 from stree.settings import Asked, asked_for, asked_of_texts, end_of
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
@@ -54,9 +54,10 @@ class Decoder:
         tokenizer: Encodes texts and chats, and finds stop strings; None takes token ids only.
         verifier: A name (`stree.verifiers.named`), or a verifier of your own.
         backtracking: "replay" or "joint", as in `BatchDecoder`.
-        num_prefixes: Prefixes to keep, two a generation (the prompt, and the prompt with its
-            answer), so that a conversation's next turn does not read them again. Each has the
-            memory of a state and its keys; 0 keeps none.
+        num_prefixes: Prefixes to keep, two a generation: the prompt with its answer, and the
+            prompt alone (of a chat its messages, without the opening of the assistant's turn). A
+            conversation's next turn then does not read them again, even if the template drops
+            thoughts from the history. Each has the memory of a state and its keys; 0 keeps none.
 
     Raises:
         UsageError: When target and drafter have different vocabularies, or different tokenizers by
@@ -180,7 +181,7 @@ class Decoder:
         """
         several = isinstance(text, list | tuple)
         return self._serve(
-            streamer, asked_of_texts, text_ids, text, several, generation_config, options
+            streamer, asked_of_texts, text_prompt, text, several, generation_config, options
         )
 
     @overload
@@ -227,7 +228,7 @@ class Decoder:
             UsageError: As `generate`, and for what the template does not read or refuses.
         """
         variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
-        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
+        encode = partial(chat_prompt, **{**variables, **(chat_template_kwargs or {})})
         several = is_several_chats(messages)
         return self._serve(
             streamer, asked_of_texts, encode, messages, several, generation_config, options
@@ -243,8 +244,8 @@ class Decoder:
             asked, several = read(*given, self.tokenizer)
             requests = [
                 sample
-                for prompt, config in asked
-                for sample in samples_of(Request(prompt, config, keep_prompt=True))
+                for prompt, config, end in asked
+                for sample in samples_of(Request(prompt, config, None, True, end))
             ]
             if streamer is not None and len(requests) > 1:
                 raise UsageError(
@@ -353,7 +354,7 @@ def generate(
         depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
         if not read[0]:
             return []
-        longest = max(len(prompt) + config.max_new_tokens for prompt, config in read[0])
+        longest = max(len(prompt) + config.max_new_tokens for prompt, config, _ in read[0])
         decoder = Decoder(
             target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer
         )

@@ -97,8 +97,7 @@ def load(
             that the profile's tree was measured with, else `coupled`.
         backtracking: "replay" or "joint", as in `BatchDecoder`. None takes that of the profile's
             tree, else replay.
-        num_prefixes: Prefixes to keep; a conversation needs two, its last prompt, and that with the
-            answer. 0 keeps none.
+        num_prefixes: Prefixes to keep; a conversation needs two (`Decoder`). 0 keeps none.
         num_rows: Sequences at once: a number returns a `BatchDecoder` with the same tree, verifier
             and tokenizer; None returns a `Decoder`.
         revision: Branch, tag or commit of a target on the hub; None is its main branch, or the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ _SET_HERE = {"conversation", "add_generation_prompt", "continue_final_message", 
              "return_assistant_tokens_mask", "sanitize_control_tokens",
              "tokenizer_kwargs"}
 _OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # keys of its output by default
+
+
+class EncodedPrompt(NamedTuple):
+    """The ids of a text, or of a conversation up to where the assistant's next turn begins.
+
+    messages_end: Number of the ids that are the conversation's messages, without the opening of
+    the assistant's turn; None for a text.
+    """
+
+    ids: list[int]
+    messages_end: int | None = None
 
 
 def one_prompt(inputs: Any) -> Tensor:
@@ -76,7 +87,17 @@ def text_ids(tokenizer: Any, text: Any) -> list[int]:
             raise UsageError(f"the text {text!r:.60} cannot be encoded: {error}") from error
 
 
+def text_prompt(tokenizer: Any, text: Any) -> EncodedPrompt:
+    """Encode a text as `text_ids` does."""
+    return EncodedPrompt(text_ids(tokenizer, text))
+
+
 def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
+    """Return the ids of `chat_prompt`."""
+    return chat_prompt(tokenizer, messages, **variables).ids
+
+
+def chat_prompt(tokenizer: Any, messages: Any, **variables: Any) -> EncodedPrompt:
     """Encode a conversation up to where the assistant's next turn begins.
 
     The ids are those of training (`chat_encoding`): no message can spell a control token. But a
@@ -88,9 +109,6 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
             `{"type": "text", "text": …}`. A turn of the assistant may have `tool_calls` alone.
         **variables: Variables of the template (`tools`, `documents`, `enable_thinking`, …), and
             another `chat_template`; None is left out.
-
-    Returns:
-        Token ids.
 
     Raises:
         UsageError: When there is no template, it refuses the messages, or it does not read a
@@ -117,7 +135,7 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
         _require_read(encoder.renderer.template, given)
         if any(map(_has_parts, messages)) and not _reads_parts(encoder, messages, given):
             messages = [_with_text(each) for each in messages]
-        return encoder.encode_prompt(messages, **given)
+        return EncodedPrompt(*encoder.encode_chat_prompt(messages, **given))
     except BadData as error:
         raise UsageError(str(error)) from error
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stree.common.errors import UsageError, one_line
 from stree.generation import GenerationConfig, require_whole
-from stree.prompts import prompts_of
+from stree.prompts import EncodedPrompt, prompts_of
 
 _OURS = tuple(each.name for each in dataclasses.fields(GenerationConfig))
 _TOP_K_OF_TRANSFORMERS = 50  # what its sampling takes where its GenerationConfig names none
@@ -71,7 +71,8 @@ _OF_LOGITS = (
     "length_penalty", "diversity_penalty", "early_stopping", "token_healing",
 )
 
-Asked: TypeAlias = tuple[list[tuple[Tensor, GenerationConfig]], bool]
+# Prompts (T,) with their settings and `EncodedPrompt.messages_end`; whether they came as a list
+Asked: TypeAlias = tuple[list[tuple[Tensor, GenerationConfig, int | None]], bool]
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,13 @@ def asked_for(
     ends = (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None))
     pad = getattr(tokenizer, "pad_token_id", None)
     prompts, several = prompts_of(inputs, attention_mask, None if pad in ends else pad)
-    asked = [(prompt, settings.after(prompt)) for prompt in prompts]
+    asked: list[tuple[Tensor, GenerationConfig, int | None]]
+    asked = [(prompt, settings.after(prompt), None) for prompt in prompts]
     return asked, several or options.get("num_return_sequences") is not None
 
 
 def asked_of_texts(
-    encode: Callable[[Any, Any], list[int]], given: Any, several: bool, generation_config: Any,
+    encode: Callable[[Any, Any], EncodedPrompt], given: Any, several: bool, generation_config: Any,
     options: Mapping[str, Any], tokenizer: Any,
 ) -> Asked:
     """Encode texts or conversations, and return the same as `asked_for`.
@@ -172,8 +174,12 @@ def asked_of_texts(
         raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")
     settings = settings_of(generation_config, options)
     texts = given if several else [given]
-    prompts = [torch.tensor(encode(tokenizer, each), dtype=torch.long) for each in texts]
-    asked = [(prompt, settings.after(prompt)) for prompt in prompts]
+    encoded = [encode(tokenizer, each) for each in texts]
+    prompts = [torch.tensor(each.ids, dtype=torch.long) for each in encoded]
+    asked = [
+        (prompt, settings.after(prompt), each.messages_end)
+        for prompt, each in zip(prompts, encoded, strict=True)
+    ]
     return asked, several or options.get("num_return_sequences") is not None
 
 

@@ -11,7 +11,7 @@ from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
-from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.generation import DecodingStats, GenerationConfig, StopRule, require_whole
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.model import HybridModel
@@ -74,7 +74,14 @@ def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence
     stop = StopRule(generation, decoder.eos_token_ids, decoder.tokenizer)
     stats = DecodingStats(tree_max_depth=deepest.max_depth)
     shared = request.shared if isinstance(request, SampleRequest) else None
-    return RunningSequence(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
+    num_to_keep = len(prompt) if request.messages_end is None else request.messages_end
+    require_whole("messages_end", num_to_keep, least=0)
+    if num_to_keep > len(prompt):
+        raise UsageError(
+            f"messages_end is {num_to_keep}, wanted at most the prompt's {len(prompt)} tokens"
+        )
+    num_to_keep *= request.keep_prompt
+    return RunningSequence(prompt, generation, tree, num_to_keep, stop, stats, shared)
 
 
 def _require_dynamic_trees_of(decoder: TreePolicy, asked: TreePolicy) -> None:

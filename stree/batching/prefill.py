@@ -84,16 +84,22 @@ class Prefill:
             read = self.prefixes.load(row, sequence.prompt)
             sequence.num_read, sequence.num_drafted_from = read
             sequence.stats.num_reused_tokens = sequence.num_read
-        end = len(sequence.prompt) if whole else sequence.num_read + PREFILL_CHUNK
-        tokens = self._on_device(sequence.prompt[:end])
-        logits = self._read_tokens(row, sequence, tokens)
+        last = len(sequence.prompt) if whole else sequence.num_read + PREFILL_CHUNK
+        tokens = self._on_device(sequence.prompt[:last])
+        for end in self._ends(sequence, sequence.num_read, len(tokens)):
+            logits = self._read_tokens(row, sequence, tokens[:end])
+            if end == sequence.num_to_keep and not sequence.is_stale:
+                self.prefixes.keep(row, sequence.prompt[:end], sequence.num_drafted_from > 0)
         if sequence.is_prefilling:
             return None
-        if sequence.keep_prompt and not sequence.is_stale:
-            self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
         if shared is not None and shared.left:
             shared.read = self._hold(row, sequence, logits)
         return logits
+
+    def _ends(self, sequence: RunningSequence, start: int, end: int) -> list[int]:
+        """Return where to stop between `start` and `end`: the prefix to keep, and the end."""
+        is_inside = self.prefixes.most and start < sequence.num_to_keep < end
+        return [sequence.num_to_keep, end] if is_inside else [end]
 
     def _hold(
         self, row: int, sequence: RunningSequence, logits: Tensor
@@ -138,7 +144,12 @@ class Prefill:
             ways.append(((), None))
             self.prepare_catching_up(row)
         for layers, also in dict.fromkeys(ways):
-            graphs = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
+            start = read
+            for end in self._ends(sequence, read, length):
+                graphs = prepare(
+                    step.target, step.cache, row, start, end - start, layers, False, also
+                )
+                start = end
         begun = self.runner.is_ready(_beginning(sequence))
         if graphs and graphs[-1].given and not begun:  # as it will begin, but for the token
             self.begin(row, sequence, graphs[-1].given[0])

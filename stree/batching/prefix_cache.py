@@ -67,7 +67,7 @@ class PrefixCache:
     def __init__(
         self, most: int, cache: HybridCache, drafter: Any, hand_over: Callable[[Tensor], HostCopy]
     ) -> None:
-        self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
+        self.most, self.cache, self.drafter, self.hand_over = most, cache, drafter, hand_over
         self._kept: LRUCache[tuple[int, ...], SavedRow] = LRUCache(most)
         self._copied: deque[_Copies] = deque()  # their lengths may still be on the device
 
@@ -81,7 +81,7 @@ class PrefixCache:
         A row that has read other tokens after them is not kept. drafted says whether the drafter
         may have read any of them.
         """
-        if not self._kept.most:
+        if not self.most:
             return
         drafter = following = None
         lengths = [self.cache.length[row], self.cache.path_length[row]]
@@ -94,7 +94,7 @@ class PrefixCache:
         self._copied.append(_Copies(tuple(tokens), told, target, drafter, following))
         while self._copied and self._copied[0].lengths.is_there():
             self._take_in_first()
-        while len(self._copied) + len(self._kept) > self._kept.most:
+        while len(self._copied) + len(self._kept) > self.most:
             if self._kept:
                 del self._kept[next(iter(self._kept))]
             else:

@@ -28,6 +28,8 @@ class Request:
         tree: The tree to decode with, or its name; None is the decoder's.
         keep_prompt: Whether a decoder with `num_prefixes` keeps the prompt as a prefix as soon as
             it is read, for requests that begin with the prompt but not with its answer.
+        messages_end: Number of the prompt's tokens that are kept then, such as those of a chat's
+            messages without the opening of the assistant's turn; None for all.
 
     Example:
         >>> import stree
@@ -40,6 +42,7 @@ class Request:
     generation: GenerationConfig = GenerationConfig()
     tree: TokenTree | str | None = None
     keep_prompt: bool = False
+    messages_end: int | None = None
 
 
 @dataclass(eq=False)
@@ -69,7 +72,10 @@ def samples_of(request: Request) -> list[Request]:
     generation = settings_of(request.generation).after(one_prompt(request.prompt_ids))
     shared = SharedPrompt(generation.num_return_sequences - 1)
     return [
-        SampleRequest(request.prompt_ids, each, request.tree, request.keep_prompt, shared)
+        SampleRequest(
+            request.prompt_ids, each, request.tree, request.keep_prompt, request.messages_end,
+            shared,
+        )
         for each in generation.samples()
     ]
 
@@ -94,7 +100,7 @@ def requests_of(
             raise UsageError("requests have settings of their own: give them no others")
         return [sample for each in given for sample in samples_of(each)]
     asked, _ = asked_for(given, generation_config, attention_mask, options, tokenizer)
-    requests = [Request(prompt.tolist(), generation) for prompt, generation in asked]
+    requests = [Request(prompt.tolist(), generation) for prompt, generation, _ in asked]
     return [sample for each in requests for sample in samples_of(each)]
 
 
@@ -124,7 +130,7 @@ class RunningSequence:
     prompt: list[int]
     generation: GenerationConfig
     tree: TokenTree | None  # None: chosen anew for each step
-    keep_prompt: bool
+    num_to_keep: int  # tokens of the prompt to keep as a prefix as soon as they are read
     stop: StopRule
     stats: DecodingStats
     shared: SharedPrompt | None = None

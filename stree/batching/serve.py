@@ -15,7 +15,7 @@ from stree.batching.sequences import Request, StepOutput, requests_of
 from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
 from stree.generation import GenerationOptions, GenerationOutput, PromptOptions
-from stree.prompts import chat_ids, is_several_chats, text_ids
+from stree.prompts import EncodedPrompt, chat_prompt, is_several_chats, text_prompt
 from stree.settings import asked_of_texts
 
 
@@ -117,7 +117,7 @@ class RequestServer(BatchDecoderLike):
             UsageError: Without a tokenizer, or for a text that cannot be served.
         """
         several = isinstance(text, list | tuple)
-        return self._generate_of(text_ids, text, several, generation_config, options)
+        return self._generate_of(text_prompt, text, several, generation_config, options)
 
     def chat(
         self, messages: str | Sequence[Any], generation_config: Any = None, *,
@@ -140,18 +140,18 @@ class RequestServer(BatchDecoderLike):
             UsageError: Without a tokenizer or a template, or for messages that it refuses.
         """
         variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
-        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
+        encode = partial(chat_prompt, **{**variables, **(chat_template_kwargs or {})})
         several = is_several_chats(messages)
         return self._generate_of(encode, messages, several, generation_config, options)
 
     def _generate_of(
-        self, encode: Callable[[Any, Any], list[int]], given: Any, several: bool,
+        self, encode: Callable[[Any, Any], EncodedPrompt], given: Any, several: bool,
         generation_config: Any, options: Mapping[str, Any],
     ) -> list[GenerationOutput]:
         asked, _ = asked_of_texts(
             encode, given, several, generation_config, options, self.tokenizer
         )
-        requests = [Request(prompt, generation) for prompt, generation in asked]
+        requests = [Request(prompt, generation) for prompt, generation, _ in asked]
         return self.generate(requests)
 
     @one_at_a_time

@@ -17,7 +17,7 @@ from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.generation import DecodingStats
-from stree.prompts import chat_ids
+from stree.prompts import chat_ids, chat_prompt
 from stree.settings import settings_of
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
@@ -138,6 +138,42 @@ def test_a_message_cannot_spell_control_tokens_and_has_the_ids_of_training(shipp
     assert ids == trained.tokens[: len(ids)].tolist() and trained.assistant[len(ids)]
     wanted = shipped.generate(ids, max_new_tokens=6)
     assert shipped.chat(messages, max_new_tokens=6).tokens == wanted.tokens
+
+
+# As Qwen3's: an answer's turn opens with a thought, which the history leaves out
+THOUGHTS_DROPPED = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content.split('</think>')[-1] + "
+    "'<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|><think>' -}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("template", [THOUGHTS_DROPPED, None], ids=["dropped", "kept"])
+def test_the_next_turn_of_a_chat_reads_only_what_is_new(shipped, tokenizer, template):
+    keeping = load(SHIPPED, device="cpu", max_length=256, num_prefixes=2)
+    options = dict(max_new_tokens=6, chat_template_kwargs={"chat_template": template})
+    messages, known = [], 0
+    for question in ("what is a list?", "and a set?", "and a tuple?"):
+        messages.append({"role": "user", "content": question})
+        out = keeping.chat(messages, **options)
+        assert out.tokens == shipped.chat(messages, **options).tokens
+        assert out.stats.num_reused_tokens >= known
+        known = chat_prompt(tokenizer, messages, chat_template=template).messages_end
+        messages.append({"role": "assistant", "content": f"Hm.</think>{out.text}"})
+    assert known > 30
+
+
+def test_a_prompt_s_messages_end_where_its_answer_is_opened(tokenizer):
+    messages = [{"role": "user", "content": "what is a list?"}]
+    for template, opening in (
+        (THOUGHTS_DROPPED, "<|assistant|><think>"),
+        (None, "<|assistant|>"),
+        (OF_TEXT, ""),  # opens no turn
+        (OF_TEXT + "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}", ""),
+    ):
+        ids, end = chat_prompt(tokenizer, messages, chat_template=template)
+        assert tokenizer.decode(ids[end:]) == opening
+        assert ids == ChatEncoder(tokenizer, template).encode_prompt(messages)
 
 
 OF_TEXT = "{% for m in messages %}{{ m.role + ': ' + m.content }};{% endfor %}"

@@ -34,7 +34,7 @@ from stree.common.words import described, ends_of, placed
 from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig
 from stree.loading import DTYPE_HELP
-from stree.prompts import chat_ids, text_ids
+from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import PlainParser, input_path
@@ -143,22 +143,22 @@ class Chat:
         """Stream the answer to a question; one that does not fit is reported and forgotten."""
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
-            ids = (
-                chat_ids(self.tokenizer, messages)
+            prompt = (
+                chat_prompt(self.tokenizer, messages)
                 if self.has_template
-                else text_ids(self.tokenizer, question)
+                else text_prompt(self.tokenizer, question)
             )
-            text = self._stream(ids)
+            text = self._stream(prompt)
         except UsageError as error:
             self.console.print(Text(f"{error} (/reset forgets the conversation)", style="red"))
             return
         self.messages = [*messages, {"role": "assistant", "content": text}]
 
-    def _stream(self, ids: Sequence[int]) -> str:
+    def _stream(self, prompt: EncodedPrompt) -> str:
         decoder = self.plain if self.is_plain else self.decoder
         words, since = Words(self.tokenizer), 0.0
         with stopping() as stop:
-            request = Request(ids, self.generation, keep_prompt=True)
+            request = Request(prompt.ids, self.generation, None, True, prompt.messages_end)
             with closing(decoder.serve([request])) as reports:
                 for served in reports:
                     since = since or time.perf_counter()  # the prompt's step is the first

@@ -10,6 +10,7 @@ from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.prefillers import PrefillGraph
+from stree.common.errors import UsageError
 from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
 
@@ -300,6 +301,33 @@ def test_a_prompt_read_with_two_sets_of_weights_is_not_kept(monkeypatch):
     while decoder._sequences[row].is_prefilling:
         decoder.step()
     assert decoder.num_reusable([*SYSTEM, 4]) == 0
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("messages_end", [0, 1, 4, 7])
+def test_a_part_of_a_prompt_is_kept_as_it_is_read(messages_end, graphs, request):
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    target = tiny_model(1)
+    generation, goes_on = GenerationConfig(9, ignore_eos=True), [*SYSTEM[:messages_end], 13, 8]
+    outputs = []
+    for num_prefixes in (0, 2):
+        decoder = BatchDecoder(
+            target, target, TokenTree.chain(3), num_rows=2, max_length=64, num_prefixes=num_prefixes
+        )
+        first = Request(SYSTEM, generation, keep_prompt=True, messages_end=messages_end)
+        outputs.append(decoder.generate([first]) + decoder.generate([Request(goes_on, generation)]))
+    for read, kept in zip(*outputs, strict=True):
+        assert kept.tokens == read.tokens
+        assert kept.stats.accepted_per_call == read.stats.accepted_per_call == [3, 3]
+    assert kept.stats.num_reused_tokens == messages_end and not read.stats.num_reused_tokens
+
+
+@pytest.mark.parametrize("end", [-1, 8, 2.5, True])
+def test_messages_end_inside_their_prompt(end):
+    decoder = BatchDecoder(tiny_model(1), max_length=64)
+    with pytest.raises(UsageError, match="messages_end is"):
+        decoder.admit(Request(SYSTEM, GenerationConfig(4), messages_end=end))
 
 
 @pytest.mark.parametrize("num_left_out", range(7))
