@@ -96,8 +96,13 @@ def test_more_thresholds_want_more_prompts():
     new = [sample(q, (1,) * 10) for q in range(6)]
     pairs = {("stree", 0.0, "sums"): (new, old)}
     assert judge("acceptance_length=0", new, old).verdict == gate.REGRESSION
-    findings = gate.judge([gate.Threshold.parse("acceptance_length=0")] * 2, pairs)
+    threshold = gate.Threshold.parse("acceptance_length=0")
+    findings = gate.judge([threshold] * 2, pairs)
     assert {finding.reason for finding in findings} == {"too few prompts: 6, 7 the least"}
+    pairs = {(method, temperature, benchmark): (new, old) for method in ("stree", "vanilla_sd")
+             for temperature in (0.0, 1.0) for benchmark in ("sums", "more")}
+    findings = gate.judge([gate.Threshold.parse("sums.acceptance_length=0")] * 2, pairs)
+    assert [finding.reason for finding in findings] == ["too few prompts: 6, 9 the least"] * 8
     assert [gate.least_prompts(gate.level_of(count)) for count in (1, 2, 4, 8)] == [6, 7, 8, 9]
 
 
@@ -137,6 +142,9 @@ def test_answers_that_go_in_circles_are_left_out():
     finding = judge(TAU, new, old)
     assert finding.verdict == gate.REGRESSION and finding.checkpoint == pytest.approx(2)
     assert (finding.num_prompts, finding.num_repeating) == (8, 2)
+    swapped = judge(TAU, old, new)  # now only the baseline's answers go in circles
+    assert swapped.verdict == gate.PASS and swapped.baseline == pytest.approx(2)
+    assert (swapped.num_prompts, swapped.num_repeating) == (8, 2)
     told = "\n".join(gate_summary._repeating([finding, finding]))
     assert told.count("2 of 10 prompts") == 1
     assert not repeats(sample(0, (1,), turns=(turn((1, 2, 3) * 9),))), "too short to say"
