@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:  # two of them would set up the same environment
 
-.PHONY: help install quickstart chat test test-long test-gpu check docs clean
+.PHONY: help install quickstart chat test test-all test-long test-gpu check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +46,10 @@ chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, on public chats: one larg
 	$(BIN)/python pipelines/profile_drafter.py $(CHAT)
 	$(BIN)/python pipelines/report.py $(CHAT)
 
-test: $(VENV)/ready-dev  ## set up, and run the tests (jobs of a cluster: test-long and .ci/run)
+test: $(VENV)/ready-dev  ## set up, and run the tests for each change
+	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/slurm -m "not costly and not long"
+
+test-all: $(VENV)/ready-dev  ## these and the costly ones, as .ci/run does (jobs of a cluster: test-long and .ci/run)
 	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/slurm
 
 test-long: $(VENV)/ready-dev  ## these and the long ones: faults at many more moments, more shapes and seeds

@@ -18,6 +18,7 @@ from stree_pipelines.evaluation.plan import DrafterIdentity
 from stree_pipelines.training.checkpoints.saving import latest_valid
 
 
+@pytest.mark.costly
 def test_an_evaluation_takes_over_when_the_one_before_it_is_killed(evaluation, tmp_path):
     """The first of two equal commands dies while the other waits for the folder."""
     out = tmp_path / "out"
@@ -49,6 +50,7 @@ def test_a_second_training_in_a_folder_is_refused(training, tmp_path):
     assert_same_run(run_dir, training.whole)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_readers_beside_a_training_that_rotates(training, tmp_path, steps):
     """Each step saves and exports, and one save is kept: a reader gets a whole checkpoint, and by

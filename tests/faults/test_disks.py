@@ -100,6 +100,7 @@ def test_a_disk_too_small_for_the_run(training, tmp_path, seed, lacking):
         assert_same_run(run_dir, training.whole)
 
 
+@pytest.mark.costly
 def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
     """TensorBoard's rows are given up, the rows of metrics.csv are not."""
     with mounted(tmp_path / "disk", PLENTY) as disk:
@@ -121,6 +122,7 @@ def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
         assert logged_steps(run_dir) == list(range(1, 101))
 
 
+@pytest.mark.costly
 def test_a_disk_that_becomes_read_only(training, tmp_path):
     with mounted(tmp_path / "disk", PLENTY) as disk:
         run_dir = disk.folder / "run"
@@ -141,6 +143,7 @@ def test_a_disk_that_becomes_read_only(training, tmp_path):
         assert_same_run(run_dir, training.whole)
 
 
+@pytest.mark.costly
 def test_a_limit_on_the_size_of_files(training, tmp_path):
     run_dir = tmp_path / "run"
     reason = (
@@ -164,6 +167,7 @@ def test_a_temporary_folder_is_not_needed(training, evaluation, tmp_path):
     assert table_without_timings(tmp_path / "out") == evaluation.table
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", lanes(quick=1, long=15))
 def test_a_disk_too_small_for_an_evaluation(evaluation, tmp_path, seed):
     size_kib = random.Random(seed).randrange(12, 64, 4)

@@ -62,6 +62,7 @@ def journalled(out: Path, rank: int) -> int:
     return sum(path.read_bytes().count(b"\n") for path in paths)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("victim, counts", quick_first([(2, (2,))], [(0, (1, 2, 3))]))
 def test_whoever_dies_each_prompt_is_there_once(
     victim, counts, forks, arguments, tmp_path

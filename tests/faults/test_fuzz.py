@@ -151,6 +151,7 @@ def test_hand_made_lines_are_accepted_or_rejected_for_their_reason(tmp_path):
             assert dict(report.reasons) == {reason: 1}, line[:80]
 
 
+@pytest.mark.costly
 def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path):
     rng = random.Random(20)
     path = tmp_path / "fuzzed.jsonl"
@@ -198,6 +199,7 @@ def random_parents(rng: random.Random) -> list:
     return damaged_value(rng, parents) if rng.random() < 0.6 and parents else parents
 
 
+@pytest.mark.costly
 def test_fuzzed_parents():
     rng = random.Random(21)
 
@@ -231,6 +233,7 @@ def load_from(path: Path, load: Callable[[Path], object]) -> Callable[[object], 
     return write_and_load
 
 
+@pytest.mark.costly
 def test_fuzzed_tree_files(tmp_path):
     good = {"name": "paper", "parents": [-1, 0, 0, 0, 1, 1, 2], "description": "Fig. 4a"}
     texts = yaml_texts(random.Random(22), good, NUM_TREES)
@@ -238,6 +241,7 @@ def test_fuzzed_tree_files(tmp_path):
     assert counts.total() == NUM_TREES and min(counts.values()) > NUM_TREES // 20
 
 
+@pytest.mark.costly
 def test_fuzzed_evaluation_configs(tmp_path):
     good = yaml.safe_load((CONFIGS / "eval" / "quickstart.yaml").read_text())
     good |= {"target": "t", "out": "o", "checkpoint": ["c"], "limit": 3, "seed": 1}
@@ -255,6 +259,7 @@ def test_fuzzed_evaluation_configs(tmp_path):
 class Parsed(ParseOnly, DistillCLI): ...
 
 
+@pytest.mark.costly
 def test_fuzzed_training_configs(tmp_path):
     path = CONFIGS / "distill" / "quickstart.yaml"
     parser = Parsed(Distillation, ["fit", "--config", str(path), "--run_dir", "r"]).parser
@@ -268,6 +273,7 @@ def test_fuzzed_training_configs(tmp_path):
     assert counts.total() == NUM_TRAINING and min(counts.values()) >= NUM_TRAINING // 20
 
 
+@pytest.mark.costly
 def test_fuzzed_results(tmp_path):
     rng = random.Random(25)
     good = json.loads(hostile_row())

@@ -123,6 +123,7 @@ RESUMING = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "places", [SAVING, EXPORTING, RESUMING], ids=["saving", "exporting", "resuming"]
 )

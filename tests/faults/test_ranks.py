@@ -79,6 +79,7 @@ def wait_for(ranks: list, holds: Callable[[], bool]) -> None:
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", lanes(quick=1, long=20))
 def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed):
     moments = random.Random(2000 + seed)
@@ -116,6 +117,7 @@ def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed)
     assert_same_run(run_dir, pair.whole)
 
 
+@pytest.mark.costly
 def test_ctrl_c_reaches_all_ranks_and_they_save_one_step(pair, tmp_path):
     """A terminal sends it to every process of a command at once."""
     run_dir = tmp_path / "run"
@@ -144,6 +146,7 @@ def rank_is_training(rank: forked.Command) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (USR1 - 1) & 1)
 
 
+@pytest.mark.costly
 def test_a_second_interrupt_leaves_at_once_even_where_a_rank_hangs(pair, tmp_path):
     """The first one waits for a step's end that does not come: the other rank is stopped."""
     run_dir = tmp_path / "run"
@@ -161,6 +164,7 @@ def test_a_second_interrupt_leaves_at_once_even_where_a_rank_hangs(pair, tmp_pat
     ranks[1].send(signal.SIGKILL)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_torchrun_ends_the_other_rank_when_one_dies_and_the_run_goes_on(pair, tmp_path, victim):
     run_dir, said = tmp_path / "run", tmp_path / "torchrun.log"

@@ -98,6 +98,7 @@ def test_it_drafts_as_its_masked_twin_does(tree, verifier):
     accepted_by_twins(*drafters(), tree, verifier)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("tree", quick_first([(TokenTree.paper(),)], [(BeamTree.of(3, 3, 9),)]))
 def test_a_drafter_that_reads_features_drafts_as_its_masked_twin_does(tree, captured_on_cpu):
     target, ids = tiny_model(1), torch.tensor(IDS)
@@ -284,6 +285,7 @@ def test_a_config_whose_head_cannot_be_is_refused(saved, tmp_path):
 # In 8 bits
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "tree, verifier, rank",
     [

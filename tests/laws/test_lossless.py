@@ -214,6 +214,7 @@ def test_drafts_change_nothing_of_what_graphs_sample(captured_on_cpu, monkeypatc
     assert not parts_by_graphs(monkeypatch)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mistake", [ByNode, OneBehind, Unfiltered, AlwaysFirst])
 def test_planted_mistake_of_the_verifier_is_caught_in_graphs(mistake, captured_on_cpu, monkeypatch):
     monkeypatch.setitem(VERIFIERS, "coupled", mistake)
@@ -273,6 +274,7 @@ def test_drafts_of_other_noise_are_accepted_less(monkeypatch):
 # The distribution
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("setting", [
     GenerationConfig(4, 0.9), GenerationConfig(4, 1.4, top_k=2), GenerationConfig(4, 1.0, top_p=0.7)
 ], ids=str)

@@ -114,6 +114,7 @@ def by_graphs(request, monkeypatch):
     monkeypatch.setattr("stree.batching.runners.GraphRunner.ahead", 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
     "tree, drafter_layers",
@@ -155,6 +156,7 @@ def plant(mistake, monkeypatch):
     monkeypatch.setattr(verification, "accept_multi_step", mistaken)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
     plant(mistake, monkeypatch)
@@ -162,6 +164,7 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
     assert is_caught(SEEDS, beside=beside)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "mistake",
     quick_first([("too generous",)], [("no residual",), ("residual not renormalised",)]),

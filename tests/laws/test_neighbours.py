@@ -104,7 +104,9 @@ def in_company(kernels, model, num_rows, num_nodes, mine):
 
 
 @pytest.mark.parametrize("num_rows", long_in_the_interpreter(2, 4, 8, 16, quick=[2]))
-@pytest.mark.parametrize("num_nodes", [1, 5], ids=["plain", "tree"])
+@pytest.mark.parametrize(
+    "num_nodes", [pytest.param(1, id="plain", marks=pytest.mark.costly), pytest.param(5, id="tree")]
+)
 @each_model
 def test_at_one_envelope_nothing_depends_on_what_neighbours_hold(
     shape, num_nodes, num_rows, kernels
@@ -116,6 +118,7 @@ def test_at_one_envelope_nothing_depends_on_what_neighbours_hold(
         assert torch.equal(one, other)
 
 
+@pytest.mark.costly
 def test_a_leak_between_rows_shows(kernels, monkeypatch):
     model, own = tiny_model(1, torch.bfloat16).to(DEVICE), HybridModel.tree_hidden
 
@@ -130,8 +133,10 @@ def test_a_leak_between_rows_shows(kernels, monkeypatch):
 @each_model
 @pytest.mark.parametrize(
     ("num_nodes", "counts"),
-    [(1, (2, 4, 8, 16) if ON_GPU else (2, 8)), (4, (2, 4) if ON_GPU else (2,))],
-    ids=["plain", "tree"],
+    [
+        pytest.param(1, (2, 4, 8, 16) if ON_GPU else (2, 8), id="plain", marks=pytest.mark.costly),
+        pytest.param(4, (2, 4) if ON_GPU else (2,), id="tree"),
+    ],
 )
 @pytest.mark.parametrize("width", long_in_the_interpreter(32, 1280, quick=[32]))
 def test_up_to_16_rows_of_products_a_row_gets_what_it_gets_alone(

@@ -95,6 +95,7 @@ def test_output_distribution_is_the_targets(verifier, settings):
         assert_targets(blocks, target, setting, tree)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("verifier", [MultiStep, Traversal])
 def test_output_distribution_of_an_expansion_is_the_targets(verifier):
     target, drafter, _, _ = random_case(1, [TokenTree.chain(1)])

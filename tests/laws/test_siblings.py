@@ -92,6 +92,7 @@ TREES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("siblings", "verifier", "grafted"),
     quick_first(
@@ -110,6 +111,7 @@ def claiming(self, *given, draft=ModelDrafter.draft):
     return replace(draft(self, *given), independent=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "verifier", ["multi_step", pytest.param("traversal", marks=pytest.mark.long)]
 )
@@ -164,6 +166,7 @@ def test_drafts_are_what_they_are_said_to_be(siblings, unshared):
     assert unlike_products(proposal, logits) < 49.0
 
 
+@pytest.mark.costly
 def test_siblings_of_one_noise_are_caught(monkeypatch):
     def shared(self, unshared):
         return self.noise_at(unshared)[..., None].expand_as(self.places).contiguous()
@@ -206,7 +209,10 @@ def in_8_bits(model):
     return model
 
 
-@KINDS
+@pytest.mark.parametrize(
+    "siblings", [INDEPENDENT, pytest.param(POINT, marks=pytest.mark.costly)],
+    ids=["independent", "top"],
+)
 @pytest.mark.parametrize(
     ("verifier", "head", "penalty"),
     quick_first(
@@ -245,6 +251,7 @@ def test_graphs_give_what_eager_steps_give(
     assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("siblings", "verifier", "grafted"),
     quick_first(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,4 +27,13 @@ def short_on_policy_check():
         if on_policy_check := sys.modules.get("stree_pipelines.training.teachers.on_policy_check"):
             patch.setattr(on_policy_check, "NUM_ROWS", 2)
             patch.setattr(on_policy_check, "NEW_TOKENS", 4)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_stay_frozen():
+    """Free an evaluation's decoders without looking through all that was imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        if decoders := sys.modules.get("stree_pipelines.evaluation.answering.decoders"):
+            patch.setattr(decoders, "gc_freeze", SimpleNamespace(collect=gc.collect))
         yield

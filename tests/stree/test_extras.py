@@ -47,11 +47,13 @@ def base(tmp_path_factory) -> Path:
     return bare_environment.make_environment(tmp_path_factory.mktemp("environment") / "base")
 
 
+@pytest.mark.costly
 def test_the_base_decodes(base):
     ran = bare_environment.python_in(base, "-c", DECODE)
     assert (ran.stdout, ran.returncode) == ("3\n", 0), ran.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("command", "extra"), [("distil", "train"), ("train", "train"), ("report", "report")]
 )
@@ -62,11 +64,13 @@ def test_a_command_without_its_extra_says_which(base, command, extra):
     assert len(ran.stderr.splitlines()) == 1
 
 
+@pytest.mark.costly
 def test_a_script_without_its_extra_says_which(base):
     ran = bare_environment.python_in(base, "pipelines/distill.py", "--help")
     assert ran.stderr.startswith("error: distill.py needs stree[train], lightning is not installed")
 
 
+@pytest.mark.costly
 def test_a_chat_needs_the_base_alone(base):
     assert bare_environment.python_in(base, "-m", "stree", "chat", "--help").returncode == 0
 

@@ -156,14 +156,16 @@ def _serve() -> None:
     gc.disable()  # what is imported stays
     import torch.utils.tensorboard  # noqa: F401 (Lightning's logger imports it when it starts)
 
-    for name in ("distill", "train_target", "eval_spec"):
+    for name in ("distill", "train_target", "eval_spec", "report"):
         importlib.import_module(f"stree_pipelines.commands.{name}")
+    from stree_pipelines.evaluation.answering import gc_freeze
     from stree_pipelines.training.teachers import on_policy_check
 
     # With the defaults the check would take half the time of a tiny training.
     on_policy_check.NUM_ROWS, on_policy_check.NEW_TOKENS = 2, 4
     gc.freeze()  # or each command would look through all of it
     gc.enable()
+    gc_freeze.collect = gc.collect
     _answer({"threads": _threads()})
     for line in sys.stdin:
         request = json.loads(line)

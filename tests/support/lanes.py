@@ -1,4 +1,4 @@
-"""Choose which cases of a test run in `make test`, and which in `make test-long` only."""
+"""Choose which cases of a test run in `make test-all`, and which in `make test-long` only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stree.trees.token_tree import TokenTree
 
 
 def lanes(quick: int, long: int) -> list:
-    """List a test's seeds, 0 to `long` - 1: the first `quick` run in `make test` too."""
+    """List a test's seeds, 0 to `long` - 1: the first `quick` run in `make test-all` too."""
     return [
         pytest.param(seed, marks=[pytest.mark.long] if seed >= quick else [])
         for seed in range(long)

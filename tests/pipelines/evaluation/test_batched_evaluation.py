@@ -73,6 +73,7 @@ def batched(world, tmp_path_factory):
     return evaluated(world, tmp_path_factory.mktemp("batched"), 3)
 
 
+@pytest.mark.costly
 def test_how_many_prompts_fit_at_once_is_said_once_and_why(world, tmp_path):
     """The line counts all methods' decoders together; a batch of one has none."""
     for batch_size in (3, 1):
@@ -100,6 +101,7 @@ def greedy_samples(store: ResultStore) -> list[dict]:
     return [each for each in samples_without_timings(store) if each["temperature"] == 0]
 
 
+@pytest.mark.costly
 def test_tokens_do_not_depend_on_the_batch(world, tmp_path, alone, batched):
     """Sampled tokens do not, either: they are a function of the prompt's seed."""
     one = evaluated(world, tmp_path / "one", 1)
@@ -113,6 +115,7 @@ def test_tokens_do_not_depend_on_the_batch(world, tmp_path, alone, batched):
     assert lossless == [1, 1, 1, 1]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_earlier_turns_are_not_read_again(batch_size, world, tmp_path, monkeypatch):
     """Their answers stay what they are; where one comes back through the tokenizer as other tokens,
@@ -183,6 +186,7 @@ def test_speeds_are_of_the_whole_batch(batched):
     assert row.confidence_intervals["speedup"] is not None
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     """A choice that learned from warm-ups' few tokens would take no tree."""
@@ -204,6 +208,7 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     assert adaptive_trees.state.acceptance.revise() == fresh.state.acceptance.revise()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_what_chooses_has_seen_the_first_prompts_before_an_answer_counts(
     batch_size, world, tmp_path, monkeypatch

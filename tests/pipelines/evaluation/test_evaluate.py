@@ -103,6 +103,7 @@ def test_a_second_run_measures_nothing(complete, world):
     assert (complete.directory / "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.costly
 def test_overwrite_measures_again_but_the_baseline_s_row_once_a_process(world, tmp_path):
     quiet(settings_for(world, tmp_path)).evaluate(export(world, 1))
     before = {row.key: row for row in ResultStore(tmp_path).results()}
@@ -199,6 +200,7 @@ def test_rows_say_the_dtype_of_the_state(world, tmp_path, dtype, state):
     assert held == {getattr(torch, state)}
 
 
+@pytest.mark.costly
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, complete, monkeypatch):
     """An answer may come back through the tokenizer as many more tokens than it had."""
     monkeypatch.setattr(decoders.Decoders, "max_length", 1)
@@ -235,6 +237,7 @@ def test_another_template_under_the_same_name_is_another_decoding(world, tmp_pat
     assert len(hashes) == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["chain-2 or paper", "bandit chain-2 or paper"])
 def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name, capsys):
     eval_spec([

@@ -16,6 +16,7 @@ from stree_pipelines.evaluation.result_store import ResultStore
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.costly
 def test_everything_is_warmed_up_before_anything_is_timed(world, tmp_path):
     """Each tree warms up at each temperature, and each checkpoint's own decoders do."""
     calls = []
@@ -52,6 +53,7 @@ class FirstCallsAreSlow:
         self.lengths.add(len(prompt_ids))
 
 
+@pytest.mark.costly
 def test_no_figure_depends_on_what_ran_first(world, tmp_path):
     speeds = []
     for order in (("autoregressive", "vanilla_sd", "stree"), ("stree", "autoregressive")):
@@ -68,6 +70,7 @@ def test_no_figure_depends_on_what_ran_first(world, tmp_path):
     assert speeds[0] == speeds[1]
 
 
+@pytest.mark.costly
 def test_of_long_prompts_only_what_differs_is_read_twice(world, tmp_path, monkeypatch):
     """Read in pieces of 8 tokens: before it answers, a decoder has read each kind of them, and a
     prompt that was as long; but for the first one's, a warm-up has three pieces at most."""
@@ -120,6 +123,7 @@ class BusierAndBusier:
         stats.time_ms = {"verify": 1e3 * stats.decode_s}
 
 
+@pytest.mark.costly
 def test_a_speedup_is_over_plain_decoding_right_before(world, tmp_path):
     """Plain decoding answers the same prompt right before, however busy the machine gets."""
     prompts = [{"id": str(i), "turns": [f"What is {i}?"]} for i in range(3)]

@@ -139,6 +139,7 @@ def test_a_row_with_bad_logits_ends_alone():
         assert decoder.release(row).tokens == alone.tokens
 
 
+@pytest.mark.costly
 def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu, monkeypatch):
     """Building one takes the host longer than a step of a small model takes the device."""
     target, tree, launched = tiny_model(1), TREES[-1], []
@@ -289,6 +290,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "prefixes"),
     quick_first(

@@ -38,10 +38,9 @@ def test_a_template_prints_the_fixed_date(template, text):
 
 
 def test_every_directive_of_strftime_is_known():
-    for letter in "aAbBcdDeFGHIjklmMpRsSTuUVwWxXyY":
-        directives = f"%{letter} %-{letter}"
-        fixed = with_fixed_date(f"{{{{ strftime_now('{directives}') }}}}")
-        assert render(fixed) == FIXED_DATE.strftime(directives)
+    directives = " ".join(f"%{each} %-{each}" for each in "aAbBcdDeFGHIjklmMpRsSTuUVwWxXyY")
+    fixed = with_fixed_date(f"{{{{ strftime_now('{directives}') }}}}")
+    assert render(fixed) == FIXED_DATE.strftime(directives)
 
 
 def test_a_template_without_dates_keeps_its_text():

@@ -101,6 +101,7 @@ def test_words_that_are_spelt_are_accepted_in_the_targets_tokens(target):
     assert output.stats.acceptance_length > 3.5
 
 
+@pytest.mark.costly
 def test_a_drafter_of_the_same_tokenizer_loses_little_by_the_text(target):
     """Handed over as tokens, all drafts of the target itself would be accepted."""
     ours = load_tokenizer(SHIPPED)

@@ -236,6 +236,7 @@ def test_prefixes_keep_the_features(tree, target, drafter, either_way):
     assert kept[1][2].num_reused_tokens > len(PROMPT)
 
 
+@pytest.mark.costly
 def test_rows_that_share_a_prefix_have_its_features(target, drafter, either_way):
     """A prefix of one row gives its features to other rows."""
     tree = TREES[2]
@@ -380,6 +381,7 @@ def paths_of(tree_batch, row, tokens):
     return [[tokens[each] for each in tree.path_to(node)] for node in nodes[row].tolist()]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "tree", ["paper", "beam-3-4-9", pytest.param("chain-4", marks=pytest.mark.long)]
 )

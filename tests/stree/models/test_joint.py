@@ -89,6 +89,7 @@ def test_states_after_commits_are_those_of_the_committed_tokens():
                 torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "layers",
     [("mamba", "attention"), pytest.param(KINDS["layer_types"], marks=pytest.mark.long)],

@@ -74,6 +74,7 @@ def lengths(seed: int, trees) -> list[float]:
     ]
 
 
+@pytest.mark.costly
 def test_acceptance_length_grows_from_naive_to_traversal():
     """On a chain multi-step sampling is the token-level rule, and block verification traversal."""
     longer = [0, 0]
@@ -85,6 +86,7 @@ def test_acceptance_length_grows_from_naive_to_traversal():
     assert longer[0] >= 1 and longer[1] >= 4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("part", lanes(1, 8))
 def test_independent_siblings_are_accepted_no_more_often(part):
     """Two siblings that are alike are one chance."""
@@ -176,6 +178,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
     function = edited(*MISTAKES[mistake])

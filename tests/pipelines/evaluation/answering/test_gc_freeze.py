@@ -64,6 +64,7 @@ def test_what_is_dropped_meanwhile_is_freed():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.costly
 def test_an_evaluation_times_its_answers_so(tmp_path):
     """Timed answers run with collection frozen, warm-ups do not."""
     world = make_world(tmp_path)

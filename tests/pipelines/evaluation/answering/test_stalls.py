@@ -163,6 +163,7 @@ def quietly(world, tmp_path_factory):
     return evaluated(world, tmp_path_factory.mktemp("quiet"), 0)
 
 
+@pytest.mark.costly
 def test_what_is_held_up_marks_what_is_compared_with_it(world, tmp_path, quietly):
     """Its first answer stays: a later one that is kept for being faster would bend the speeds."""
     store = evaluated(world, tmp_path, 1)

@@ -116,6 +116,7 @@ def keys_of(config, whole):
     return {**written, **{name: written.get(name) for name in others}}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("family", "whole"),
     [
