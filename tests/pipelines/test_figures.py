@@ -12,7 +12,8 @@ comment must be these figures, in this order and as rounded there, each with its
 without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt, `speedup%METHOD` its gain in
 percent; a METHOD with `*` is several seeds. `NAME@each` is the geometric mean over benchmarks of
 each one's figure; `prefill_ms` is the median. A field of a benchmark may be divided or multiplied
-(`us_tree/1000`); measured several times, it is the median.
+(`us_tree/1000`); measured several times, it is the median. A speed of answers that the machine held
+up, or of plain decoding that waited, has a † (`1.46†`, `1.46×†`), which the page explains below.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import itertools
 import json
 import re
 import shlex
+from collections import defaultdict
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +39,7 @@ from stree_pipelines.commands import suggest_tree
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.result_store import ResultStore
+from stree_pipelines.reports.tables.answer_notes import marks
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs/results"
@@ -45,6 +48,7 @@ NAMED = re.compile(r"<!-- (?P<kind>rows|bench): (?P<where>\S+) (?P<what>.+?) -->
 NUMBER = re.compile(  # with a point (no version 0.1.0), or with a unit
     r"(?<![\w.-])[+−-]?(?:\d+\.\d+(?!\.?\d)|\d+(?= (?:to \d+ )?(?:%|µs|ms|MiB)))"
 )
+MARK = re.compile(r"(?:×| %)?\**†")  # behind a number
 NO_FIGURE = re.compile(r"T = [\d.]+(, [\d.]+)*( and [\d.]+)?|\]\([^)]*\)")  # nor are links
 TIMES = {
     "step_ms": lambda samples, plain: 1000 * (
@@ -82,6 +86,7 @@ def choices(text):
         yield dict(zip(names, values, strict=True))
 
 
+@lru_cache
 def seeds_of(folder, method, T, step=None, benchmark="*", **unknown):
     """Return the samples of each method that the name fits."""
     assert not unknown, f"{unknown} is no part of a row's name"
@@ -128,6 +133,19 @@ def from_rows(folder, chosen, name):
     return summary[name], summary["confidence_intervals"].get(name)
 
 
+def is_marked(folder, chosen, name):
+    """Return whether a figure is a speed of a row that is not to be relied on."""
+    name, *others = re.split("[/%]", name.removesuffix("@each"))
+    if "acceptance" in name:
+        return False
+    rows = defaultdict(list)
+    for method in (chosen["method"], *others):
+        for samples in seeds_of(folder, **{**chosen, "method": method}):
+            for sample in samples:
+                rows[sample.method, sample.benchmark].append(sample)
+    return any(marks({"": samples}) for samples in rows.values())
+
+
 def from_bench(file, chosen, name):
     """Return the figure of the one row that fits, or of all if they share it."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text("utf-8").splitlines()]
@@ -146,13 +164,16 @@ def from_bench(file, chosen, name):
 
 
 def recomputed(found):
-    """Yield the numbers of a line, (value, interval or None) in their order."""
+    """Yield the numbers of a line, (value, interval or None, whether marked) in their order."""
     for group in found["what"].split(";"):
         rows, _, names = group.partition(":")
         for chosen in choices(rows):
             for name in shlex.split(names):
-                of = from_rows if found["kind"] == "rows" else from_bench
-                yield of(found["where"], chosen, name)
+                told = found["where"], chosen, name
+                if found["kind"] == "rows":
+                    yield *from_rows(*told), is_marked(*told)
+                else:
+                    yield *from_bench(*told), False
 
 
 def test_readme_and_results_name_the_rows_of_their_figures():
@@ -174,18 +195,29 @@ def test_no_figure_of_a_page_s_tables_is_without_its_row(page):
 @pytest.mark.parametrize(("line", "found"), CLAIMS)
 def test_a_figure_is_what_its_rows_say(line, found):
     before = NO_FIGURE.sub("", line[: found.start()])
-    told = [each.replace("−", "-") for each in NUMBER.findall(before)]
+    told = [
+        each.group().replace("−", "-") + "†" * bool(MARK.match(before, each.end()))
+        for each in NUMBER.finditer(before)
+    ]
     rest, wanted = told, []
-    for value, interval in recomputed(found):
-        places = len(rest[0].partition(".")[2]) if rest else 2
+    for value, interval, marked in recomputed(found):
+        places = len(rest[0].rstrip("†").partition(".")[2]) if rest else 2
         signed = "+" if rest and rest[0].startswith("+") else ""
         figure, *ends = (f"{each:{signed}.{places}f}" for each in (value, *(interval or ())))
+        figure += "†" * marked
         wanted += [figure, *ends]
         assert rest[:1] == [figure], f"recomputed: {wanted}"
         rest = rest[1:]
         if ends and rest[:2] == ends:  # not every figure's interval is told
             rest = rest[2:]
     assert rest == [], f"recomputed: {wanted}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_page_with_marked_figures_says_what_the_mark_means(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    told = any(line.startswith("† ") for line in lines)
+    assert told == any("†" in line for line, _ in lines_of(page))
 
 
 def test_predictions_of_the_profile_s_page_are_what_the_command_prints(capsys):
