@@ -55,7 +55,7 @@ def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> boo
         reason = f"a dimension of {largest_dim} is above their {MAX_DIM}"
     else:
         return True
-    message = f"decoding runs on plain PyTorch, not on the fused kernels: {reason}"
+    message = f"models run on plain PyTorch, not on the fused kernels: {reason}"
     warnings.warn(message, stacklevel=3)
     return False
 
@@ -146,7 +146,9 @@ def _with_kernel(
         @functools.wraps(twin)
         def op(*args: P.args, **kwargs: P.kwargs) -> R:
             tensor = decided_by(*args, **kwargs)
-            if fused(tensor.device, dtype or tensor.dtype, largest_dim(*args, **kwargs)):
+            decided = (tensor.device, dtype or tensor.dtype, largest_dim(*args, **kwargs))
+            # PyTorch's compiler fuses a twin's operations itself
+            if not torch.compiler.is_compiling() and fused(*decided):
                 return _kernel(module, twin.__name__)(*args, **kwargs)
             return twin(*args, **kwargs)
 
@@ -169,6 +171,9 @@ norm_heads = _pointwise(naive.norm_heads)
 gated = _pointwise(naive.gated)
 sigmoid_gated = _pointwise(naive.sigmoid_gated)
 activated = _pointwise(naive.activated)
+
+segment_conv = _with_kernel("conv.segment_conv")(naive.segment_conv)  # these two have gradients
+rms_norm = _with_kernel("rms_norm")(naive.rms_norm)
 
 norm = _with_kernel("products.short", _source)(naive.norm)
 linear = _with_kernel("products.short", _of_weight)(naive.linear)

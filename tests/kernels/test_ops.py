@@ -59,7 +59,7 @@ def test_a_gpu_that_cannot_is_warned_about_once(gpu, reason, dtype, dim, capabil
         warnings.simplefilter("always")
         assert not any(ops.fused(CUDA, dtype, dim) for _ in range(3))  # found out once
     assert [str(each.message) for each in caught] == [
-        f"decoding runs on plain PyTorch, not on the fused kernels: {reason}"
+        f"models run on plain PyTorch, not on the fused kernels: {reason}"
     ]
 
 

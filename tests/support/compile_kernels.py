@@ -3,10 +3,10 @@
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
 of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
 attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
-LFM2-1.2B's take a tree and a single token, the gated-delta layer also 48 nodes. Each launch is
-compiled with the very arguments it has there, and not run. Prints a line a launch: kernel, warps,
-instructions of its PTX, bytes of shared memory, and where --spills asks for it, of the machine
-code, stores of spilled registers.
+LFM2-1.2B's take a tree and a single token, the gated-delta layer also 48 nodes. Last come the
+convolution and the norm of training, both ways. Each launch is compiled with the very arguments it
+has there, and not run. Prints a line a launch: kernel, warps, instructions of its PTX, bytes of
+shared memory, and where --spills asks for it, of the machine code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -197,6 +197,17 @@ def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
     ops.short_conv_tree(projected, rows, weight, None, topology, cache_state, 0)
 
 
+def trained(dtype: torch.dtype) -> None:
+    """Call what a training step of the chat shape has kernels for, and its backward pass."""
+    segments, weight = torch.zeros(2, 256, dtype=torch.long), torch.zeros(1536, 4)
+    inputs = torch.zeros(2, 256, 1536, dtype=dtype, requires_grad=True)
+    for ids, bias, silu in ((segments, weight[:, 0], True), (None, None, False)):
+        ops.segment_conv(inputs, weight, bias, ids, silu).backward(inputs)
+    x, gate = inputs[..., :1024].contiguous(), inputs[..., 512:]
+    ops.rms_norm(x, torch.zeros(1024), 1e-5).backward(x)
+    ops.rms_norm(x, torch.zeros(1024), 1e-5, 16, gate).backward(x)
+
+
 def experts(num_rows: int, dtype: torch.dtype) -> None:
     """Call a layer of experts in the shapes of Granite-4.0-H-Tiny on `num_rows` rows."""
     count, top, width, inner = 64, 6, 1536, 512
@@ -273,6 +284,8 @@ def main() -> None:
             gated_delta(num_nodes, getattr(torch, options.dtype))
             experts(num_nodes, getattr(torch, options.dtype))
             short_conv(num_nodes, getattr(torch, options.dtype))
+        with torch.enable_grad():
+            trained(getattr(torch, options.dtype))
         gated_delta(48, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])

@@ -39,7 +39,8 @@ def tree_conv(
 
 
 def segment_conv(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None,
+    silu: bool = False,
 ) -> Tensor:
     """Convolve packed sequences; a token sees its own segment only.
 
@@ -48,8 +49,9 @@ def segment_conv(
         weight: (C, W).
         bias: (C,) or None.
         segment_ids: (B, T), or None for one segment a row.
+        silu: Apply SiLU to the result.
 
-    Returns (B, T, C) in inputs' dtype, before the activation.
+    Returns (B, T, C) in inputs' dtype.
     """
     width = weight.shape[1]
     weight = weight.to(inputs.dtype)
@@ -60,7 +62,8 @@ def segment_conv(
             same = segment_ids[:, back:] == segment_ids[:, :-back]
             shifted = shifted * same[..., None]
         y = y + F.pad(shifted * weight[:, -1 - back], (0, 0, back, 0))
-    return y if bias is None else y + bias.to(inputs.dtype)
+    y = y if bias is None else y + bias.to(inputs.dtype)
+    return F.silu(y) if silu else y
 
 
 def convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
@@ -99,8 +98,8 @@ class GatedDeltaNet(Mixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q and k (B, T, G, K) and v (B, T, H, V) of raw conv inputs (B, T, C)."""
         weights = self.weights
-        y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
-        return naive.split_heads(F.silu(y), self.shape)
+        y = ops.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids, True)
+        return naive.split_heads(y, self.shape)
 
     def _decay_and_strength(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log decay g and the strength β, (B, T, H) each."""

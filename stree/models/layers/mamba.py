@@ -82,8 +82,8 @@ class Mamba2(Mixer):
         """Return x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of raw conv inputs (…, C)."""
         weights = self.weights
         inputs = naive.conv_channels(inputs, self.shape)
-        y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
-        return naive.split_channels(F.silu(y), self.shape)
+        y = ops.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids, True)
+        return naive.split_channels(y, self.shape)
 
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
         if self.gated_norm == "gate":

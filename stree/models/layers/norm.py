@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stree_kernels import naive
+from stree_kernels import ops
 
 
 class RMSNorm(nn.Module):
@@ -21,4 +21,4 @@ class RMSNorm(nn.Module):
         self.groups = groups
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        return naive.rms_norm(x, self.weight, self.eps, self.groups, gate)
+        return ops.rms_norm(x, self.weight, self.eps, self.groups, gate)

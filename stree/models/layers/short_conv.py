@@ -16,7 +16,7 @@ from stree.models.layers.part import (
     TreePass,
     put,
 )
-from stree_kernels import naive, ops
+from stree_kernels import ops
 
 
 class ShortConv(Mixer):
@@ -34,7 +34,7 @@ class ShortConv(Mixer):
 
     def forward(self, x: Tensor, context: TrainingPass) -> Tensor:
         B, C, values = self.in_proj(x).chunk(3, dim=-1)
-        y = naive.segment_conv(
+        y = ops.segment_conv(
             B * values, self.conv.weight[:, 0], self.conv.bias, context.segment_ids
         )
         return self.out_proj(C * y)
@@ -43,7 +43,7 @@ class ShortConv(Mixer):
         B, C, values = self.in_proj(x).chunk(3, dim=-1)
         tail = cache.width - 1
         seen = torch.cat([cache.conv_state, B * values], dim=1)
-        y = naive.segment_conv(seen, self.conv.weight[:, 0], self.conv.bias, None)[:, tail:]
+        y = ops.segment_conv(seen, self.conv.weight[:, 0], self.conv.bias, None)[:, tail:]
         cache.conv_state = seen[:, -tail:]
         return self.out_proj(C * y)
 
