@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from stree.common.errors import UsageError, require_fitting
+from stree.common.errors import UsageError, require_fitting, warn_once
 from stree.common.words import counted
 from stree.metrics import tau
 from stree.trees.token_tree import TokenTree
@@ -24,6 +24,8 @@ _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
     "seed": Integral, "min_p": Real, "repetition_penalty": Real, "num_return_sequences": Integral,
 }
+# Settings that greedy decoding does not read, at the values that are off
+_OF_SAMPLING: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
 LEAST_FACTOR, MOST_FACTOR = 1e-5, 1e5  # of a repetition penalty: no logit overflows
 _FRESH_SEED_BITS = 48  # of a fresh seed: equal seeds are improbable, and it is readable
 
@@ -37,7 +39,8 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: The most tokens to generate after the prompt, at least 1.
-        temperature: 0 is greedy, else at least 0.00001.
+        temperature: 0 is greedy, else at least 0.00001. Greedy decoding reads neither top_k, top_p,
+            min_p nor seed, and warns once of one that is set.
         top_k: Sample from the k best tokens only; 0 is off.
         top_p: Sample from the best tokens that have this probability together; 1 is off.
         eos_token_id: One or several tokens that end the answer. None is all that the model's config
@@ -112,6 +115,20 @@ class GenerationConfig:
         object.__setattr__(self, "stop_strings", tuple(strings))
         if self.eos_token_id is not None:
             object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
+
+    def without_unread(self) -> GenerationConfig:
+        """Return these settings without filters and seed if they are greedy."""
+        return self if self.temperature else dataclasses.replace(self, **_OF_SAMPLING)
+
+    def warn_of_unread(self) -> None:
+        """Warn, once in a process, of settings that greedy decoding does not read."""
+        read = self.without_unread()
+        unread = [name for name in _OF_SAMPLING if getattr(self, name) != getattr(read, name)]
+        if unread:
+            warn_once(
+                f"temperature is 0, and greedy decoding does not read {', '.join(unread)}: "
+                "set a temperature, or leave them out"
+            )
 
     def seeded(self) -> GenerationConfig:
         """Return these settings, with a fresh seed if they sample without one."""

@@ -229,7 +229,7 @@ class TransformersDecoder:
         for number, prompt in enumerate(prompts):
             if number % times == 0:
                 shared = SharedPrompt(times - 1)
-            seed = int(torch.randint(2**62, ())) if "temperature" in settings else 0
+            seed = int(torch.randint(2**62, ())) if "temperature" in settings else None
             generation = GenerationConfig(
                 stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
                 ignore_eos=not stops.eos_ids, **settings,

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
     interpreted.do_once_what_comes_out_the_same()
 
 from stree.batching.runners import GraphRunner
+from stree.common.errors import warn_once
 
 LONGEST = (
     "test_slurm.py",
@@ -85,6 +86,13 @@ def one_thread():
 def one_timing(monkeypatch):
     """Let step times be measured once, not as often as a speed needs: no test rests on a speed."""
     monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 1)
+
+
+@pytest.fixture(autouse=True)
+def warned_anew():
+    """Let each test hear the warnings that a process gives once."""
+    yield
+    warn_once.cache_clear()
 
 
 @pytest.fixture

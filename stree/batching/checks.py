@@ -53,6 +53,7 @@ def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence
         _require_dynamic_trees_of(decoder.tree_policy, policy)
     tree = policy.largest if len(policy.trees) == 1 else None
     prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
+    generation.warn_of_unread()
     if generation.num_return_sequences > 1:
         raise UsageError(
             f"num_return_sequences is {generation.num_return_sequences}, and a row has one "

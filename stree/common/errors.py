@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -234,6 +235,12 @@ def _drop_output() -> None:
 
 def warn(message: str) -> None:
     """Warn the caller of the function that calls this one, in one line; it may quote files."""
+    warnings.warn(one_line(message), stacklevel=3)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn as `warn` does, but only once of each message while the process runs."""
     warnings.warn(one_line(message), stacklevel=3)
 
 

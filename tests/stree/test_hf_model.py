@@ -290,6 +290,7 @@ def test_sampling_repeats_with_torchs_seed_and_keeps_the_filters(granite):
     assert not torch.equal(penalised, greedy)
 
 
+@pytest.mark.filterwarnings("error:temperature is 0")
 @pytest.mark.parametrize("family", families("granite", "qwen3_5"))
 def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
     theirs = reference(family, 1)

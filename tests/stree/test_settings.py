@@ -131,3 +131,26 @@ def test_numbers_of_numpy_and_generators_of_texts_are_taken():
     generation = GenerationConfig(seed=np.int64(3), stop_strings=(each for each in ["ab"]))
     assert type(generation.seed) is int and generation.stop_strings == ("ab",)
     Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(2, seed=np.int64(3)))
+
+
+def test_greedy_decoding_warns_once_of_what_it_does_not_read():
+    decoder = Decoder(tiny_model(1), max_length=64)
+    greedy = GenerationConfig(2, seed=3, top_p=0.9, repetition_penalty=1.2)
+    with pytest.warns(UserWarning) as warned:
+        for settings in (greedy, greedy, GenerationConfig(2, top_k=7)):
+            decoder.generate([1, 2], settings)
+    assert [str(each.message).partition(":")[0] for each in warned] == [
+        "temperature is 0, and greedy decoding does not read top_p, seed",
+        "temperature is 0, and greedy decoding does not read top_k",
+    ]
+
+
+@pytest.mark.filterwarnings("error:temperature is 0")
+def test_settings_that_are_read_are_not_warned_of():
+    decoder = Decoder(tiny_model(1), max_length=64)
+    filters = dict(top_k=7, top_p=0.9, min_p=0.1, seed=3)
+    decoder.generate([1, 2], GenerationConfig(2, temperature=1.0, **filters))
+    decoder.generate([1, 2], GenerationConfig(2, **filters), temperature=1.0)
+    decoder.generate([1, 2], GenerationConfig(2, repetition_penalty=1.2))
+    read = GenerationConfig(2, repetition_penalty=1.2, **filters).without_unread()
+    assert read == GenerationConfig(2, repetition_penalty=1.2)

@@ -123,7 +123,7 @@ class QueueBench:
             temperature=job.temperature,
             seed=prompt_seed(self.settings.seed, self.benchmark.name, prompt_id, index),
             ignore_eos=self.settings.ignore_eos,
-        )
+        ).without_unread()
 
     def _about(self, setting: Setting) -> Row:
         """Return the fields of a row that tell its setting."""

@@ -38,6 +38,8 @@ from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import PlainParser, input_path
+from stree_pipelines.evaluation.options import DEFAULTS, add_options
+from stree_pipelines.evaluation.sampling import OFF, sampling_of
 
 ACCEPTED, QUIET = "green", "dim"
 PROMPT = "> "
@@ -236,10 +238,7 @@ def build_parser() -> PlainParser:
     add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
     add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top_k", "--top-k", type=int, default=0, help="0 is off")
-    add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")
-    add("--min_p", "--min-p", type=float, default=0.0, help="0 is off")
-    add("--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="1 is off")
+    add_options(parser, DEFAULTS, OFF)
     add("--seed", type=int, help="of sampling (default: a fresh one for each answer)")
     add("--max_new_tokens", "--max-new-tokens", type=int,
         default=GenerationConfig.max_new_tokens, help="an answer")
@@ -253,11 +252,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     console = Console(highlight=False)
     generation = GenerationConfig(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p,
-        min_p=options.min_p, repetition_penalty=options.repetition_penalty, seed=options.seed,
+        options.max_new_tokens, options.temperature, **sampling_of(options), seed=options.seed
     )
     tree = options.tree and as_tree_policy(options.tree, input_path)
     with warnings.catch_warnings(record=True) as told:
+        generation.warn_of_unread()
         decoder = stree.load(
             input_path(options.target), options.drafter and input_path(options.drafter),
             tree=tree, temperature=options.temperature, device=options.device,

@@ -30,6 +30,7 @@ from stree.drafters.cross_tokenizer import CrossTokenizerSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
+from stree.generation import GenerationConfig
 from stree.loading import DTYPE_HELP, pick_dtype
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.tree_policy.policy import FixedTree, TreePolicy
@@ -43,7 +44,9 @@ from stree_pipelines.console.progress import EvaluationProgress, measured_step_t
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
+from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
+from stree_pipelines.evaluation.sampling import OFF, sampling_of
 from stree_pipelines.resources.estimates import (
     MemoryEstimate,
     cache_bytes,
@@ -74,8 +77,7 @@ def build_parser() -> CommandParser:
     add("--samples", type=int, default=1, help="answers to each prompt")
     add("--temperatures", type=float, nargs="+", default=[1.0],
         help="of the samples of a prompt, in turn; 0 is greedy")
-    add("--top_k", "--top-k", type=int, default=0, help="0 for all tokens")
-    add("--top_p", "--top-p", type=float, default=1.0, help="1 for all tokens")
+    add_options(parser, DEFAULTS, OFF)
     add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")
@@ -244,12 +246,15 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         verifier=verifier,
         dtype=dtype_name(dtype),
         **{name: options[name] for name in (
-            "samples", "top_k", "top_p", "max_new_tokens", "seed", "shard_samples"
+            "samples", *OFF, "max_new_tokens", "seed", "shard_samples"
         )},
     )
     generation = Generation(options["out"], spec, kept, tree_policy)
-    for sample in range(min(spec.samples, len(spec.temperatures))):
-        generation.request(sample)  # refuses settings that no decoding could use
+    sampling = sampling_of(spec)
+    for temperature in spec.temperatures:
+        settings = GenerationConfig(temperature=temperature, **sampling)  # refuses what none takes
+    if not any(spec.temperatures):
+        settings.warn_of_unread()
     return generation
 
 

@@ -36,6 +36,7 @@ from stree_pipelines.data.generated import (
 from stree_pipelines.data.raw_rows import LINE_SUFFIXES
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.sampling import sampling_of
 
 COMPARED_TOKENS = 64  # of each answer, when speeds are compared
 
@@ -180,10 +181,9 @@ class Generation:
         generation = GenerationConfig(
             max_new_tokens=self.spec.max_new_tokens,
             temperature=self.spec.temperature(sample),
-            top_k=self.spec.top_k,
-            top_p=self.spec.top_p,
+            **sampling_of(self.spec),
             seed=seed_of(self.spec.seed, prompt.number, sample),
-        )
+        ).without_unread()
         return Request(prompt.tokens, generation)
 
     def compare(

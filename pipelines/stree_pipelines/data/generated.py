@@ -25,16 +25,17 @@ from stree.common.files import require_own_files, verify_manifest
 from stree.common.plain_data import read_json
 from stree.verifiers import named
 from stree_pipelines.evaluation.records import config_hash
+from stree_pipelines.evaluation.sampling import Sampling
 
 SPEC_NAME, TABLE_NAME = "generation.json", "samples.parquet"
-VERSION = 1
+VERSION = 2
 AGAIN = "run the same generate_data.py command to go on with it"
 # Rows of a shard that are read together.
 BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
-class GenerationSpec:
+class GenerationSpec(Sampling):
     """Settings that, with the prompts, decide every answer.
 
     Two folders of one spec hold the same tokens, up to rounding on another device.
@@ -48,8 +49,6 @@ class GenerationSpec:
     num_prompts: int
     samples: int
     temperatures: tuple[float, ...]
-    top_k: int
-    top_p: float
     max_new_tokens: int
     tree: str
     seed: int

@@ -1,4 +1,4 @@
-"""Add the options that eval_spec.py, the gate and compare.py share."""
+"""Add the options that eval_spec.py, the gate and compare.py share, and all those of sampling."""
 
 from __future__ import annotations
 

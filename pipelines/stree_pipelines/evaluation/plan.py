@@ -117,7 +117,9 @@ class EvaluationSettings(Sampling):
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
         for temperature in self.temperatures:
             # refuses settings that no decoding takes
-            GenerationConfig(temperature=temperature, **sampling_of(self))
+            generation = GenerationConfig(temperature=temperature, **sampling_of(self))
+        if not any(self.temperatures):
+            generation.warn_of_unread()
         for name, off in OFF.items():
             object.__setattr__(self, name, type(off)(getattr(self, name)))
         if self.dtype == "auto" and Path(self.target).is_dir():  # else it is said later

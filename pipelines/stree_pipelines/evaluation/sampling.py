@@ -17,11 +17,12 @@ def option(text: str, default: Any = MISSING) -> Any:
 class Sampling:
     """Sampling settings other than the temperature; at their defaults they are off.
 
-    Rows and samples have a column for each (records.py).
+    Chat, evaluation, gate and generated data have an option for each (options.py), rows and samples
+    a column (records.py).
     """
 
     top_k: int = option(
-        "sample from the k best tokens only, by every method; 0: all", GenerationConfig.top_k
+        "sample from the k best tokens only; 0: all", GenerationConfig.top_k
     )
     top_p: float = option(
         "sample from the best tokens that have this probability together; 1: all",
@@ -32,7 +33,7 @@ class Sampling:
         GenerationConfig.min_p,
     )
     repetition_penalty: float = option(
-        "of tokens that prompt or answer has, greedy or not, by every method; 1: none",
+        "of tokens that prompt or answer has, greedy or not; 1: none",
         GenerationConfig.repetition_penalty,
     )
 

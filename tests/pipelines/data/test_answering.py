@@ -332,3 +332,23 @@ def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path, 
     generate_data.main(given[:at] + given[at + 2 :])
     assert re.search(r"\d sequences at once, .* a sequence .* more\n", capsys.readouterr().err)
     assert answers_of(tmp_path / "data") == answers_of(whole, greedy=True)
+
+
+def test_answers_have_each_setting_of_sampling(workspace, tmp_path, recwarn):
+    """A greedy answer in between is no reason to warn of them."""
+    served = {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
+    options = [str(each) for name, value in served.items() for each in (f"--{name}", value)]
+    data = generate(workspace, tmp_path / "data", *options, "--limit", "1")
+    assert {name: description(data)[name] for name in served} == served
+    target, tokenizer = load_model(workspace / "target"), load_tokenizer(workspace / "target")
+    plain = Decoder(target, max_length=128, tokenizer=tokenizer)
+    for row in rows_of(data):
+        settings = {**served, "temperature": row["temperature"], "seed": row["seed"]}
+        if not row["temperature"]:
+            settings = {"repetition_penalty": 1.3}
+        settings = GenerationConfig(max_new_tokens=12, **settings)
+        assert plain.generate(row["prompt_tokens"], settings).tokens == row["answer_tokens"]
+    assert not any("temperature is 0" in str(each.message) for each in recwarn)
+    with pytest.warns(UserWarning, match="does not read top_k: set a temperature"):
+        generate(workspace, tmp_path / "greedy", "--top_k", "9", "--temperatures", "0",
+                 "--samples", "1", "--dry_run")

@@ -130,7 +130,7 @@ def test_damage_is_found_before_training(workspace, copied):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "version 2, wanted 1"),
+        ({"version": 1}, "version 1, wanted 2"),
         ({"num_prompts": 10**30}, "num_prompts is 1000"),
         ({"samples": "3"}, "samples is '3'"),
         ({"temperatures": 1}, "not iterable"),

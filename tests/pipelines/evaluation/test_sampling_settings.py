@@ -4,6 +4,7 @@ temperature, and rows of others stand in no one table."""
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ SERVED = {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
 PENALTY = {"repetition_penalty": 1.3}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+error_if_greedy_is_warned_of = pytest.mark.filterwarnings("error:temperature is 0")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,9 @@ def served(world, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("served")
     settings = settings_for(world, out, temperatures=(0.0, 1.0), **SERVED)
-    quiet(settings, make_decoder=make).evaluate(export(world, 10))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "temperature is 0")
+        quiet(settings, make_decoder=make).evaluate(export(world, 10))
     return ResultStore(out), asked
 
 
@@ -72,7 +76,17 @@ def test_rows_and_samples_say_it_and_all_answers_are_plain_decodings(served):
 def test_warm_ups_ask_for_the_same(served):
     """A decoder's first penalised step would otherwise be one that is timed."""
     _, asked = served
-    assert asked and all(sampling_of(generation) == SERVED for generation in asked)
+    for temperature, wanted in ((0.0, {**OFF, **PENALTY}), (1.0, SERVED)):
+        settings = [sampling_of(each) for each in asked if each.temperature == temperature]
+        assert len(settings) > 4 and all(each == wanted for each in settings)
+
+
+@error_if_greedy_is_warned_of
+def test_filters_are_warned_of_where_every_temperature_is_greedy(world, tmp_path):
+    settings_for(world, tmp_path, temperatures=(0.0, 1.0), **SERVED)  # an error, were it warned of
+    settings_for(world, tmp_path, temperatures=(0.0,), **PENALTY)
+    with pytest.raises(UserWarning, match="does not read top_k, top_p, min_p: set a temp"):
+        settings_for(world, tmp_path, temperatures=(0.0,), **SERVED)
 
 
 def test_greedy_answers_are_those_of_transformers_penalty(served, world):
@@ -93,6 +107,7 @@ def test_greedy_answers_are_those_of_transformers_penalty(served, world):
     assert ResultStore(unpenalised.settings.out).samples(row)[0].turns[0] != sample.turns[0]
 
 
+@error_if_greedy_is_warned_of
 def test_a_batch_has_the_same_answers(served, world, tmp_path):
     store, _ = served
     settings = settings_for(world, tmp_path, batch_size=3, temperatures=(0.0, 1.0), **SERVED)

@@ -235,7 +235,7 @@ class Answerer:
             max_new_tokens=self.settings.max_new_tokens, ignore_eos=self.settings.ignore_eos,
             temperature=job.temperature, **sampling_of(self.settings),
             seed=prompt_seed(job.seed, job.benchmark.name, prompt_id, turn),
-        )
+        ).without_unread()
 
 
 def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Iterable[int]) -> float:

@@ -227,7 +227,7 @@ class Decoders:
                 # prefill gives the first
                 max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
                 temperature=job.temperature, **sampling_of(self.settings), seed=0, ignore_eos=True,
-            )
+            ).without_unread()
             if self.settings.batch_size == 1:
                 with _batch_of(decoder).forgetting():
                     decoder.generate(prompt_ids, generation)
