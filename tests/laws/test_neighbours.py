@@ -2,7 +2,7 @@
 Triton's interpreter. docs/guarantees.md says what is promised.
 
 Plain PyTorch on a CPU looks at as many keys as the longest row has, and sums of another number of
-keys round otherwise: there tokens are compared, in fp32 and fp64 (`test_batch.py`).
+keys round otherwise: there tokens are compared (`test_batch_decoder.py`).
 """
 
 import pytest

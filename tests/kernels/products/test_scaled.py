@@ -1,7 +1,7 @@
 """Products with a weight in 8 bits against fp64: fp32 sums, and one rounding to the stored type.
 
 What e4m3 holds is exact in every type of the inputs, so the tolerances are those of products of the
-inputs' own type (`test_products.py`).
+inputs' own type (`test_linear.py`).
 """
 
 import math
