@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     chunked_distillation_loss,
+    counted_rows,
     teacher_of,
 )
 
@@ -19,15 +20,17 @@ def distillation_loss(
     student_hidden, student_head, teacher, mask, labels=None, normalizer=None, **spec
 ):
     """Return `chunked_distillation_loss` by a `LossSpec` of the options `spec`."""
+    rows = counted_rows(mask, student_hidden)
     return chunked_distillation_loss(
-        student_hidden, student_head, teacher, mask, LossSpec(**spec), labels, normalizer
+        student_hidden, student_head, teacher, rows, LossSpec(**spec), labels, normalizer
     )
 
 
 def target_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):
     """Return the same for a teacher of hidden states."""
     temperature = options.get("temperature", 1.0)
-    teacher = teacher_of(teacher_hidden, teacher_head, mask, student_hidden, temperature)
+    rows = counted_rows(mask, teacher_hidden)
+    teacher = teacher_of(teacher_hidden, teacher_head, rows, student_hidden, temperature)
     return distillation_loss(student_hidden, student_head, teacher, mask, **options)
 
 

@@ -30,6 +30,7 @@ from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
     chunked_distillation_loss,
+    counted_rows,
     teacher_of,
 )
 from stree_pipelines.training.module import Batch, Training, shift_left
@@ -187,9 +188,10 @@ class Distillation(Training):
     ) -> LossTerms:
         """Compare drafter and target where `mask` counts."""
         temperature, head = self.loss_spec.temperature, self.target.head_weight
-        teacher = teacher_of(target_hidden, head, mask, hidden, temperature)
+        rows = counted_rows(mask, hidden)
+        teacher = teacher_of(target_hidden, head, rows, hidden, temperature)
         return chunked_distillation_loss(
-            hidden, self.exported.head_weight, teacher.over(self.exported.head_ids), mask,
+            hidden, self.exported.head_weight, teacher.over(self.exported.head_ids), rows,
             self.loss_spec, shift_left(batch["tokens"]), normalizer,
         )
 

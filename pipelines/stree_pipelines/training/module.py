@@ -34,10 +34,11 @@ from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
     chunked_cross_entropy,
+    counted_rows,
 )
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
 from stree_pipelines.training.parallel.host_memory import keep_freed_memory, to_device
-from stree_pipelines.training.parallel.sharding import shard, whole
+from stree_pipelines.training.parallel.sharding import clip_norm, shard
 
 Batch = dict[str, Any]
 
@@ -192,9 +193,8 @@ class Training(pl.LightningModule):
     ) -> None:
         # Lightning's own refuses fused AdamW even without a loss scaler, and does not return the
         # norm.
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
-        self.note_grad_norm(whole(norm.detach()))
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.note_grad_norm(clip_norm(gradients, gradient_clip_val or math.inf))
 
     def note_grad_norm(self, norm: Tensor) -> None:
         """Log the gradient's norm before it was clipped; a step that has none is not finite."""
@@ -296,8 +296,8 @@ class TargetTraining(Training):
         hidden = self.exported.head_inputs(hidden)
         mask = shift_left(torch.from_numpy(batch["counted"]))
         return chunked_cross_entropy(
-            hidden, self.exported.head_weight, shift_left(batch["tokens"]), mask, self.loss_spec,
-            normalizer,
+            hidden, self.exported.head_weight, shift_left(batch["tokens"]),
+            counted_rows(mask, hidden), self.loss_spec, normalizer,
         )
 
 

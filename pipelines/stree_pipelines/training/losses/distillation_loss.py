@@ -83,16 +83,21 @@ class LossTerms:
 def teacher_of(
     teacher_hidden: Tensor,
     teacher_head: Tensor,
-    mask: Tensor,
+    rows_M: Tensor,
     student_hidden: Tensor,
     temperature: float = 1.0,
 ) -> Teacher:
-    """Make the teacher of the rows in `mask`; no gradient flows to it.
+    """Make the teacher of the rows that count; no gradient flows to it.
 
-    teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Products run in the
-    dtype of `student_hidden`'s. Raises UsageError when the mask has another shape.
+    teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, rows_M (M,) int64 of `counted_rows`.
+    Products run in the dtype of `student_hidden`'s. Raises UsageError when the student has other
+    rows.
     """
-    rows_M = _rows_of(mask, "teacher_hidden", teacher_hidden)
+    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
+        raise UsageError(
+            f"the teacher has hidden states of rows {tuple(teacher_hidden.shape[:-1])}, the "
+            f"student of {tuple(student_hidden.shape[:-1])}: give both the same tokens"
+        )
     dtype = product_dtype(student_hidden)
     hidden_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
     return Teacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
@@ -102,12 +107,12 @@ def chunked_distillation_loss(
     student_hidden: Tensor,
     student_head: Tensor,
     teacher: Teacher,
-    mask: Tensor,
+    rows_M: Tensor,
     spec: LossSpec,
     labels: Tensor | None = None,
     normalizer: Tensor | None = None,
 ) -> LossTerms:
-    """Average a student's divergence from its teacher over the tokens in `mask`, plus CE.
+    """Average a student's divergence from its teacher over the rows that count, plus CE.
 
     loss = mean_m [ D(p_m, q_m)  +  ce_weight · (−log q¹_m[label_m]) ]
 
@@ -119,10 +124,11 @@ def chunked_distillation_loss(
     Args:
         student_hidden: (…, Ds) float, hidden states that predict the token of the same row.
         student_head: (V, Ds) float.
-        teacher: of the rows that count, in the mask's order, at the same temperature, restricted
+        teacher: of the same rows in the same order, at the same temperature, restricted
             (`Teacher.over`) to the tokens of the student's head.
-        mask: (…) bool, the rows that count; the others are not computed at all.
-        labels: (…) int64, read where the mask is True; needed when `spec.ce_weight` is not 0.
+        rows_M: (M,) int64, the rows that count (`counted_rows`); the others are not computed at
+            all.
+        labels: (…) int64, read at these rows; needed when `spec.ce_weight` is not 0.
         normalizer: scalar to divide the sums by in place of the number of rows (the global mean
             over ranks that hold different numbers of tokens).
 
@@ -133,9 +139,8 @@ def chunked_distillation_loss(
     Raises:
         UsageError: shapes that do not fit, CE without labels.
     """
-    rows_M = _rows_of(mask, "student_hidden", student_hidden)
     if len(teacher) != len(rows_M):
-        raise UsageError(f"the teacher has {len(teacher)} rows, the mask {len(rows_M)}")
+        raise UsageError(f"the teacher has {len(teacher)} rows, the student {len(rows_M)}")
     if teacher.num_tokens != len(student_head):
         raise UsageError(
             f"the teacher's head has {teacher.num_tokens} tokens, the student's "
@@ -150,28 +155,28 @@ def chunked_cross_entropy(
     hidden: Tensor,
     head: Tensor,
     labels: Tensor,
-    mask: Tensor,
+    rows_M: Tensor,
     spec: LossSpec,
     normalizer: Tensor | None = None,
 ) -> LossTerms:
-    """Average the cross-entropy to `labels` (nats) over the tokens in `mask`.
+    """Average the cross-entropy to `labels` (nats) over the rows that count.
 
-    hidden (…, D), head (V, D), labels (…) int64, mask (…) bool; `spec` has no divergence and a
-    ce_weight of 1. The simulated acceptance is the mean probability of the label: Σ_v min(p, q)
-    with p the one-hot data. Otherwise as `chunked_distillation_loss`.
+    hidden (…, D), head (V, D), labels (…) int64, rows_M (M,) int64 of `counted_rows`; `spec` has no
+    divergence and a ce_weight of 1. The simulated acceptance is the mean probability of the label:
+    Σ_v min(p, q) with p the one-hot data. Otherwise as `chunked_distillation_loss`.
     """
-    rows_M = _rows_of(mask, "hidden", hidden)
     return _loss_of(hidden, head, None, rows_M, spec, labels, normalizer)
 
 
-def _rows_of(mask: Tensor, name: str, hidden: Tensor) -> Tensor:
+def counted_rows(mask: Tensor, hidden: Tensor) -> Tensor:
     """Return the indices (M,) int64 of the flattened rows that count, on the device of `hidden`.
 
-    The host counts the rows of a mask that lies on the CPU; a mask on a GPU costs a host sync.
+    mask (…) bool, hidden (…, D). The host counts the rows of a mask that lies on the CPU; a mask on
+    a GPU costs a host sync. Raises UsageError when the mask has another shape.
     """
     if hidden.shape[:-1] != mask.shape:
         raise UsageError(
-            f"{name} has rows {tuple(hidden.shape[:-1])}, the mask {tuple(mask.shape)}"
+            f"the hidden states have rows {tuple(hidden.shape[:-1])}, the mask {tuple(mask.shape)}"
         )
     return to_device(mask.reshape(-1).nonzero().squeeze(1), hidden.device)
 

@@ -6,7 +6,7 @@ written and cut again when it is read, so a run may go on under another strategy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,6 +84,24 @@ def own_part(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return getattr(tensor, "ds_tensor", tensor)  # ZeRO stage 3
+
+
+@torch.no_grad()
+def clip_norm(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients in place so that their norm is at most max_norm; return the norm before.
+
+    Each process takes the norm of its own parts; one exchange adds them up. PyTorch's
+    `clip_grad_norm_` exchanges the norm of each sharded gradient.
+    """
+    parts = [own_part(each) for each in gradients]
+    norm = torch.nn.utils.get_total_norm(parts)
+    sharded = next((each for each in gradients if isinstance(each, DTensor)), None)
+    if sharded is not None:
+        squared = norm.square()
+        torch.distributed.all_reduce(squared, group=sharded.device_mesh.get_group())
+        norm = squared.sqrt()
+    torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 class ShardedStrategy(WholeCheckpoints, ModelParallelStrategy):

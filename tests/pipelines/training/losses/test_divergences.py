@@ -13,7 +13,7 @@ from loss_cases import distillation_loss, make_case, peak_bytes, target_loss
 from stree.common.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
 from stree_pipelines.training.losses.config import LossConfig
-from stree_pipelines.training.losses.distillation_loss import teacher_of
+from stree_pipelines.training.losses.distillation_loss import counted_rows, teacher_of
 from stree_pipelines.training.losses.divergences import LK, ForwardKL, JensenShannon, TotalVariation
 
 LOSSES = [
@@ -234,7 +234,8 @@ def dense_partial(loss, p, q, temperature, outside, accepted=None):
 def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temperature):
     case, ids = partial_case()
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
-    teacher = teacher_of(hidden, head, case["mask"], case["student_hidden"], temperature)
+    rows = counted_rows(case["mask"], hidden)
+    teacher = teacher_of(hidden, head, rows, case["student_hidden"], temperature)
     terms = distillation_loss(
         **case, teacher=teacher.over(ids), divergence=loss.divergence, temperature=temperature,
         chunk_tokens=7,
@@ -260,7 +261,8 @@ def test_a_head_over_some_tokens_takes_no_more_memory():
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
 
     def step():
-        teacher = teacher_of(hidden, head, case["mask"], case["student_hidden"], 2.0).over(ids)
+        rows = counted_rows(case["mask"], hidden)
+        teacher = teacher_of(hidden, head, rows, case["student_hidden"], 2.0).over(ids)
         distillation_loss(
             **case, teacher=teacher, divergence=LK(3.0), temperature=2.0, chunk_tokens=chunk_tokens
         ).loss.backward()
