@@ -67,7 +67,7 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "report": lambda path: report.main([str(path)]),
     "baseline": baseline,
     "conversations": lambda path: list(read_conversations(path)[0]),
-    "generated data": lambda path: list(read_answers(path, fingerprint="f")),
+    "generated data": lambda path: list(read_answers(path, "f", "f")),
     "prompts": lambda path: load_benchmark(str(path)),
 }
 

@@ -126,7 +126,8 @@ def generated(folder: Path, content: str | bytes = "", **columns: Any) -> Path:
         columns: values of the table that replace the good ones.
     """
     values = {
-        "target_sha256": "0", "drafter_sha256": None, "tokenizer_fingerprint": "f",
+        "model_sha256": "0", "drafter_sha256": None, "tokens_sha256": "f",
+        "tokenizer_fingerprint": "f",
         "vocab_size": 320, "prompts_sha256": "0", "num_prompts": 1, "samples": 1,
         "temperatures": (1.0,), "top_k": 0, "top_p": 1.0, "max_new_tokens": 4, "tree": "root",
         "seed": 0, "dtype": "float32", "shard_samples": 1,

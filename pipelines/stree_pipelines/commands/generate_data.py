@@ -23,7 +23,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, load_model
-from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
+from stree.checkpoints.tokenizer import fingerprint, load_tokenizer, tokens_sha256
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
 from stree.drafters.cross_tokenizer import CrossTokenizerSpec
@@ -235,8 +235,9 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
     tree = tree_of(tree_policy)
     spec = GenerationSpec(
-        target_sha256=checkpoint_sha256(target),
+        model_sha256=checkpoint_sha256(target, tokenizer=False),
         drafter_sha256=None if identity is None else identity.sha256,
+        tokens_sha256=tokens_sha256(tokenizer),
         tokenizer_fingerprint=fingerprint(tokenizer),
         vocab_size=config.vocab_size,
         prompts_sha256=prompts_sha256(kept),

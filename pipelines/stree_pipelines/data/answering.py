@@ -277,7 +277,10 @@ class Generation:
     def require_same_data(self) -> None:
         """Raise UsageError when the folder holds data of another description."""
         found = read_spec(self.folder)
-        if found is None or found == self.spec:
+        if found is None:
+            return
+        if found == self.spec:
+            found.warn_of_another_tokenizer(self.folder, self.spec.tokenizer_fingerprint)
             return
         old, new = found.to_dict(), self.spec.to_dict()
         changed = [f"{name} was {old[name]!r}, now {new[name]!r}" for name in new

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 
 from stree.chat_encoding import ChatEncoder
-from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
+from stree.checkpoints.tokenizer import fingerprint, load_tokenizer, tokens_sha256
 from stree.common.errors import BadData, CheckpointRefused, UsageError, require_fitting
 from stree.common.template_dates import template_date
 from stree_pipelines.data.conversations import ReadReport, read_conversations
@@ -49,7 +49,8 @@ def tokenize(
     masks: list[NDArray[np.bool_]] = []
     report = ReadReport(source)
     if is_generated(source):
-        answers = list(read_answers(Path(source).expanduser(), fingerprint(tokenizer), limit))
+        hashes = tokens_sha256(tokenizer), fingerprint(tokenizer)
+        answers = list(read_answers(Path(source).expanduser(), *hashes, limit))
         by_tau = np.argsort([tau for *_, tau in answers], kind="stable")
         for number in sorted(by_tau[: math.ceil(hardest * len(answers))]):
             tokens.append(answers[number][0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stree.checkpoints.checked_json import LARGEST
-from stree.common.errors import BadData, CheckpointRefused, UsageError
+from stree.common.errors import BadData, CheckpointRefused, UsageError, warn_once
 from stree.common.files import require_own_files, verify_manifest
 from stree.common.plain_data import read_json
 from stree.verifiers import named
@@ -41,9 +41,12 @@ class GenerationSpec(Sampling):
     Two folders of one spec hold the same tokens, up to rounding on another device.
     """
 
-    target_sha256: str
+    model_sha256: str  # the target without its tokenizer's files
     drafter_sha256: str | None
-    tokenizer_fingerprint: str
+    tokens_sha256: str
+    # Chat template and special tokens may differ between the prompts' reading and a training: the
+    # ids in the folder stay as they are
+    tokenizer_fingerprint: str = field(compare=False)
     vocab_size: int
     prompts_sha256: str
     num_prompts: int
@@ -104,8 +107,21 @@ class GenerationSpec(Sampling):
 
     @property
     def sha256(self) -> str:
-        """Hash of the spec; each shard's manifest holds it."""
-        return config_hash(self.to_dict())
+        """Hash of what decides the answers; each shard's manifest holds it."""
+        content = self.to_dict()
+        del content["tokenizer_fingerprint"]
+        return config_hash(content)
+
+    def warn_of_another_tokenizer(self, folder: Path, fingerprint: str) -> None:
+        """Warn, once in a process, if the tokenizer that made the folder differs from this one.
+
+        fingerprint: This run's (`stree.checkpoints.tokenizer.fingerprint`), of equal tokens.
+        """
+        if self.tokenizer_fingerprint != fingerprint:
+            warn_once(
+                f"{folder} was generated with another chat template, or other special tokens, than "
+                "this run's: its ids are used as they are"
+            )
 
 
 @dataclass(frozen=True)
@@ -156,22 +172,31 @@ def write_table(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def read_answers(
-    folder: Path, fingerprint: str, limit: int | None = None
+    folder: Path, tokens_sha256: str, fingerprint: str, limit: int | None = None
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:
     """Yield tokens (T,), the answer's mask (T,) and the acceptance length of each answer.
 
-    limit: only the first ones. Verifies each shard's bytes before it is read. Raises
-    CheckpointRefused for a tokenizer without this fingerprint, BadData for a folder that is damaged
-    or not finished.
+    Verifies each shard's bytes before it is read. Warns of another chat template.
+
+    Args:
+        folder: The folder of generated data.
+        tokens_sha256: Of this run's tokenizer (`stree.checkpoints.tokenizer`).
+        fingerprint: Of this run's tokenizer, with its chat template.
+        limit: Read only the first so many answers; None reads all.
+
+    Raises:
+        CheckpointRefused: For data of a tokenizer that splits or ends texts otherwise.
+        BadData: For a folder that is damaged or not finished.
     """
     spec = read_spec(folder)
     assert spec is not None, "is_generated() comes first"
-    if spec.tokenizer_fingerprint != fingerprint:
+    if spec.tokens_sha256 != tokens_sha256:
         raise CheckpointRefused(
-            f"{folder} was generated with another tokenizer or chat template "
-            f"({spec.tokenizer_fingerprint[:12]}…) than this run's ({fingerprint[:12]}…): its ids "
-            "would mean other words; use the target that wrote it, or generate with this one"
+            f"{folder} was generated with another tokenizer ({spec.tokens_sha256[:12]}…) than this "
+            f"run's ({tokens_sha256[:12]}…): its ids would mean other words; use the target that "
+            "wrote it, or generate with this one"
         )
+    spec.warn_of_another_tokenizer(folder, fingerprint)
     left = spec.num_samples if limit is None else min(limit, spec.num_samples)
     for shard in range(spec.num_shards):
         if left <= 0:

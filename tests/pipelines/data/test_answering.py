@@ -74,7 +74,7 @@ def test_every_answer_is_what_its_request_gets_alone(workspace, whole):
     assert rows_of(alone) == rows
     content = description(whole)
     assert content["num_prompts"] == NUM_PROMPTS and content["temperatures"] == list(TEMPERATURES)
-    assert len(content["target_sha256"]) == len(content["drafter_sha256"]) == 64
+    assert len(content["model_sha256"]) == len(content["drafter_sha256"]) == 64
     assert content["made_with"]["prompts"] == str(workspace / "train.jsonl")
     assert {"git_sha", "versions"} <= content["made_with"].keys()
 

@@ -17,7 +17,7 @@ from damage import flip_last_byte
 from generating import data_of, generate, refuses, rows_of
 from tiny_run import distill_arguments, metric_rows, write_conversations
 
-from stree.common.errors import CheckpointRefused, NotFound, UsageError
+from stree.common.errors import CheckpointRefused, NotFound, UsageError, warn_once
 from stree_pipelines.commands import distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
@@ -86,20 +86,27 @@ def test_a_mix_that_makes_no_sense_is_refused(mix, message, workspace, whole):
         data_of(workspace, str(whole), mix=[1.0])
 
 
-def test_another_tokenizer_is_refused(workspace, whole, tmp_path):
+def test_another_tokenizer_is_refused_and_another_template_warned_of(workspace, whole, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(workspace / "target", other)
     (other / "MANIFEST.json").unlink()
     template = other / "chat_template.jinja"
     template.write_text(template.read_text() + "{# #}")
-    data = ConversationDataModule(str(whole), str(other))
-    with pytest.raises(
-        CheckpointRefused, match=r"with another tokenizer or chat template \("
-    ) as no:
-        data.setup()
-    assert "\n" not in str(no.value)
     config = other / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "pad_token": "<|end|>"}))
+    data = ConversationDataModule(str(whole), str(other))
+    with pytest.warns(UserWarning, match="with another chat template, or other special tokens"):
+        data.setup()
+    same = ConversationDataModule(str(whole), str(workspace / "target"))
+    same.setup()
+    assert data._train[0].sha256 == same._train[0].sha256
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="with another chat template, or other special tokens"):
+        generate(workspace, whole, "--target", str(other))  # all shards are there
     config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "a"}))
+    with pytest.raises(CheckpointRefused, match=r"with another tokenizer \(") as no:
+        ConversationDataModule(str(whole), str(other)).setup()
+    assert "\n" not in str(no.value)
     with pytest.raises(CheckpointRefused, match="does not use the tokenizer of the target"):
         generate(workspace, tmp_path / "data", "--target", str(other))
     with pytest.raises(NotFound):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stree
+from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_model, save_model, weights_fingerprint
 from stree.checkpoints.partners import TARGET_WEIGHTS, partner_remarks, require_made_for
 from stree.checkpoints.tokenizer import load_tokenizer
@@ -86,3 +87,16 @@ def test_a_remark_about_files_is_safe_to_print(workspace, tmp_path):
     (drafter / "MANIFEST.json").write_text(json.dumps(manifest))
     (said,) = partner_remarks(target, drafter)
     assert "was made for other weights (\ufffd]0;title" in said and "\x1b" not in said
+
+
+def test_a_tokenizer_s_files_may_be_left_out(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    bare = checkpoint_sha256(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text("{}")
+    assert checkpoint_sha256(folder, tokenizer=False) == bare != checkpoint_sha256(folder)
+    (folder / "config.json").write_text("[]")
+    assert checkpoint_sha256(folder, tokenizer=False) != bare
