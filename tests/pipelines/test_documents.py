@@ -310,6 +310,14 @@ def test_the_workflow_runs_all_that_a_submission_must_pass():
     assert all(name in script for name in ("tests/slurm", "test_compile.py", "deepspeed"))
 
 
+def test_the_site_s_search_works_in_pages_opened_from_disk():
+    """Its index and its worker are scripts of the site: browsers load nothing else from disk."""
+    site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())
+    assert not site["use_directory_urls"] and "offline" in site["plugins"]
+    (worker,) = site["extra"]["polyfills"]
+    assert "window.Worker=" in (REPOSITORY / "docs" / worker).read_text()
+
+
 def test_the_site_says_the_language_of_code_blocks(monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # docs/ is what mkdocs copies
     hooks = runpy.run_path(str(REPOSITORY / "docs/site_hooks.py"), run_name="site_hooks")
