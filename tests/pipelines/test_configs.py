@@ -70,6 +70,7 @@ def test_every_shipped_config_parses_and_fits_together(path):
     assert options["data"]["train"] and options["data"]["seed"] == options["seed_everything"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
 def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
     schedules = set()

@@ -109,6 +109,7 @@ def evaluated(folder):
     return folder
 
 
+@pytest.mark.costly
 def test_readme_s_commands_run(evaluated):
     run = evaluated / "runs/quickstart"
     rows = ResultStore(run / "eval").results()
@@ -125,6 +126,7 @@ def test_readme_s_commands_run(evaluated):
     assert (evaluated / "tree.yaml").is_file()
 
 
+@pytest.mark.costly
 def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
     monkeypatch.chdir(evaluated)
     names: dict = {}
@@ -255,6 +257,7 @@ def lines():
     return {line: path for line, path in found.items() if not any(map(line.count, FEWER))}
 
 
+@pytest.mark.costly
 def test_every_command_line_is_understood_as_it_stands(lines, folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert len(lines) > 200

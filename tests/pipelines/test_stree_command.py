@@ -220,6 +220,7 @@ print(*(each.__file__ for each in (stree, stree_kernels.ops, report)), sep="\\n"
 """
 
 
+@pytest.mark.costly
 def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 from forked import DISTILL
 from pseudo_terminal import CTRL_C, Shown, run_on_terminal
 from run_checks import steps_in
@@ -33,6 +34,7 @@ def bars_of(shown: Shown, columns: int) -> list[re.Match[str]]:
     return bars
 
 
+@pytest.mark.costly
 def test_at_160_columns_a_run_shows_its_figures_to_the_end(workspace, tmp_path):
     run_dir = tmp_path / "run"
     shown = run_on_terminal(on_terminal(workspace, run_dir, 20), 160)

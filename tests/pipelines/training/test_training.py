@@ -106,6 +106,7 @@ def test_the_target_is_frozen_and_not_a_submodule(workspace):
     assert not module.target.training
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("breaks_off", [pytest.param(False, marks=pytest.mark.long), True])
 def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
     """More layers make no more graphs, also where the compiler breaks off at mamba-ssm's scan."""

@@ -99,6 +99,7 @@ def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, 
     assert_same_curve(run_dir, one_process)
 
 
+@pytest.mark.costly
 def test_muon_in_two_processes_is_muon_in_one(workspace, forks, tmp_path):
     """One process accumulates what the two average."""
     muon = ("--model.optimizer.kind", "muon")
@@ -108,6 +109,7 @@ def test_muon_in_two_processes_is_muon_in_one(workspace, forks, tmp_path):
     assert_same_curve(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.costly
 def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     workspace, one_process, forks, tmp_path
 ):
