@@ -142,6 +142,7 @@ def test_a_kill_at_each_place_leaves_the_old_or_the_new(training, tmp_path, plac
 # Evaluation
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", lanes(quick=1, long=20))
 def test_an_evaluation_killed_anywhere_ends_with_the_same_table(
     evaluation, tmp_path, seed

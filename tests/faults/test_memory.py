@@ -32,6 +32,7 @@ def test_training(training, tmp_path, fault, call):
     assert_same_run(run_dir, training.whole)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "fault", [pytest.param(GPU, id="gpu"), pytest.param(HOST, id="host", marks=pytest.mark.long)]
 )

@@ -39,6 +39,7 @@ def test_training_stops_before_anything_is_written(training, tmp_path, what, nth
     assert_same_run(run_dir, training.whole)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("model", ["target", pytest.param("drafter", marks=pytest.mark.long)])
 def test_rows_that_are_not_finite_are_told_by_prompt_and_step(evaluation, tmp_path, model):
     """The other checkpoint is evaluated, and the same command later adds what is missing."""

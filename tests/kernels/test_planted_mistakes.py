@@ -87,6 +87,7 @@ MISTAKES = {
 QUICK = {"the noise of the position before", "a draft of another parent"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "mistake",
     [pytest.param(each, marks=[] if each in QUICK else pytest.mark.long) for each in MISTAKES],

@@ -148,6 +148,7 @@ def unlike_products(proposal, logits) -> float:
     return statistic
 
 
+@pytest.mark.costly
 @KINDS
 @pytest.mark.parametrize("unshared", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_drafts_are_what_they_are_said_to_be(siblings, unshared):

@@ -197,6 +197,7 @@ def test_wrong_settings_are_one_line(tmp_path):
             main([str(SHIPPED), *more])
 
 
+@pytest.mark.costly
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(target, tokenizer):
     decoder = Decoder(target, max_length=64, tokenizer=tokenizer)
     opening = decoder.chat("What is a list?", max_new_tokens=4).text

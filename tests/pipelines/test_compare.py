@@ -82,6 +82,7 @@ def done(world, tmp_path_factory):
     return out
 
 
+@pytest.mark.costly
 def test_every_arm_has_a_row_beside_plain_decoding(done):
     rows = ResultStore(done).results()
     names = [AUTOREGRESSIVE, "chain", "tree", "both", "text", "grown", "tuned"]

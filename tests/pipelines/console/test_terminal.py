@@ -45,6 +45,7 @@ def test_at_160_columns_a_run_shows_its_figures_to_the_end(workspace, tmp_path):
     assert not [line for line in shown.lines if re.search("Epoch|v_num|Seed|TPU|GPU", line)]
 
 
+@pytest.mark.costly
 def test_at_80_columns_ctrl_c_saves_and_says_how_to_go_on(workspace, tmp_path):
     run_dir = tmp_path / "run"
     command = on_terminal(workspace, run_dir, 5000)

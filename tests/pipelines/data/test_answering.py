@@ -279,6 +279,7 @@ def test_speed_is_told_beside_plain_decoding_s(workspace, tmp_path, capsys):
     assert drafted["num_calls"] < plain["num_calls"] == plain["num_called_tokens"]
 
 
+@pytest.mark.costly
 def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     name = "chain-2 or paper"
     data = generate(workspace, tmp_path / "data", "--tree", name, "--compare", "1")
@@ -295,6 +296,7 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     assert answers_of(data) == answers_of(whole)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "form",
     quick_first(

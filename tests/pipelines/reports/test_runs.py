@@ -254,6 +254,7 @@ def written(folders, tmp_path_factory):
     return out
 
 
+@pytest.mark.costly
 def test_the_same_files_are_written_each_time_without_out_beside_the_first_run(written, folders):
     assert {path.name for path in written.iterdir()} == MADE
     main([*map(str, folders)])

@@ -63,6 +63,7 @@ def test_a_run_takes_the_disk_that_was_estimated(workspace, finished):
     assert logs / 2 < parts["logs"] < 3 * logs
 
 
+@pytest.mark.costly
 def test_an_evaluation_takes_at_most_the_disk_that_was_estimated(workspace, finished, capsys):
     eval_spec.main(evaluation_of(workspace, finished, "--dry_run"))
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("disk: "))
@@ -125,6 +126,7 @@ def test_of_the_target_s_pass_and_the_drafter_s_the_fuller_counts():
     assert "activations" in later and "target's activations" not in later
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "config",
     [

@@ -183,6 +183,7 @@ def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_pat
     assert "step 30/30  loss " in output and "tok/s  ETA 0:00" in output
 
 
+@pytest.mark.costly
 def test_a_transformer_is_distilled_likewise_and_is_a_llama_of_transformers(workspace, tmp_path):
     """Samples of a packed row see nothing of each other. Tolerances are of fp32 sums in another
     order."""

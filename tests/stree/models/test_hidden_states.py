@@ -225,6 +225,7 @@ def conversation(target, drafter, num_prefixes, tree):
     return drafts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("tree", [TREES[0], TREES[2]], ids=str)
 def test_prefixes_keep_the_features(tree, target, drafter, either_way):
     """Tokens that are read again after a kept prefix have their earlier features."""

@@ -146,6 +146,7 @@ def test_thresholds_of_one_benchmark_look_at_that_one(world):
     assert "| all benchmarks " in summary(world)
 
 
+@pytest.mark.costly
 def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
     judge(world, "better", "--batch_size", "3")
     assert "new tokens a turn, in batches of 3, seed 0" in summary(world)
@@ -159,6 +160,7 @@ def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
     assert together.lossless.share == 1 and together.rows_per_call > 2
 
 
+@pytest.mark.costly
 def test_a_gate_under_a_penalty_says_so_and_both_checkpoints_have_it(world):
     judge(world, "better", "--repetition_penalty", "1.3")
     assert "new tokens a turn, repetition_penalty 1.3, seed 0" in summary(world)
@@ -167,6 +169,7 @@ def test_a_gate_under_a_penalty_says_so_and_both_checkpoints_have_it(world):
     assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
 
 
+@pytest.mark.costly
 def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
     name = "bandit chain-2 or paper"
     judge(world, "fair", "--tree", name, "--benchmarks", str(world / "few.jsonl"))
@@ -177,6 +180,7 @@ def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
     assert f"of the baseline {shares}; of the checkpoint {shares}\n" in summary(world)
 
 
+@pytest.mark.costly
 def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
     def measured(decoder, *_):
         costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.tree_policy.trees}
@@ -228,6 +232,7 @@ def test_speeds_of_a_cpu_shared_out_otherwise_are_no_baseline_and_other_figures_
     assert "7 threads, code old; this on" in line and "1 threads" in line
 
 
+@pytest.mark.costly
 def test_a_drafter_s_name_is_judged_and_a_baseline_and_never_a_pointer_s(world, tmp_path):
     fair, out = world / "drafter/fair", ("--out", str(tmp_path / "out"), "--limit", "2")
     given = arguments(world, "fair", "--fail_below", TAU, *out, baseline=f"float8:{fair}")

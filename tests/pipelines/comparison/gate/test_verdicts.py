@@ -106,6 +106,7 @@ def test_more_thresholds_want_more_prompts():
     assert [gate.least_prompts(gate.level_of(count)) for count in (1, 2, 4, 8)] == [6, 7, 8, 9]
 
 
+@pytest.mark.costly
 def test_a_false_alarm_is_as_rare_as_it_says_over_all_thresholds_together():
     """Checkpoint and baseline draw calls alike, on four benchmarks of 10 prompts: one of four
     thresholds at 0 is to be called a regression in 2.5 % of 200 gates, which is 5. Intervals of 10
