@@ -31,6 +31,7 @@ from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import num_parameters
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_decode, "ORDER_NODES", [5])
@@ -73,6 +74,7 @@ def test_rows(tmp_path, monkeypatch):
     )  # some stay in fp32
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_kernels_are_timed_beside_their_twins(monkeypatch):
     """The ways that a GPU has are timed, without the optional package of single updates."""
@@ -97,6 +99,7 @@ def test_bytes_of_a_cache_without_keys():
     assert calls.cache_bytes(cache) == estimates.cache_bytes(config, 20, 13, torch.bfloat16) == held
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
     """A Transformer's cache grows with the context, a Mamba-2's does not; no target is made."""
@@ -136,6 +139,7 @@ def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
     assert line.count(f"{bytes_of['own', 1, 8] / 1024:.2f}") == 2
 
 
+@pytest.mark.costly
 def test_attention_by_the_order_of_nodes(monkeypatch):
     """Attention is timed by the twin, or by the kernel with and without skipping."""
     monkeypatch.setattr(orders, "LAYERS", 1)
@@ -156,6 +160,7 @@ def test_attention_by_the_order_of_nodes(monkeypatch):
     assert heavy["blocks_read"] <= level["blocks_read"] <= level["blocks_below"]
 
 
+@pytest.mark.costly
 def test_decoding_on_a_cpu_beside_transformers(tmp_path):
     """Equal weights give equal tokens in both layouts, and rows have ratios by turn."""
     shape = SimpleNamespace(
@@ -216,6 +221,7 @@ def tiny_published(monkeypatch):
     return tiny
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("names", "what"),
     [
@@ -445,6 +451,7 @@ def test_each_benchmark_names_tests_that_are_there():
     assert [each for each in named if not (command.ROOT / "tests" / each).exists()] == []
 
 
+@pytest.mark.costly
 def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
     rows = list(calls.prompts(models.random_target("tiny", CPU), [3, 20], 2))
     assert [row["num_tokens"] for row in rows] == [3, 20]

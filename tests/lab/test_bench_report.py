@@ -44,6 +44,7 @@ def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
     ]
 
 
+@pytest.mark.costly
 def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, tmp_path, capsys):
     """At T = 0 all verifiers are alike; block judges no tree that branches."""
     target = models.random_target("tiny", CPU)

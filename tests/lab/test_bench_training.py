@@ -53,6 +53,7 @@ def short_conversations(monkeypatch):
     monkeypatch.setattr(training_step, "PROMPT", 4)
 
 
+@pytest.mark.costly
 def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     recipe = tmp_path / "tiny-recipe.yaml"
     recipe.write_text(
@@ -91,6 +92,7 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     assert smaller["drafter_parameters"] < usual["drafter_parameters"]
 
 
+@pytest.mark.costly
 def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
     """All weights have gradients, the head's too if it is not the embedding."""
     config = bench_training.TINY.replace(tie_embeddings=False)
@@ -122,6 +124,7 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
         bench_training.main([*tiny[:-1], str(data), "--what", "[step]"])
 
 
+@pytest.mark.costly
 def test_operations_of_a_training_step(short_conversations):
     """The operations are those of the products with weights, as PyTorch counts a step's `mm` and
     in-place `addmm_`; batched products are others."""

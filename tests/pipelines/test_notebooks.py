@@ -47,6 +47,7 @@ def outputs(content):
     return found
 
 
+@pytest.mark.costly
 def test_looking_at_trees_shows_what_the_records_hold():
     committed = notebook("trees")
     shown = outputs(runner.execute(committed))
@@ -54,6 +55,7 @@ def test_looking_at_trees_shows_what_the_records_hold():
     assert sum(kind == "image/png" for cell in shown for kind, _ in cell) == 5
 
 
+@pytest.mark.costly
 def test_from_a_chat_file_to_table6(workspace):
     committed = notebook("drafter")
     run = workspace / "run"

@@ -109,6 +109,7 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
     assert line_of(text, "STree")[-1] == ours
 
 
+@pytest.mark.costly
 def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
     rows = {(row.method, row.temperature): row for row in ResultStore(compared).results()}
     text = printed(capsys, "stree-table-8", "--rows", compared)
@@ -149,6 +150,7 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
         assert theirs in line and ours in line
 
 
+@pytest.mark.costly
 def test_a_drafter_with_its_head_in_8_bits_is_none_of_the_papers(compared, tmp_path, capsys):
     """Drafters of another form, sampling or text count in no table, however fast they are."""
     lines = (compared / "results.jsonl").read_text().splitlines()
@@ -290,6 +292,7 @@ def test_what_is_left_out_for_want_of_prompts_is_no_benchmark_that_can_be_fetche
     assert [name for name in names if name.lower() in fetched] == []
 
 
+@pytest.mark.costly
 def test_the_pages_are_what_the_command_writes(tmp_path):
     paper_tables.main(["--pages", str(tmp_path / "made")])
     made, committed = (

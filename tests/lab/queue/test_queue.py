@@ -147,6 +147,7 @@ def options(world, out, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.costly
 def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, monkeypatch):
     out = tmp_path / "queue.jsonl"
     bench_queue.main(options(world, out))

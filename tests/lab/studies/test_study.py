@@ -227,6 +227,7 @@ def compared(tmp_path_factory):
     return plan
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -243,6 +244,7 @@ def test_an_arm_edited_after_its_training_is_not_compared(compared, tmp_path, ch
     assert (compared.out / "study.md").read_bytes() == before
 
 
+@pytest.mark.costly
 def test_a_dry_run_of_the_comparison_measures_nothing(compared, capsys):
     before = (compared.out / "comparison/results.jsonl").read_bytes()
     path = str(compared.out.parent / "study.yaml")
@@ -252,6 +254,7 @@ def test_a_dry_run_of_the_comparison_measures_nothing(compared, capsys):
     assert (compared.out / "comparison/results.jsonl").read_bytes() == before
 
 
+@pytest.mark.costly
 def test_a_tree_and_the_tuned_chain_stand_beside_each_other(compared, capsys):
     path = str(compared.out.parent / "study.yaml")
     study.main(["compare", path, "--only", "lk loss", "--trees", "paper", "chain-tuned"])
@@ -273,6 +276,7 @@ def test_a_tree_and_the_tuned_chain_stand_beside_each_other(compared, capsys):
     study.main(["compare", path])  # as the file says, for the other tests
 
 
+@pytest.mark.costly
 def test_a_studys_tables_are_those_of_its_samples(compared):
     store = ResultStore(compared.out / "comparison")
     taus = {}

@@ -103,6 +103,7 @@ def test_a_template_that_prints_the_date_has_one_in_all_prompts(world, tmp_path,
     assert all(sample.turns for row in rows for sample in evaluation.store.samples(row))
 
 
+@pytest.mark.costly
 @pytest.mark.long  # through the launcher; tests/faults/test_eval_workers.py starts them itself
 def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
     command = [

@@ -178,6 +178,7 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
     assert found.same_choice == int((p.argmax(-1) == q.argmax(-1)).sum())
 
 
+@pytest.mark.costly
 def test_an_evaluation_reads_each_answer_once(world, evaluated, monkeypatch):
     readings = ResultStore(evaluated).readings()
     assert len(readings) == len({each.key for each in readings}) == 3 * len(LENGTHS)
@@ -186,6 +187,7 @@ def test_an_evaluation_reads_each_answer_once(world, evaluated, monkeypatch):
     assert ResultStore(evaluated).readings() == readings
 
 
+@pytest.mark.costly
 def test_a_report_has_a_table_by_length(evaluated, tmp_path, capsys):
     data = load_run(evaluated)
     paths, _ = write_report(data, tmp_path)

@@ -40,6 +40,7 @@ def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
     settings.require_one({"run": settings.chosen(rows[1], ["verifier=traversal"], tmp_path)})
 
 
+@pytest.mark.costly
 def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
     rows, answers = [], []
     for backtracking in ("replay", "joint"):
@@ -97,6 +98,7 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
+@pytest.mark.costly
 def test_siblings_drawn_otherwise_have_rows_of_their_own(world, tmp_path):
     """Greedy ones have the same τ; what sampling accepts is their own."""
     own = export(world, 10)
@@ -122,6 +124,7 @@ def test_a_link_is_what_it_names_now_in_every_form(world, tmp_path):
         assert DrafterIdentity.at(form.format(link)) == DrafterIdentity.at(form.format(own))
 
 
+@pytest.mark.costly
 def test_load_takes_the_same_names(world, corpus):
     generation, prompt = GenerationConfig(12, ignore_eos=True), [5, 6, 7, 5, 6]
     plain = stree.load(world / "target").generate(prompt, generation).tokens
