@@ -21,7 +21,7 @@ from stree.common.errors import (
 from stree.trees.token_tree import MAX_NODES
 from stree_kernels import ops
 from stree_lab.benches.timing import Row, write_rows
-from stree_pipelines.resources.estimates import require_writable
+from stree_pipelines.resources.disk import require_writable
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_WORKERS = 4  # processes that run the tests

@@ -47,14 +47,13 @@ from stree_pipelines.evaluation.context import Workers, describe_code, pick_devi
 from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
 from stree_pipelines.evaluation.sampling import OFF, sampling_of
+from stree_pipelines.resources.disk import disk_shortage, require_disk, require_writable
 from stree_pipelines.resources.estimates import (
     MemoryEstimate,
     cache_bytes,
     head_in_8_bits_bytes,
     model_line,
     num_parameters,
-    require_disk,
-    require_writable,
 )
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
@@ -144,6 +143,8 @@ def fill(
     )
     decoder = BatchDecoder(target, drafter, generation.tree_policy, verifier=spec.verifier, **sizes)
     progress.say(str(decoder.room))
+    if shortage := disk_shortage(options["out"], generation.disk()):
+        progress.say(f"warning: {shortage}")
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }
@@ -264,7 +265,7 @@ def describe(
 ) -> None:
     """Print the memory and disk it takes; raises CannotWrite or OutOfMemory when there is too
     little."""
-    spec, tree_policy = generation.spec, generation.tree_policy
+    tree_policy = generation.tree_policy
     nodes = tree_policy.largest.num_nodes
     drafter = DrafterName.parse(options["drafter"] or "ngram")
     folders = {"target": options["target"], "drafter": drafter.folder}
@@ -282,9 +283,7 @@ def describe(
         parts["plain decoding's caches"] = plain * options["num_rows"]
     memory = MemoryEstimate(parts, on_cuda)
     print(memory)
-    ids = sum(len(each.tokens) for each in generation.prompts) * spec.samples
-    most = 4 * (ids + spec.num_samples * spec.max_new_tokens)
-    print(require_disk(options["out"], {"answers, uncompressed, at most": most}), flush=True)
+    print(require_disk(options["out"], generation.disk()), flush=True)
     memory.require(SMALLER)
 
 

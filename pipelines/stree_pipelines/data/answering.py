@@ -175,6 +175,12 @@ class Generation:
         shards = range(self.spec.num_shards)
         return [shard for shard in shards if not self._path(shard).is_dir()]
 
+    def disk(self) -> dict[str, int]:
+        """Estimate the most bytes of the missing shards, as if nothing were compressed."""
+        ids = sum(len(each.tokens) for each in self.prompts) * self.spec.samples
+        ids += self.spec.num_samples * self.spec.max_new_tokens
+        return {"answers": 4 * ids * len(self.missing()) // self.spec.num_shards}
+
     def request(self, number: int) -> Request:
         """Return the request for answer `number` of all."""
         prompt, sample = self._place(number)

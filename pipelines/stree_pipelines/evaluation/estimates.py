@@ -12,10 +12,11 @@ from stree_pipelines.evaluation.answering.decoders import num_warmup_tokens
 from stree_pipelines.evaluation.answering.drafter_readings import MOST_TOKENS
 from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
-from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
+from stree_pipelines.evaluation.evaluate import Evaluation, disk_of, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DRAFTING, ChosenTree, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.resources.disk import require_disk, require_writable
 from stree_pipelines.resources.estimates import (
     MemoryEstimate,
     cache_bytes,
@@ -24,14 +25,8 @@ from stree_pipelines.resources.estimates import (
     head_in_8_bits_bytes,
     model_line,
     num_parameters,
-    require_disk,
-    require_writable,
 )
 
-# Bytes in a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the
-# prompt and of a turn, and text, id and acceptance of a token.
-SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1110, 100, 12
-RESULT_BYTES = 2710
 # Bytes per token of an answer and entry of the vocabulary: both models' in fp32, and temporaries
 PROBABILITY_BYTES = 20
 
@@ -123,23 +118,8 @@ class Work:
         yield f"untimed: {warm_ups} warm-ups of {tokens} tokens{lengths}{first}"
         memory = max(self.memory, key=lambda each: sum(each.parts.values()))
         yield f"each process: {memory}"
-        yield require_disk(settings.out, self._disk())
+        yield require_disk(settings.out, disk_of(settings, self.pending, self.most_interleaved))
         memory.require(what_to_lower(settings))
-
-    def _disk(self) -> dict[str, int]:
-        """Estimate the bytes by part, as if every answer had its most tokens."""
-        most = TOKEN_BYTES * self.evaluation.settings.max_new_tokens
-        samples = [
-            sum(
-                SAMPLE_BYTES + sum(TURN_BYTES + len(turn.encode()) + most for turn in prompt.turns)
-                for prompt in job.benchmark.prompts
-            )
-            for job in self.pending
-        ]
-        # All methods of a benchmark and temperature are journalled before the first is published.
-        journals = sum(sorted(samples, reverse=True)[: self.most_interleaved])
-        rows = RESULT_BYTES * len(self.pending)
-        return {"samples": sum(samples), "journals": journals, "rows": rows}
 
 
 def describe_evaluation(

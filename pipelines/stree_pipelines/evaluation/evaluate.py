@@ -59,6 +59,12 @@ from stree_pipelines.evaluation.records import (
 )
 from stree_pipelines.evaluation.result_store import LOCK_NAME, ResultStore, locked
 from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.resources.disk import disk_shortage
+
+# Bytes in a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the
+# prompt and of a turn, and text, id and acceptance of a token.
+SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1110, 100, 12
+RESULT_BYTES = 2710
 
 # Most logits by which a target's first choice may lead where two exact decodings differ, by dtype.
 LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
@@ -196,6 +202,10 @@ class Evaluation:
                 self._on_main(lambda: self._prepare_folder(jobs))
                 existing = {row.key for row in self.store.results()}
                 groups = groups_of([job for job in jobs if job.result_key not in existing])
+                num_interleaved = max(map(len, groups), default=0)
+                disk = disk_of(self.settings, list(chain(*groups)), num_interleaved)
+                if shortage := disk_shortage(self.store.directory, disk):
+                    self.progress.say(f"warning: {shortage}")
                 rounds = [self._share(group) for group in groups]
                 self.workers.gather(None)  # all have read before any worker appends or publishes
                 self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
@@ -385,6 +395,27 @@ class Evaluation:
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
         )
+
+
+def disk_of(
+    settings: EvaluationSettings, jobs: Sequence[Job], num_interleaved: int
+) -> dict[str, int]:
+    """Estimate the bytes by part of the jobs' files, as if every answer had its most tokens.
+
+    num_interleaved: Jobs of a group, which are all journalled before the first is published.
+    """
+    samples = [
+        sum(
+            SAMPLE_BYTES + sum(
+                TURN_BYTES + len(turn.encode()) + TOKEN_BYTES * settings.max_new_tokens
+                for turn in prompt.turns
+            )
+            for prompt in job.benchmark.prompts
+        )
+        for job in jobs
+    ]
+    journals = sum(sorted(samples, reverse=True)[:num_interleaved])
+    return {"samples": sum(samples), "journals": journals, "rows": RESULT_BYTES * len(jobs)}
 
 
 def groups_of(jobs: Sequence[Job]) -> list[list[Job]]:

@@ -20,14 +20,15 @@ import yaml
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stree.common.device_memory import free_disk_bytes, free_memory_bytes
-from stree.common.errors import CannotWrite, OutOfMemory
+from stree.common.device_memory import free_memory_bytes
+from stree.common.errors import OutOfMemory
 from stree.common.words import counted, size
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import AttentionCache
 from stree.models.layers.rotary import rotary_angles
 from stree.models.model import HybridModel
+from stree_pipelines.resources.disk import itemised
 from stree_pipelines.training.losses.distillation_loss import chunk_rows
 from stree_pipelines.training.optimization import OptimizerKind, num_moments
 from stree_pipelines.training.parallel.float8 import round_products
@@ -261,31 +262,6 @@ def files_beside_weights_bytes(directory: str | os.PathLike[str]) -> int:
 
 
 # What a dry run prints and refuses
-
-
-def itemised(parts: Mapping[str, int]) -> str:
-    """Format total and parts: "1.5 GiB (weights 1.0 GiB, …)"."""
-    listed = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
-    return f"{size(sum(parts.values()))} ({listed})"
-
-
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raise CannotWrite when a folder `path` could not be made or filled."""
-    absolute = Path(path).absolute()
-    existing = next(each for each in (absolute, *absolute.parents) if os.path.lexists(each))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise CannotWrite(f"cannot write in {path} ({existing} forbids it): choose another folder")
-
-
-def require_disk(path: str | os.PathLike[str], parts: Mapping[str, int]) -> str:
-    """Return a line about the disk. Raises CannotWrite when it is too small."""
-    wanted, free = sum(parts.values()), free_disk_bytes(path)
-    if wanted > free:
-        raise CannotWrite(
-            f"{path} needs {itemised(parts)}, {size(free)} are free: free some or choose another "
-            "folder"
-        )
-    return f"disk: {itemised(parts)}; {size(free)} are free at {path}"
 
 
 class MemoryEstimate:

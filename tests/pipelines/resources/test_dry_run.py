@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,34 @@ def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CannotWrite, match="choose another folder"):
         distill.main(options_of(workspace, tmp_path / "file/run", "--dry_run"))
+
+
+@pytest.mark.parametrize("command", ["distill", "evaluation", "answers"])
+def test_a_long_run_begins_with_a_warning_of_a_disk_that_is_too_small(
+    command, workspace, finished, tmp_path, monkeypatch, capsys
+):
+    usage = namedtuple("usage", "total used free")
+    main, arguments, part = {
+        "distill": (distill.main, options_of(workspace, tmp_path / "run"), "checkpoints"),
+        "evaluation": (
+            eval_spec.main,
+            evaluation_of(workspace, finished, "--limit", "1", "--out", str(tmp_path / "run")),
+            "samples",
+        ),
+        "answers": (generate_data.main, [
+            "--target", str(workspace / "target"), "--prompts", str(workspace / "train.jsonl"),
+            "--limit", "3", "--max_new_tokens", "100", "--max_length", "256", "--device", "cpu",
+            "--out", str(tmp_path / "run"),
+        ], "answers"),
+    }[command]
+    for free in (1 << 40, 1000):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(1 << 41, 0, free))
+        with suppress(CannotWrite):  # what is written first may be too large, too
+            main(arguments)
+        told = capsys.readouterr()
+        wanted = rf"warning: \S*run needs up to .*{part} .*1000 B are free: free some"
+        assert bool(re.search(wanted, told.out + told.err)) == (free == 1000)
 
 
 @pytest.mark.parametrize(

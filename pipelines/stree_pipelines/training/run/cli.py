@@ -31,12 +31,8 @@ from stree_pipelines.console.command_line import SUBCOMMAND, input_path, program
 from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.evaluation.context import describe_code
-from stree_pipelines.resources.estimates import (
-    ModelPlan,
-    config_lines,
-    model_line,
-    require_writable,
-)
+from stree_pipelines.resources.disk import disk_shortage, require_writable
+from stree_pipelines.resources.estimates import ModelPlan, config_lines, model_line
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import (
     SafeCheckpointIO,
@@ -49,7 +45,7 @@ from stree_pipelines.training.module import Training
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.run.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.run.console import has_cursor, quieten, say
-from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_training
+from stree_pipelines.training.run.estimates import SMALLER_TRAINING, describe_training, disk_of
 from stree_pipelines.training.run.parser import HelpAll, TrainingParser
 from stree_pipelines.training.run.progress import TrainingBar
 from stree_pipelines.training.run.restarts import Restarts
@@ -276,9 +272,8 @@ class TrainingCLI(LightningCLI):
         self._prepare_data(plan.trained.vocab_size)
         if self.evaluates:
             self._prepare_evaluation().require_settings()
-        callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
         for line in describe_training(
-            plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
+            plan, self.datamodule, self.trainer, self._saving, self.run_dir, self.resume_step,
             self.export_folder, self.options["trainer"]["accelerator"],
         ):
             say(line)
@@ -396,6 +391,10 @@ class TrainingCLI(LightningCLI):
         """Return the part of an export's provenance that names its inputs."""
         return {}
 
+    @property
+    def _saving(self) -> tuple[Exports, TrainingCheckpoints]:
+        return self._callback(Exports), self._callback(TrainingCheckpoints)
+
     def _callback(self, kind: type) -> Any:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         return next(each for each in callbacks if isinstance(each, kind))
@@ -410,6 +409,12 @@ class TrainingCLI(LightningCLI):
             f"{counted(self._rows_a_step, 'row')} on {self.trainer.world_size} "
             f"process{'es' if self.trainer.world_size > 1 else ''}"
         )
+        disk = disk_of(
+            self.model.plan(), self.datamodule, self.trainer, self._saving, self.run_dir,
+            self.resume_step,
+        )
+        if shortage := disk_shortage(self.run_dir, disk):
+            say(f"warning: {shortage}")
         with (
             naming_what_does_not_fit(SMALLER_TRAINING),
             self._noted_signals(),

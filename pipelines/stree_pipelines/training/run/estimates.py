@@ -16,6 +16,7 @@ from stree_pipelines.console.progress import clock
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import count_rows
+from stree_pipelines.resources.disk import require_disk
 from stree_pipelines.resources.estimates import (
     PEAKS,
     MemoryEstimate,
@@ -23,7 +24,6 @@ from stree_pipelines.resources.estimates import (
     checkpoint_bytes,
     distillation_operations,
     model_line,
-    require_disk,
     training_disk,
     training_memory,
 )
@@ -64,16 +64,10 @@ def describe_training(
     rows = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     num_rows = len(data.micro_batches().packing)
     steps = exports.export_steps(max_steps)
-    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     shape = data.batch_size, length
     memory = training_memory(plan, shape, trainer.precision, on_cuda)
     if exports.branches(max_steps) and not on_cuda:
         memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer)
-    disk = training_disk(
-        plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
-        sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
-        left // interval + 1, plan.optimizer,
-    )
     yield model_line(name, plan.trained)
     if plan.target is not None:
         yield model_line("target", plan.target)
@@ -97,8 +91,27 @@ def describe_training(
     )
     estimate = MemoryEstimate(memory, on_cuda)
     yield f"each process, unsharded, {estimate}"
-    yield require_disk(run_dir, disk)
+    yield require_disk(run_dir, disk_of(plan, data, trainer, callbacks, run_dir, resume_step))
     estimate.require(SMALLER_TRAINING)
+
+
+def disk_of(
+    plan: ModelPlan, data: ConversationDataModule, trainer: pl.Trainer,
+    callbacks: tuple[Exports, TrainingCheckpoints], run_dir: Path, resume_step: int,
+) -> dict[str, int]:
+    """Estimate the bytes by part that a training adds to its folder, as `training_disk` does."""
+    exports, checkpoints = callbacks
+    left = trainer.max_steps - resume_step
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    disk = training_disk(
+        plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
+        sum(step > resume_step for step in exports.export_steps(trainer.max_steps)), exports.dtype,
+        data.tokenizer_path, left // interval + 1, plan.optimizer,
+    )
+    # New checkpoints take the place of those that are there
+    there = (each for each in (run_dir / "checkpoints").rglob("*") if each.is_file())
+    disk["checkpoints"] -= min(disk["checkpoints"], sum(each.stat().st_size for each in there))
+    return disk
 
 
 def arithmetic_line(
