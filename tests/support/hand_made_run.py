@@ -139,6 +139,27 @@ def change_rows(run, change):
     return store
 
 
+def slower(timing, factor, **changes):
+    """Return a sample, or plain decoding's timing, that took this many times as long."""
+    times = {part: factor * ms for part, ms in timing.time_ms.items()}
+    seconds = {name: factor * getattr(timing, name) for name in ("prefill_s", "decode_s")}
+    return timing.model_copy(update={**seconds, "time_ms": times, **changes})
+
+
+def slow_down(run, factors):
+    """Let a loaded machine take this many times as long, {step: factor}, at all that it timed."""
+    store = ResultStore(run / "eval")
+    for row in store.results():
+        if row.step in factors:
+            factor = factors[row.step]
+            samples = [
+                slower(each, factor, baseline=slower(each.baseline, factor))
+                for each in store.samples(row)
+            ]
+            figures = metrics.summarise(samples, [each.baseline for each in samples])
+            store.publish(row.model_copy(update=figures), samples)
+
+
 def add_row(run, method, step, calls, **changes):
     """Publish one more row of gsm8k at T = 0; its samples take these calls and have its labels."""
     samples = [make_sample(method, step, "gsm8k", i, 0.0, calls) for i in range(NUM_PROMPTS)]

@@ -13,12 +13,16 @@ from pathlib import Path
 
 from stree.checkpoints.identity import CURVE_NAME, checkpoint_sha256
 from stree.checkpoints.partners import partner_remarks
-from stree.common.errors import StreeError, UsageError, shown
+from stree.common.errors import CheckpointRefused, StreeError, UsageError, shown
 from stree.common.files import add_files, sweep_leftovers
-from stree.speculation_profile import PROFILE_NAME, SpeculationProfile
+from stree.speculation_profile import PROFILE_NAME, SpeculationProfile, load_profile
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.reports.plots import tau_vs_step, to_svg
-from stree_pipelines.reports.profiles.drafter_profile import profile_of, run_at_last_place
+from stree_pipelines.reports.profiles.drafter_profile import (
+    profile_of,
+    run_at_last_place,
+    withheld,
+)
 from stree_pipelines.reports.profiles.model_card import CARD_NAME, may_write_card, model_card
 from stree_pipelines.reports.run_data import RunData, open_results
 from stree_pipelines.reports.settings import SHOW_HELP
@@ -35,7 +39,7 @@ def write_profile(
     run = data.folder
     sweep_leftovers(drafter.resolve().parent)
     sha256 = checkpoint_sha256(drafter)
-    profile = profile_of(open_results(run), run, sha256, shown)
+    profile = profile_of(open_results(run), run, sha256, shown, _profile_so_far(drafter))
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
     if (Path(profile.target) / "config.json").is_file():
@@ -74,16 +78,24 @@ def main(arguments: list[str] | None = None) -> None:
             failures.append(error)
             print(f"{drafter} has no new profile: {error}")
     if profiles:
-        print(shown(_recommendations(profiles[-1])))
+        print(shown(_recommendations(profiles[-1], withheld(data))))
     if failures:
         raise type(failures[0])(
             f"{len(failures)} of {len(drafters)} drafters have no new profile, for these reasons"
         )
 
 
-def _recommendations(profile: SpeculationProfile) -> str:
+def _profile_so_far(drafter: Path) -> SpeculationProfile | None:
+    """Return a drafter's profile; None without one, and for one that cannot be read."""
+    try:
+        return load_profile(drafter)
+    except CheckpointRefused:
+        return None
+
+
+def _recommendations(profile: SpeculationProfile, withheld: Sequence[str]) -> str:
     """Format the recommendations for the drafter distilled longest."""
     lines = [f"step {profile.step}:" if profile.step is not None else "recommended:"]
     for each in profile.recommendations:
         lines.append(f"  {each.device_type}, {each.dtype}, T = {each.temperature:g}: {each.reason}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {each}" for each in withheld)])

@@ -146,7 +146,10 @@ def _figures(data: RunData, findings: Findings) -> Drawn:
         "Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
         "promises a chain at T = 1, without a penalty.", plots.tau_vs_step(data),
     )
-    yield "Speed", "Of decoding, prefill excluded.", plots.speed_vs_step(data)
+    yield (
+        "Speed", "Over plain decoding of the same prompts, measured beside each checkpoint; no "
+        "prefill. Tokens per second stand in the table.", plots.speed_vs_step(data),
+    )
     for title, draw in (
         ("Drafts accepted per call", plots.acceptance_histogram),
         ("Acceptance by depth", plots.depth_rates),

@@ -60,14 +60,17 @@ def tau_vs_step(data: RunData) -> Figure | None:
 
 
 def speed_vs_step(data: RunData) -> Figure | None:
+    """Draw the ratio to plain decoding measured beside each checkpoint, with its intervals.
+
+    Tokens/s would show the machine's noise between checkpoints, which the ratio divides out.
+    """
     figure, axes = new_figure()
     for temperature in data.temperatures:
         for method in data.methods:
-            _plot_over_steps(axes, data, method, temperature, "tokens_per_second")
-        _plot_baseline(axes, data, temperature)
-    axes.set_ylim(bottom=0)
-    label = f"tokens per second{in_batches(data.batch_size, ', ')}"
-    return _finish(figure, axes, label, data)
+            _plot_over_steps(axes, data, method, temperature, "speedup")
+    if axes.lines:
+        axes.axhline(1.0, color=PLAIN_COLOUR, lw=1.4, label="plain decoding")
+    return _finish(figure, axes, f"times plain decoding{in_batches(data.batch_size, ', ')}", data)
 
 
 def loss_vs_step(data: RunData) -> Figure | None:
@@ -259,19 +262,6 @@ def look_of(data: RunData, temperature: float) -> dict[str, Any]:
     number = data.temperatures.index(temperature)
     look = {"linestyle": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
     return look if number == 0 else {**look, "markerfacecolor": "none"}
-
-
-def _plot_baseline(axes: Axes, data: RunData, temperature: float) -> None:
-    speeds: dict[float, float] = {}
-    for method in data.methods:
-        for step, speed, *_ in over_checkpoints(
-            data, method, temperature, lambda cell, _: Gain(cell.baseline_speed, None)
-        ):
-            speeds.setdefault(step, speed)
-    if speeds:
-        label = f"{method_label(AUTOREGRESSIVE)}, T = {temperature:g}"
-        points = zip(*sorted(speeds.items()), strict=True)
-        axes.plot(*points, color=PLAIN_COLOUR, label=label, **look_of(data, temperature))
 
 
 def _plain_times(data: RunData, cells: Sequence[Cell], temperature: float) -> dict[str, float]:

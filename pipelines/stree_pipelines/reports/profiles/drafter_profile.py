@@ -49,13 +49,16 @@ def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = (
 
 
 def profile_of(
-    store: ResultStore, folder: Path, sha256: str, shown: Sequence[str] = ()
+    store: ResultStore, folder: Path, sha256: str, shown: Sequence[str] = (),
+    earlier: SpeculationProfile | None = None,
 ) -> SpeculationProfile | None:
     """Make the profile of the drafter with this checkpoint hash; None when no row is about it.
 
     Args:
         store: the evaluation of the run `folder`.
         shown: NAME=VALUE pairs that choose the decoding setting.
+        earlier: the drafter's profile so far, whose recommendation stays where these rows advise
+            no method, as on a machine that had other work.
 
     Raises UsageError when the rows of a place have several decoding settings.
     """
@@ -66,10 +69,14 @@ def profile_of(
     if not mine:
         return None
     targets = {row.target_sha256 for row in mine}
+    every = [row for row in rows if row.target_sha256 in targets]
     rows = [
         row for row in rows
         if row.checkpoint_sha256 in (None, sha256) and row.target_sha256 in targets
     ]
+    so_far: Sequence[Recommendation] = ()
+    if earlier is not None and earlier.checkpoint_sha256 == sha256:
+        so_far = earlier.recommendations if earlier.target_sha256 in targets else ()
     places: list[RunData] = []
     for place in dict.fromkeys(map(place_of, rows)):
         places.append(RunData(folder, [row for row in rows if place_of(row) == place]))
@@ -83,7 +90,9 @@ def profile_of(
         measurements=tuple(
             _measurement(_with_paired_speed(row, mine)) for data in places for row in data.rows
         ),
-        recommendations=tuple(each for data in places for each in _recommendations(data)),
+        recommendations=tuple(
+            each for data in places for each in _recommendations(data, every, so_far)
+        ),
         suggested_trees=tuple(_suggestions(store, last)),
     )
 
@@ -138,13 +147,35 @@ def _measurement(row: ResultRow) -> Measurement:
     )
 
 
-def _recommendations(data: RunData) -> Iterator[Recommendation]:
-    """Yield the report's recommendation for each temperature at which speeds can be compared."""
-    device, dtype, batch_size = place_of(data.rows[0])
+def withheld(data: RunData) -> list[str]:
+    """Return why no method is advised, for each temperature of a run at which none is."""
+    advice = {temperature: advise(data, temperature) for temperature in data.temperatures}
+    return [f"T = {at:g}: {each.reason}" for at, each in advice.items() if not each.headline]
+
+
+def _recommendations(
+    data: RunData, every: Sequence[ResultRow], so_far: Sequence[Recommendation]
+) -> Iterator[Recommendation]:
+    """Yield the report's recommendation for each temperature.
+
+    Where speeds cannot be compared it is the one so far, if there is one.
+
+    Args:
+        data: the rows of one place, of this drafter and of plain decoding.
+        every: the rows of all drafters.
+        so_far: recommendations of the profile so far.
+    """
+    place = device, dtype, batch_size = place_of(data.rows[0])
+    rows = [row for row in every if place_of(row) == place]
     for temperature in data.temperatures:
-        advice = advise(data, temperature)
+        advice = advise(data, temperature, rows)
         cell = data.cell(data.last, advice.fastest, data.scopes[0], temperature)
         if cell is None:
+            yield from (
+                each for each in so_far
+                if (each.device, each.dtype, each.batch_size, each.temperature)
+                == (*place, temperature)
+            )
             continue
         won = data.row_of(advice.method)
         form = None if won is None else _form(won)

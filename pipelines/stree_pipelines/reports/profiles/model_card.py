@@ -13,6 +13,7 @@ from stree.common.words import counted
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.reports.profiles.drafter_profile import withheld
 from stree_pipelines.reports.rendering import markdown_page, render_text
 from stree_pipelines.reports.run_data import RunData, in_batches, method_label
 from stree_pipelines.reports.tables.tables import MISSING, Column, Table, figure
@@ -46,6 +47,7 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
         "target_name": Path(profile.target).name,
         "facts": list(_facts(profile, origin, drafter)),
         "recommendations": profile.recommendations,
+        "withheld": withheld(data),
         "places": list(_places(profile.measurements)),
         "curve": curve,
         "suggestions": profile.suggested_trees,

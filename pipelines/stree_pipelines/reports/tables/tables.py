@@ -27,6 +27,7 @@ from stree_pipelines.reports.run_data import (
 from stree_pipelines.reports.settings import require_one_ending, sampling_note
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables.answer_notes import Samples, notes, without_repeats
+from stree_pipelines.reports.tables.plain_speed import plain_spread
 
 MISSING = "–"
 MINUS = "−"
@@ -279,8 +280,25 @@ class Advice(NamedTuple):
     fastest: str = ""
 
 
-def advise(data: RunData, temperature: float) -> Advice:
-    """Advise on the method at this temperature, by the last checkpoint over all benchmarks."""
+def advise(data: RunData, temperature: float, rows: Sequence[ResultRow] | None = None) -> Advice:
+    """Advise on the method at this temperature, by the last checkpoint over all benchmarks.
+
+    rows: those of all checkpoints, by which the machine's noise is judged; None is the run's.
+    """
+    spread = plain_spread(data.rows if rows is None else rows, temperature)
+    if spread is None:
+        return _advise(data, temperature)
+    if spread.is_noisy:
+        return Advice(
+            "", f"{spread}: the machine had other work, so no method is advised. Evaluate again "
+            "with --overwrite where nothing else runs."
+        )
+    advice = _advise(data, temperature)
+    return advice._replace(reason=f"{advice.reason} {spread}.")
+
+
+def _advise(data: RunData, temperature: float) -> Advice:
+    """Advise as `advise` does, where the machine was quiet."""
     scope, batches = data.scopes[0], in_batches(data.batch_size)
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}

@@ -10,7 +10,7 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
-from hand_made_run import CALL_S, TREES, change_rows, make_run, relabelled
+from hand_made_run import CALL_S, TREES, change_rows, make_run, relabelled, slow_down
 from toys import tiny_model
 
 from stree import metrics
@@ -90,6 +90,23 @@ def test_the_output_advises_on_the_last_drafter_alone(run, capsys):
     assert printed.count("speculation_profile.json") == 3
     assert printed.count("Use the tree") == 2  # temperatures
     assert "step 10000:\n  cuda, float32, T = 0: Use the tree." in printed
+
+
+def test_a_loaded_machine_changes_no_recommendation_and_the_card_says_so(run, capsys):
+    main([str(run)])
+    folder = run / "drafter/step-00010000"
+    before = load_profile(folder)
+    slow_down(run, {1000: 2.5})
+    capsys.readouterr()
+    main([str(run)])
+    after = load_profile(folder)
+    assert after.recommendations == before.recommendations != ()
+    assert after.measurements == before.measurements
+    card, printed = (folder / "README.md").read_text(encoding="utf-8"), capsys.readouterr().out
+    for text in (card, printed):
+        assert "T = 0: Plain decoding of" in text and "the machine had other work" in text
+    without_one = profile_of(open_results(run), run, checkpoint_sha256(folder))
+    assert without_one.recommendations == ()
 
 
 def test_text_of_rows_is_printed_without_control_characters(run, capsys):
