@@ -14,7 +14,7 @@ __all__ = [
     "CUSTOM_GENERATE", "AdaptiveTrees", "BadData", "BanditTrees", "BatchDecoder", "CannotWrite",
     "CheckpointRefused", "Decoder", "GenerationConfig", "GenerationOutput", "HybridConfig",
     "HybridModel", "InvariantBroken", "NotFound", "OutOfMemory", "Request", "StepTimes",
-    "StreeError", "TokenTree", "TransformersDecoder", "UsageError", "__version__",
+    "StreeError", "TextStream", "TokenTree", "TransformersDecoder", "UsageError", "__version__",
     "from_transformers", "generate", "load",
 ]
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from stree.loading import load
     from stree.models.config import HybridConfig
     from stree.models.model import HybridModel
+    from stree.text_stream import TextStream
     from stree.tree_policy.adaptive import AdaptiveTrees
     from stree.tree_policy.bandit import BanditTrees
     from stree.tree_policy.step_times import StepTimes
@@ -58,6 +59,7 @@ else:
         "HybridModel": "models.model",
         "AdaptiveTrees": "tree_policy.adaptive",
         "Request": "batching.sequences",
+        "TextStream": "text_stream",
         "TokenTree": "trees.token_tree",
         "TransformersDecoder": "hf_model",
         "from_transformers": "hf_model",

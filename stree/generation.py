@@ -18,6 +18,7 @@ from torch import Tensor
 from stree.common.errors import UsageError, require_fitting, warn_once
 from stree.common.words import counted
 from stree.metrics import tau
+from stree.text_stream import TextStream
 from stree.trees.token_tree import TokenTree
 
 _NUMBERS = {
@@ -386,9 +387,9 @@ class StopRule:
         if generation.stop_strings and tokenizer is None:
             raise UsageError("stop_strings need the tokenizer; pass tokenizer= to the decoder")
         self.eos_ids = generation.eos_ids(model_eos_ids)
-        self.stop_strings = generation.stop_strings
+        strings = generation.stop_strings
+        self.text = TextStream(tokenizer, strings) if strings else None
         self.left = generation.max_new_tokens
-        self.tokenizer = tokenizer
         self.tokens: list[int] = []
 
     def keep(self, block: list[int]) -> tuple[list[int], str]:
@@ -401,17 +402,13 @@ class StopRule:
             self.left -= 1
             if token in self.eos_ids:
                 return block[: index + 1], "eos"
-            if self.stop_strings and self._completes_stop_string():
-                return block[: index + 1], "stop_string"
+            if self.text is not None:
+                self.text.add(token)
+                if self.text.stop_string is not None:
+                    return block[: index + 1], "stop_string"
             if self.left == 0:
                 return block[: index + 1], "length"
         return block, ""
-
-    def _completes_stop_string(self) -> bool:
-        # A token is at least one byte: these last tokens cover any stop string that just ended
-        longest = max(len(each.encode()) for each in self.stop_strings)
-        text = self.tokenizer.decode(self.tokens[-longest - 4 :])
-        return any(each in text for each in self.stop_strings)
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:

@@ -26,5 +26,5 @@ def test_public_classes_and_functions_have_examples():
         "stree.batching.batch_decoder", "stree.batching.sequences", "stree.decoder",
         "stree.generation", "stree.hf_model", "stree.loading", "stree.models.config",
         "stree.models.model", "stree.tree_policy.adaptive", "stree.tree_policy.bandit",
-        "stree.tree_policy.step_times", "stree.trees.token_tree",
+        "stree.text_stream", "stree.tree_policy.step_times", "stree.trees.token_tree",
     } <= set(WITH_EXAMPLES)

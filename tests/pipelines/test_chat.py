@@ -13,11 +13,11 @@ from pseudo_terminal import CTRL_C, run_on_terminal
 from rich.console import Console
 from toys import right_now_and_then
 
-from stree import Decoder, GenerationConfig, TokenTree
+from stree import Decoder, GenerationConfig, TextStream, TokenTree
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.prompts import chat_ids
-from stree_pipelines.commands.chat import Chat, Words, main, typed_lines
+from stree_pipelines.commands.chat import Chat, main, typed_lines
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
 CTRL_D = b"\x04"
@@ -115,31 +115,6 @@ def test_without_a_template_a_line_is_gone_on_after(target, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "naïve τ → 🙂 größe",
-        "日本語のテキスト",
-        "👨\u200d👩\u200d👧 🏳️\u200d🌈",
-        "می\u200cخواهم",
-        "\u200eשלום\u200f",
-        "Qu’est-ce\u00a0?\u202f!",
-        "全角\u3000空白",
-        "Donau\u00addampf\tschiff\nfahrt",
-    ],
-)
-def test_characters_of_several_tokens_come_whole(tokenizer, text):
-    words = Words(tokenizer)
-    pieces = [words.add(token) for token in tokenizer(text).input_ids]
-    assert "".join(pieces) == text and not any("\ufffd" in each for each in pieces)
-    assert words.end() == ""
-
-
-def streamed(tokenizer, text: str) -> str:
-    words = Words(tokenizer)
-    return "".join(map(words.add, tokenizer(text).input_ids)) + words.end()
-
-
-@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("a\x1b[2Jb\x07\x08\x7f\x9b", "a\ufffd[2Jb" + 4 * "\ufffd"),
@@ -148,25 +123,25 @@ def streamed(tokenizer, text: str) -> str:
     ],
     ids=["controls", "bidi", "returns"],
 )
-def test_a_terminal_is_not_moved(tokenizer, text, wanted):
-    assert streamed(tokenizer, text) == wanted
+def test_a_terminal_is_not_moved(target, tokenizer, monkeypatch, text, wanted):
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    assert answered_with(tokens, target, tokenizer, monkeypatch) == wanted
 
 
 def test_an_answer_ends_with_its_unfinished_character(target, tokenizer, monkeypatch):
-    emoji = tokenizer("🙂", add_special_tokens=False).input_ids
+    tokens = tokenizer("ok 🙂", add_special_tokens=False).input_ids
+    assert answered_with(tokens[:-1], target, tokenizer, monkeypatch) == "ok \ufffd"
+
+
+def answered_with(tokens: list[int], target, tokenizer, monkeypatch) -> str:
+    """Return what a chat shows of an answer of these tokens."""
     decoder = Decoder(target, max_length=64, tokenizer=tokenizer)
-    chat, shown = chat_of(decoder, max_new_tokens=2)
-    add = Words.add
-    monkeypatch.setattr(Words, "add", lambda words, token: add(words, emoji[len(words.tokens)]))
-    answer, _ = told(chat, shown, "a").rstrip("\n").split("\n")
-    assert len(emoji) > 2 and answer == "\ufffd"
-
-
-def test_an_unfinished_last_character_is_shown(tokenizer):
-    ids = tokenizer("ok 🙂").input_ids
-    words = Words(tokenizer)
-    assert "".join(map(words.add, ids[:-1])) == "ok "
-    assert words.end() == "\ufffd" and words.end() == ""
+    chat, shown = chat_of(decoder, max_new_tokens=len(tokens), ignore_eos=True)
+    add, left = TextStream.add, list(tokens)
+    monkeypatch.setattr(TextStream, "add", lambda stream, token: add(stream, left.pop(0)))
+    answer, _, _ = told(chat, shown, "a").rsplit("\n", 2)
+    assert not left
+    return answer
 
 
 def test_ctrl_c_drops_a_line_and_ctrl_d_ends_them(monkeypatch):

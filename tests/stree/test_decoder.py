@@ -248,8 +248,11 @@ class Pieces:
     def __init__(self, *pieces):
         self.pieces = pieces
 
-    def decode(self, tokens):
+    def decode(self, tokens, skip_special_tokens=False):
         return "".join(self.pieces[token % len(self.pieces)] for token in tokens)
+
+    def convert_ids_to_tokens(self, token):
+        return self.decode([token])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -272,7 +275,7 @@ def test_stop_strings_end_at_the_first_token_that_completes_them(stop, depth):
 class Sentence(Pieces):
     """Tokenizer that drops a space at the beginning of what it decodes, as SentencePiece does."""
 
-    def decode(self, tokens):
+    def decode(self, tokens, skip_special_tokens=False):
         return super().decode(tokens).removeprefix(" ")
 
 

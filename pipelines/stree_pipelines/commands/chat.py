@@ -12,13 +12,13 @@ line instead.
 
 from __future__ import annotations
 
-import io
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from io import IncrementalNewlineDecoder  # \r\n and \r are \n
 from typing import Any
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
@@ -35,6 +35,7 @@ from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig
 from stree.loading import DTYPE_HELP
 from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
+from stree.text_stream import TextStream
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import PlainParser, input_path
@@ -49,38 +50,6 @@ HELP = (
     "Tab (or /plain) switches between the tree and plain decoding, /again asks once more, /reset "
     "forgets, Ctrl-C stops an answer, Ctrl-D leaves"
 )
-
-
-class Words:
-    """Decoder of tokens to text, one by one: each token adds the characters that its bytes
-    complete."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self._from, self._shown = 0, 0  # decoding begins at _from; text before _shown is printed
-        self._lines = io.IncrementalNewlineDecoder(None, translate=True)  # \r\n and \r are \n
-
-    def add(self, token: int) -> str:
-        """Return the text that a token adds, "" while its last character is unfinished."""
-        self.tokens.append(token)
-        text = self._new_text()
-        if text.endswith("\ufffd"):  # the rest of a character is still to come
-            return ""
-        self._from, self._shown = self._shown, len(self.tokens)
-        return shown(self._lines.decode(text))
-
-    def end(self) -> str:
-        """Return the text that `add` held back: an unfinished character is U+FFFD."""
-        text = self._new_text()
-        self._from, self._shown = self._shown, len(self.tokens)
-        return shown(self._lines.decode(text, final=True))
-
-    def _new_text(self) -> str:
-        return self._text(len(self.tokens))[len(self._text(self._shown)) :]
-
-    def _text(self, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=True)
 
 
 class Chat:
@@ -158,29 +127,31 @@ class Chat:
 
     def _stream(self, prompt: EncodedPrompt) -> str:
         decoder = self.plain if self.is_plain else self.decoder
-        words, since = Words(self.tokenizer), 0.0
+        stream, lines = TextStream(self.tokenizer), IncrementalNewlineDecoder(None, translate=True)
+        since = 0.0
         with stopping() as stop:
             request = Request(prompt.ids, self.generation, None, True, prompt.messages_end)
             with closing(decoder.serve([request])) as reports:
                 for served in reports:
                     since = since or time.perf_counter()  # the prompt's step is the first
-                    self._show(words, served.report.tokens, served.report.num_accepted)
+                    block, num_accepted = Text(), served.report.num_accepted
+                    for index, token in enumerate(served.report.tokens):
+                        text = shown(lines.decode(stream.add(token)))
+                        block.append(text, style=ACCEPTED if index < num_accepted else None)
+                    self._show(block)
                     if stop and served.report.error is None:
                         served.release()
             output = served.release()
-        self.console.print(Text(words.end()), end="", soft_wrap=True)
+        self._show(Text(shown(lines.decode(stream.end(), final=True))))
         stats = output.stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()
         how = "plain" if self.is_plain else f"tree {decoder.tree_policy.name}"
         seed = "" if output.seed is None else f" · seed {output.seed}"
         self.say(f"{_figures(stats)} · {how}{seed}{' · stopped' if stop else ''}")
-        return self.tokenizer.decode(words.tokens, skip_special_tokens=True)
+        return output.text
 
-    def _show(self, words: Words, tokens: Sequence[int], num_accepted: int) -> None:
-        block = Text()
-        for index, token in enumerate(tokens):
-            block.append(words.add(token), style=ACCEPTED if index < num_accepted else None)
+    def _show(self, block: Text) -> None:
         self.console.print(block, end="", soft_wrap=True)
         self.console.file.flush()
 

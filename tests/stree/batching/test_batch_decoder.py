@@ -24,8 +24,11 @@ TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-
 class Letters:
     """Decodes token ids to letters, so that stop strings can be met."""
 
-    def decode(self, tokens):
+    def decode(self, tokens, skip_special_tokens=False):
         return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+    def convert_ids_to_tokens(self, token):
+        return self.decode([token])
 
 
 def random_requests(count: int, seed: int, sampled: bool) -> list[Request]:

@@ -1,0 +1,130 @@
+"""Text of tokens as they come: the incremental detokeniser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback, in SentencePiece's vocabularies
+_UNFINISHED = "\ufffd"
+
+
+class TextStream:
+    """Turns the tokens of one answer into text, token by token.
+
+    The pieces, joined, are the text that the tokenizer makes of all tokens at once, without special
+    tokens (as `GenerationOutput.text`), cut before the first stop string. A piece is held back
+    while its last character is unfinished, and while it may be the beginning of a stop string. So
+    is a run of byte-fallback tokens: one byte that fits nowhere spoils the whole run. A step
+    decodes the last few tokens only.
+
+    Args:
+        tokenizer: A tokenizer of `transformers`.
+        stop_strings: Texts that end the answer. Special tokens are spelled out where they are
+            looked for, so `"<|im_end|>"` is found, although it is not shown.
+
+    Attributes:
+        stop_string: The stop string that was found, the first to be complete; None before. After
+            it, there is no more text.
+
+    Example:
+        >>> import stree
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained("checkpoints/python-docs-hybrid")
+        >>> stream = stree.TextStream(tokenizer, ["dumps"])
+        >>> pieces = [stream.add(token) for token in tokenizer("load, dump, dumps").input_ids]
+        >>> "".join(pieces) + stream.end()
+        'load, dump, '
+        >>> stream.stop_string
+        'dumps'
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop_strings = tuple(stop_strings)
+        self.stop_string: str | None = None
+        # The tokens before the pending ones: a tokenizer may drop a space where a text begins
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []  # tokens whose text may still change
+        self._pending_text = ""
+        self._held = ""  # final text that may be the beginning of a stop string
+        self._shown: list[str] = []  # of each held character: itself, or "" in a special token
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes: "" while it is held back."""
+        if self.stop_string is not None:
+            return ""
+        before = self._pending_text
+        self._pending.append(token)
+        text = self._decode(self._context + self._pending)[len(self._context_text) :]
+        special = self._special_text(token) if text == before else ""
+        if special:
+            self._pending.pop()
+            blank = [""] * len(special)
+            cut = self._cut(before + special, [*before, *blank])
+            return self._hold(special, blank) if cut is None else cut
+        self._pending_text = text
+        if text and not text.endswith(_UNFINISHED) and not self._is_byte(token):
+            return self._settle()
+        return self._cut(text.rstrip(_UNFINISHED), [*text]) or ""
+
+    def end(self) -> str:
+        """Return the text that was held back when the answer ends; an unfinished character is
+        U+FFFD."""
+        if self.stop_string is not None:
+            return ""
+        text = self._settle()
+        if self.stop_string is None:
+            text += "".join(self._shown)
+            self._held, self._shown = "", []
+        return text
+
+    def _settle(self) -> str:
+        """Make the pending text final; return what can be shown."""
+        text = self._pending_text
+        if text:
+            self._context, self._pending, self._pending_text = self._pending, [], ""
+            self._context_text = self._decode(self._context)
+        cut = self._cut(text, [*text])
+        return self._hold(text, [*text]) if cut is None else cut
+
+    def _cut(self, text: str, shown: list[str]) -> str | None:
+        """Find a stop string in the held text and `text`; return what is shown before it."""
+        seen = self._held + text
+        found = [
+            (at + len(each), at, each)
+            for each in self.stop_strings
+            if (at := seen.find(each)) >= 0
+        ]
+        if not found:
+            return None
+        _, at, self.stop_string = min(found)
+        return "".join((self._shown + shown)[:at])
+
+    def _hold(self, text: str, shown: list[str]) -> str:
+        """Hold a final text; return what no longer begins a stop string."""
+        self._held += text
+        self._shown += shown
+        start = next(
+            (
+                at
+                for at in range(len(self._held))
+                if any(each.startswith(self._held[at:]) for each in self.stop_strings)
+            ),
+            len(self._held),
+        )
+        ready = "".join(self._shown[:start])
+        self._held, self._shown = self._held[start:], self._shown[start:]
+        return ready
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _special_text(self, token: int) -> str:
+        """Return what a special token spells, "" for another token."""
+        return "" if self._decode([token]) else self.tokenizer.decode([token])
+
+    def _is_byte(self, token: int) -> bool:
+        return _BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
