@@ -14,8 +14,8 @@ __all__ = [
     "CUSTOM_GENERATE", "AdaptiveTrees", "BadData", "BanditTrees", "BatchDecoder", "CannotWrite",
     "CheckpointRefused", "Decoder", "GenerationConfig", "GenerationOutput", "HybridConfig",
     "HybridModel", "InvariantBroken", "NotFound", "OutOfMemory", "Request", "StepTimes",
-    "StreeError", "TextStream", "TokenTree", "TransformersDecoder", "UsageError", "__version__",
-    "from_transformers", "generate", "load",
+    "StreeError", "TextStream", "TokenLogprobs", "TokenTree", "TransformersDecoder", "UsageError",
+    "__version__", "from_transformers", "generate", "load",
 ]
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from stree.decoder import Decoder, generate
-    from stree.generation import GenerationConfig, GenerationOutput
+    from stree.generation import GenerationConfig, GenerationOutput, TokenLogprobs
     from stree.hf_model import TransformersDecoder, from_transformers
     from stree.loading import load
     from stree.models.config import HybridConfig
@@ -55,6 +55,7 @@ else:
         "Decoder": "decoder",
         "GenerationConfig": "generation",
         "GenerationOutput": "generation",
+        "TokenLogprobs": "generation",
         "HybridConfig": "models.config",
         "HybridModel": "models.model",
         "AdaptiveTrees": "tree_policy.adaptive",

@@ -24,6 +24,7 @@ from stree.trees.token_tree import TokenTree
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
     "seed": Integral, "min_p": Real, "repetition_penalty": Real, "num_return_sequences": Integral,
+    "logprobs": Integral,
 }
 # Settings that greedy decoding does not read, at the values that are off
 _OF_SAMPLING: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
@@ -56,6 +57,8 @@ class GenerationConfig:
             0.00001 to 100000; 1 is off.
         num_return_sequences: Sampled answers to each prompt, which is read once. The first has the
             seed of one answer alone, the others' seeds follow from it.
+        logprobs: Return the log-probabilities of each new token and of so many best tokens in its
+            place (`GenerationOutput.logprobs`); 0 is the new token's alone, None is none.
 
     Raises:
         UsageError: For values out of range, and for several greedy answers, which are equal.
@@ -78,11 +81,12 @@ class GenerationConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     num_return_sequences: int = 1
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if name in ("seed", "logprobs") and value is None:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
@@ -99,6 +103,7 @@ class GenerationConfig:
             "min_p": (0 <= self.min_p <= 1, "0 (off) to 1"),
             "repetition_penalty": (is_factor, "0.00001 to 100000 (1 is off)"),
             "num_return_sequences": (self.num_return_sequences >= 1, "at least 1"),
+            "logprobs": ((self.logprobs or 0) >= 0, "at least 0 (the new token's alone)"),
         })
         if self.num_return_sequences > 1 and self.temperature == 0:
             raise UsageError(
@@ -174,6 +179,7 @@ class AnswerOptions(TypedDict, total=False):
     ignore_eos: bool | None
     min_p: float | None
     repetition_penalty: float | None
+    logprobs: int | None
     do_sample: bool | None
     max_length: int | None
 
@@ -340,6 +346,47 @@ def _figure(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.2f}"
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The target's log-probabilities of a new token, given all tokens before it.
+
+    Attributes:
+        token: The token.
+        logprob: Its natural log-probability by the target's own logits.
+        processed_logprob: The same after penalties, temperature and filters (top_k, top_p, min_p),
+            by which a request that samples draws the token; at temperature 0, as at temperature 1
+            without filters.
+        top: The best tokens with their logprobs, the best first; as many as were asked for.
+        processed_top: The best tokens with their processed logprobs, without those that filters
+            leave out.
+    """
+
+    token: int
+    logprob: float
+    processed_logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    processed_top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of_values(cls, token: int, values: Sequence[float], num_top: int) -> TokenLogprobs:
+        """Return the record of a token by its values (2·(1 + 2·k),) of `BatchState.log_probs`.
+
+        num_top, at most k, best tokens are taken.
+        """
+        half = len(values) // 2
+        of_logits, processed = values[:half], values[half:]
+        best, kept = (_best_of(each, num_top) for each in (of_logits, processed))
+        kept = tuple(each for each in kept if each[1] > -math.inf)
+        return cls(token, of_logits[0], processed[0], best, kept)
+
+
+def _best_of(values: Sequence[float], num_top: int) -> tuple[tuple[int, float], ...]:
+    """Return token and log-probability of the best tokens in a half of a token's values."""
+    k = len(values) // 2
+    ids = map(int, values[1 + k : 1 + k + num_top])
+    return tuple(zip(ids, values[1 : 1 + num_top], strict=False))
+
+
 @dataclass(repr=False)
 class GenerationOutput:
     """Output of a generation after a prompt.
@@ -352,6 +399,7 @@ class GenerationOutput:
         tokenizer: The decoder's, for `text`; None without one.
         seed: Seed of sampling: the request's, or the fresh one that it got. The same seed gives the
             same answer again. None for a greedy answer.
+        logprobs: Log-probabilities of each of the tokens; None unless the request has `logprobs`.
     """
 
     tokens: list[int]
@@ -359,6 +407,7 @@ class GenerationOutput:
     stats: DecodingStats
     tokenizer: Any = field(default=None, compare=False)
     seed: int | None = field(default=None, compare=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:

@@ -45,6 +45,8 @@ _INSTEAD = {
     "min_length": "ignore_eos=True with max_new_tokens gives exactly so many",
     "stopping_criteria": "stop_strings and eos_token_id end an answer; stree.from_transformers("
     "model, drafter) takes stopping criteria",
+    "output_scores": "logprobs=0 returns the log-probabilities of the tokens",
+    "output_logits": "logprobs=0 returns the log-probabilities of the tokens",
     "max_time": "stree.BatchDecoder.step gives tokens as they come: release the row in time",
 }
 # Names that OpenAI's API and from_transformers have, or had, for what is asked for otherwise here
@@ -54,8 +56,7 @@ _ELSEWHERE = {
     "max_tokens": "it is max_new_tokens here",
     "max_completion_tokens": "it is max_new_tokens here",
     "stream": "streamer= shows tokens as they come, such as transformers.TextStreamer",
-    "logprobs": "probabilities of tokens are not returned",
-    "top_logprobs": "probabilities of tokens are not returned",
+    "top_logprobs": "logprobs=5 returns the log-probabilities of the 5 best tokens",
     "presence_penalty": "repetition_penalty is the one penalty here",
     "frequency_penalty": "repetition_penalty is the one penalty here",
     "logit_bias": THEIRS,

@@ -280,6 +280,7 @@ class BatchDecoder(RequestServer):
         return GenerationOutput(
             list(sequence.stop.tokens), sequence.finish_reason or "released", sequence.stats,
             self.tokenizer, seed=asked.seed if asked.temperature else None,
+            logprobs=None if asked.logprobs is None else sequence.logprobs,
         )
 
     def _taken(self, row: int) -> RunningSequence:
@@ -331,10 +332,10 @@ class BatchDecoder(RequestServer):
             sequence = self._sequences[row]
             first = sequence.first
             if first is not None and (wait or first.is_there()):
-                token, finite = first.tolist()
+                token, finite, *scores = first.tolist()
                 sequence.first, now = None, time.perf_counter()
                 sequence.stats.prefill_s, sequence.since = now - sequence.since, now
-                told = self._keep(row, sequence, [token]) if finite else None
+                told = self._keep(row, sequence, [int(token)], [scores]) if finite else None
                 reports.append(told or self._fail(row, sequence, "target"))
         return reports
 
@@ -423,7 +424,7 @@ class BatchDecoder(RequestServer):
             each.ahead += each.longest
             each.behind = each.behind or not drafted
         rows = {row: (each, trees[row]) for row, each in decoding.items()}
-        self._launched.append(InFlightStep(rows, drafted))
+        self._launched.append(InFlightStep(rows, drafted, inputs.tree_batch.max_depth + 1))
 
     def _inputs_of(
         self, decoding: dict[int, RunningSequence], trees: dict[int, TokenTree]
@@ -447,38 +448,40 @@ class BatchDecoder(RequestServer):
         launch, report = self._take_launched(), self.runner.collect()
         firsts = self._first_tokens(self._living(launch), wait=True)  # the step went on from them
         return firsts + [
-            self._account(row, *launch.rows[row], launch.drafted, report[row])
+            self._account(row, *launch.rows[row], launch, report[row])
             for row in self._living(launch)
         ]
 
     def _account(
-        self, row: int, sequence: RunningSequence, tree: TokenTree, drafted: bool, report: list[int]
+        self, row: int, sequence: RunningSequence, tree: TokenTree, launch: InFlightStep,
+        report: list[Any],
     ) -> StepOutput:
-        finite, count = report[:2]
+        finite, block, path, grown, scores = launch.read(report)
         if finite != 1:
             return self._fail(row, sequence, "drafter" if finite == -1 else "target")
-        nodes = 1 + len(report) // 2  # where they begin
-        block, path = report[2 : 2 + count], report[nodes : nodes + count]
         stats = sequence.stats
-        if drafted:  # up to the root, with which the draft began
+        if launch.drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
         self._choice.learn(tree, path, stats.calls_by_tree)
-        result = self._keep(row, sequence, block)
-        depth = report[-1] or tree.max_depth
+        result = self._keep(row, sequence, block, scores)
+        depth = grown or tree.max_depth
         result.num_accepted = stats.count_call(tree, depth, path, len(result.tokens))
         if sequence.finish_reason:
             stats.decode_s = time.perf_counter() - sequence.since
         return result
 
-    def _keep(self, row: int, sequence: RunningSequence, block: list[int]) -> StepOutput:
+    def _keep(
+        self, row: int, sequence: RunningSequence, block: list[int], scores: list[list[float]]
+    ) -> StepOutput:
         kept, sequence.finish_reason = sequence.stop.keep(block)
+        logprobs = sequence.learn_logprobs(kept, scores)
         if sequence.finish_reason:
             self.rows.active[row] = False
         if sequence.tree is None:  # it has the policy's
             self.tree_policy.learn_tokens(len(kept))
             if sequence.finish_reason:
                 self.tree_policy.learn_answer(*sequence.drafter_read_s)
-        return StepOutput(row, kept, sequence.finish_reason)
+        return StepOutput(row, kept, sequence.finish_reason, logprobs=logprobs)
 
     def _fail(self, row: int, sequence: RunningSequence, who: str) -> StepOutput:
         sequence.finish_reason = "error"

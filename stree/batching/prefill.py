@@ -247,7 +247,8 @@ class Prefill:
     def begin(self, row: int, sequence: RunningSequence, logits: Tensor) -> HostCopy:
         """Choose the first token by the logits (1, V) after a prompt, and let the row decode.
 
-        Returns [token, is_finite]; a row whose logits are not finite stays idle.
+        Returns [token, is_finite], then the token's log-probabilities if the request wants them
+        (`BatchState.log_probs`). A row whose logits are not finite stays idle.
         """
         if self._logits is None:
             with torch.inference_mode(False):  # written inside of it and outside
@@ -259,7 +260,7 @@ class Prefill:
         first = self.runner.run(key, partial(self._begin, self._logits, asked))
         assert first is not None
         if seen is not None:
-            seen[self._given[:1], first[:1]] = True
+            seen[self._given[:1], first[:1].long()] = True
         return self.runner.hand_over(first)
 
     def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
@@ -267,11 +268,16 @@ class Prefill:
         rows = self.rows.at(row, asked)
         rows.position = position - 1  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
-        token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
+        logits = logits[:, None]
+        kept = rows.kept(logits)
+        token, score = ops.choose_best(kept, depths, rows.sampling)
         finite = score.abs() < torch.inf
-        first = torch.cat([token * finite, finite.to(token.dtype)])[:, 0]
+        token = token * finite
+        first = torch.cat([token, finite.to(token.dtype)])[:, 0]
         self.rows.place(row, position, first[:1], finite[0])
-        return first
+        if asked.num_top is None:
+            return first
+        return torch.cat([first.double(), rows.log_probs(logits, kept, token).flatten()])
 
     def catch_up(self, decoding: dict[int, RunningSequence]) -> None:
         """Let the drafter read the tokens that it missed; the host must know all of them."""

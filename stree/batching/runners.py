@@ -1,8 +1,8 @@
 """Runners of steps: eager PyTorch, or CUDA graphs. Graphs of prompts are in `prefillers.py`.
 
 Graphs of a step are captured once for each combination of number of rows, shape of the trees, the
-longest block, kinds of settings (sampling, filters, penalties), and cache slots to attend to,
-rounded up. The contents of rows and trees may differ from replay to replay.
+longest block, kinds of settings (`Asked`), and cache slots to attend to, rounded up. The contents
+of rows and trees may differ from replay to replay.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class EagerRunner:
         proposal = self.step.draft(rows, tree_batch, longest, bound)
         mark("draft")
         report = new_report(rows, tree_batch)
-        self.step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
+        report = self.step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
         self.reports.append(report)
 
     def prepare(self, inputs: StepInputs) -> None:
         """Do nothing: there are no graphs to capture."""
 
-    def collect(self) -> list[list[int]]:
-        """Return the report (B, 3 + 2·M) of the oldest step not yet collected (`Step.verify`)."""
+    def collect(self) -> list[list[Any]]:
+        """Return what the oldest step not yet collected reports to the host (`Step.verify`)."""
         return self.reports.popleft().tolist()
 
     def drop(self) -> None:
@@ -141,8 +141,7 @@ class GraphRunner:
         longest = max(inputs.longest, tree_batch.max_depth + 1)
         num_used, num_slots = inputs.position + tree_batch.num_nodes, self.step.cache.num_slots
         bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
-        chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
-        key = (len(rows.active), tree_batch.shape, longest, *chosen_by, bound)
+        key = (len(rows.active), tree_batch.shape, longest, rows.asked, bound)
         if key not in self.step_graphs:
             self._warn_of_more(key)
             self.step_graphs[key] = StepGraphs(self.step, rows, tree_batch, longest, bound)
@@ -156,12 +155,12 @@ class GraphRunner:
                 f"steps of this decoder take more shapes than the {MAX_KEPT} whose CUDA graphs are "
                 "kept, so graphs are dropped and captured again while it decodes: "
                 "choose among fewer trees, take fewer rows, or give requests with and without "
-                "sampling, top-k, top-p, min-p or a penalty decoders of their own",
+                "sampling, top-k, top-p, min-p, a penalty or logprobs decoders of their own",
                 stacklevel=2,
             )
         self.captured.add(key)
 
-    def collect(self) -> list[list[int]]:
+    def collect(self) -> list[list[Any]]:
         """Wait for the report of the oldest step not yet collected, and return it."""
         report, arrived = self.launched.popleft()
         arrived.synchronize()
@@ -255,9 +254,7 @@ class StepGraphs:
     ) -> None:
         self.tree_batch = tree_batch.static()
         device = rows.active.device
-        self.report = new_report(rows, tree_batch)
-        shape = self.report.shape
-        self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
+        report = new_report(rows, tree_batch)
         self.arrived = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
         active = rows.active.clone()
@@ -273,10 +270,12 @@ class StepGraphs:
         self.rest = CudaGraph(
             device,
             lambda: step.verify(
-                rows, self.tree_batch, proposal, bound, self.report, longest=longest
+                rows, self.tree_batch, proposal, bound, report, longest=longest
             ),
         )
         rows.active.copy_(active)
+        shape, dtype = self.rest.outputs.shape, self.rest.outputs.dtype
+        self.pinned = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(2)]
 
     def replay(self, tree_batch: TreeBatch, mark: Mark) -> tuple[Tensor, Any]:
         """Start a step; return the pinned buffer of its report, and the event of its arrival.
@@ -291,7 +290,7 @@ class StepGraphs:
         self.rest.replay()
         mark("verify")
         self.turn = 1 - self.turn
-        self.pinned[self.turn].copy_(self.report, non_blocking=True)
+        self.pinned[self.turn].copy_(self.rest.outputs, non_blocking=True)
         self.arrived[self.turn].record()
         mark("accept")
         return self.pinned[self.turn], self.arrived[self.turn]

@@ -12,7 +12,7 @@ from torch import Tensor
 from stree.common.clock import Stopwatch
 from stree.common.errors import StreeError, UsageError
 from stree.common.host_copy import HostCopy
-from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.generation import DecodingStats, GenerationConfig, StopRule, TokenLogprobs
 from stree.prompts import one_prompt
 from stree.settings import asked_for, settings_of
 from stree.trees.token_tree import TokenTree
@@ -114,6 +114,7 @@ class StepOutput:
         finish_reason: Why the sequence ends; "" while it goes on.
         error: The error of a sequence that ends with "error", else None.
         num_accepted: Accepted drafts, which are the first of the new tokens.
+        logprobs: Log-probabilities of the new tokens; empty unless the request wants them.
     """
 
     row: int
@@ -121,6 +122,7 @@ class StepOutput:
     finish_reason: str = ""
     error: StreeError | None = None
     num_accepted: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -145,7 +147,8 @@ class RunningSequence:
     finish_reason: str = ""
     is_stale: bool = False  # weights were changed since it was admitted
     since: float = field(default_factory=time.perf_counter)
-    first: HostCopy | None = None  # the token after the prompt, and whether its logits are finite
+    first: HostCopy | None = None  # of the token after the prompt (`Prefill.begin`)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -175,6 +178,18 @@ class RunningSequence:
             prefill.seconds if prefill.num_blocks else None,
             catch_up.seconds if catch_up.num_blocks else None,
         )
+
+    def learn_logprobs(self, kept: list[int], scores: list[list[float]]) -> list[TokenLogprobs]:
+        """Note and return the log-probabilities of kept tokens if the request wants them."""
+        num_top = self.generation.logprobs
+        if num_top is None:
+            return []
+        found = [
+            TokenLogprobs.of_values(token, values, num_top)
+            for token, values in zip(kept, scores, strict=False)
+        ]
+        self.logprobs += found
+        return found
 
     @property
     def position(self) -> int:

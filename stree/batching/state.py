@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,28 @@ from stree_kernels.index_plan import columns_of
 
 NUM_SETTINGS = 6  # of a row
 NUM_TENSORS = 10  # first fields of a state, with a row per sequence
-Asked = tuple[bool, bool, bool, bool]
+
+
+class Asked(NamedTuple):
+    """Kinds of settings that a step's requests have, known to the host; graphs are chosen by them.
+
+    Attributes:
+        sampled: Whether any row samples.
+        filtered: Whether any row that samples has a top_k, top_p or min_p.
+        ranked: Whether any row that samples has a top_k or top_p, for which tokens are sorted.
+        penalised: Whether any row has a repetition penalty.
+        num_top: Most tokens of which any row wants log-probabilities besides its own token's,
+            rounded up to a power of two; None if no row wants log-probabilities.
+    """
+
+    sampled: bool = False
+    filtered: bool = False
+    ranked: bool = False
+    penalised: bool = False
+    num_top: int | None = None
+
+
+NOTHING_ASKED = Asked()
 
 
 @dataclass
@@ -42,10 +63,7 @@ class BatchState:
         root: (B, 1) int64, the root's token.
         block: (B, 1 + M) int64, the number of tokens that the last step yielded, then the tokens,
             the root last.
-        sampled: Whether any row samples (known to the host, as the next three).
-        filtered: Whether any row that samples has a top_k, top_p or min_p.
-        ranked: Whether any row that samples has a top_k or top_p, for which tokens are sorted.
-        penalised: Whether any row has a repetition penalty.
+        asked: Kinds of settings that the rows have.
         seen: (B, V + 1) bool, the tokens of a sequence up to its root, the last slot for none; None
             until a row with a repetition penalty needs it.
         settings: (6, B) int64, the settings above as `set` writes them, in one copy to the device.
@@ -61,10 +79,7 @@ class BatchState:
     position: Tensor
     root: Tensor
     block: Tensor
-    sampled: bool = False
-    filtered: bool = False
-    ranked: bool = False
-    penalised: bool = False
+    asked: Asked = NOTHING_ASKED
     seen: Tensor | None = None
     settings: Tensor | None = None
 
@@ -164,25 +179,29 @@ class BatchState:
         """Return the state with a part of each tensor."""
         names = [each.name for each in fields(self)]
         parts: dict[str, Any] = {name: part(getattr(self, name)) for name in names[:NUM_TENSORS]}
-        parts |= zip(names[NUM_TENSORS:], asked, strict=False)
         seen = None if self.seen is None else part(self.seen)
-        return replace(self, **parts, seen=seen, settings=settings)
+        return replace(self, **parts, asked=asked, seen=seen, settings=settings)
 
     @property
     def sampling(self) -> Sampling | None:
         """Temperature, seed and position by which tokens are drawn; None if all rows are greedy."""
-        if not self.sampled:
+        if not self.asked.sampled:
             return None
         return Sampling(self.temperature, self.seed, self.position)
 
     @property
     def leaves_out(self) -> bool:
         """True if `kept` changes logits of any row."""
-        return self.filtered or self.penalised
+        return self.asked.filtered or self.asked.penalised
+
+    @property
+    def reads_paths(self) -> bool:
+        """True if `kept` needs the drafts above each node."""
+        return self.asked.penalised
 
     def remember(self) -> None:
         """Note the tokens of the last step's blocks if any row has a repetition penalty."""
-        if not self.penalised:
+        if not self.asked.penalised:
             return
         assert self.seen is not None
         tokens = self.block[:, 1:]
@@ -206,18 +225,18 @@ class BatchState:
             ids: (V,) ascending, the tokens that the logits are of; None for all.
         """
         logits = self._penalised(logits, drafts, ids)
-        if not self.filtered:
+        if not self.asked.filtered:
             return logits
         rows = [-1] + [1] * (logits.dim() - 1)
         temperature, min_p = self.temperature.view(rows), self.min_p.view(rows)
         scores = logits.double() / torch.where(temperature == 0, 1.0, temperature)
         dropped = scores < scores.amax(-1, keepdim=True) + min_p.log()
-        if self.ranked:
+        if self.asked.ranked:
             dropped = dropped | _beyond(scores, self.top_k.view(rows), self.top_p.view(rows))
         return logits.masked_fill(dropped & (temperature > 0), -torch.inf)
 
     def _penalised(self, logits: Tensor, drafts: Tensor | None, ids: Tensor | None) -> Tensor:
-        if not self.penalised:
+        if not self.asked.penalised:
             return logits
         assert self.seen is not None
         rows = [-1] + [1] * (logits.dim() - 1)
@@ -242,15 +261,41 @@ class BatchState:
         """
         return naive.distribution(logits, self.temperature)
 
+    def log_probs(self, logits: Tensor, kept: Tensor, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities of tokens and of the best tokens in their places.
+
+        Args:
+            logits: (B, M, V) of the target.
+            kept: (B, M, V), the same as `kept` returns them; the temperature is applied here, 1
+                where a row is greedy.
+            tokens: (B, M).
+
+        Returns:
+            (B, M, 2, 1 + 2·k) fp64, by `logits` and by `kept`: the token's log-probability, then
+            those of the k best tokens, then these tokens; k is `asked.num_top`, at most V.
+        """
+        assert self.asked.num_top is not None
+        dtype = naive.accumulation_dtype(logits.dtype)
+        temperature = torch.where(self.temperature == 0, 1.0, self.temperature).to(dtype)
+        both = torch.stack([logits.to(dtype), kept.to(dtype) / temperature[:, None, None]], 2)
+        scores = both.log_softmax(-1)
+        chosen = scores.gather(-1, tokens[:, :, None, None].expand(-1, -1, 2, 1))
+        best, ids = scores.topk(min(self.asked.num_top, scores.shape[-1]))
+        return torch.cat([chosen.double(), best.double(), ids.double()], -1)
+
 
 def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
-    """Return `sampled`, `filtered`, `ranked` and `penalised` of `BatchState` for requests."""
+    """Return the kinds of settings that requests have."""
     generations = list(generations)
     sampling = [each for each in generations if each.temperature > 0]
     ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
     filtered = ranked or any(each.min_p > 0 for each in sampling)
     penalised = any(each.repetition_penalty != 1 for each in generations)
-    return bool(sampling), filtered, ranked, penalised
+    tops = [each.logprobs for each in generations if each.logprobs is not None]
+    num_top = max(tops, default=None)
+    if num_top:  # so that few graphs serve any number
+        num_top = 1 << (num_top - 1).bit_length()
+    return Asked(bool(sampling), filtered, ranked, penalised, num_top)
 
 
 def bits_of(generation: GenerationConfig) -> Tensor:

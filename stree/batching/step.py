@@ -132,10 +132,12 @@ class Step:
         self, rows: BatchState, tree_batch: TreeBatch, proposal: Proposal, bound: int,
         report: Tensor, mark: Callable[[str], None] = lambda phase: None,
         longest: int | None = None,
-    ) -> None:
+    ) -> Tensor:
         """Verify the drafts with one call of the target, and commit the accepted ones.
 
-        Writes the rows' blocks and positions, the cache's paths, and the report.
+        Writes the rows' blocks and positions, the cache's paths, and the report. Returns the
+        report for the host: as it is, or if a row wants log-probabilities in fp64, with those of
+        M tokens after it (`BatchState.log_probs`).
 
         Args:
             rows: The rows of the step.
@@ -160,12 +162,20 @@ class Step:
             proposal.tokens, tree_batch, cache, bound, *asked, **told
         )
         mark("verify")
-        self.verifier.accept(logits, proposal, tree_batch, rows, cache, report[:, :-1])
+        kept = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.reads_paths))
+        self.verifier.accept(kept, proposal, tree_batch, rows, cache, report[:, :-1])
         tree_batch.report_depths(report[:, -1])
         rows.remember()
+        told_host = report
+        if rows.asked.num_top is not None:
+            tokens, nodes = report[:, 2:-1].clamp(min=0).reshape(len(report), 2, -1).unbind(1)
+            at = nodes.clamp(max=logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[2])
+            scores = rows.log_probs(logits.gather(1, at), kept.gather(1, at), tokens)
+            told_host = torch.cat([report.double(), scores.flatten(1)], 1)
         if drafter is not None and features is not None:
             drafter.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
         mark("accept")
+        return told_host
 
     @property
     def feature_drafter(self) -> FeatureDrafter | None:
@@ -228,7 +238,28 @@ class StepInputsCache:
 
 @dataclass
 class InFlightStep:
-    """A step that was started: its sequences and trees by row, and whether the drafter ran."""
+    """A step that was started.
+
+    Attributes:
+        rows: Its sequences and trees by row.
+        drafted: Whether the drafter ran.
+        size: M, the tokens that it yields at most.
+    """
 
     rows: dict[int, tuple[RunningSequence, TokenTree]]
     drafted: bool
+    size: int
+
+    def read(self, report: list[Any]) -> tuple[int, list[int], list[int], int, list[list[float]]]:
+        """Return the parts of a row's report (`Step.verify`).
+
+        They are whether all logits were finite, the new tokens, the accepted nodes, the depth that
+        the tree grew to, and the log-probabilities of each new token as `BatchState.log_probs`
+        returns them; [] if no row wants them.
+        """
+        finite, count, *values = report
+        tokens, nodes = (list(map(int, values[at:][: int(count)])) for at in (0, self.size))
+        depth, *scores = values[2 * self.size :]
+        width = len(scores) // self.size
+        each = [scores[at : at + width] for at in range(0, len(scores), width)] if width else []
+        return int(finite), tokens, nodes, int(depth), each

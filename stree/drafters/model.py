@@ -166,7 +166,8 @@ class ModelDrafter:
     ) -> Proposal:
         batch, model = len(rows.active), self.model
         if self.siblings is SiblingSampling.DETERMINISTIC:  # best tokens, which no filter drops
-            rows, keep_logits = replace(rows, sampled=False, filtered=False), False
+            asked = rows.asked._replace(sampled=False, filtered=False)
+            rows, keep_logits = replace(rows, asked=asked), False
         independent = self.siblings is SiblingSampling.INDEPENDENT
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
         bound = min(bound + max(longest, tree_batch.num_drawn_from), cache.num_slots)
@@ -204,7 +205,7 @@ class ModelDrafter:
                 finite[:, drawn : drawn + count], level.nodes, tree_batch.values,
             )
             if rows.leaves_out:
-                drafts = tree_batch.drafts_at(tokens, number, rows.penalised)
+                drafts = tree_batch.drafts_at(tokens, number, rows.reads_paths)
                 logits = rows.kept(model.head_logits(_normed(hidden)), drafts, model.head_ids)
                 ops.choose_children(logits, *chosen, model.head_ids)
             else:

@@ -36,7 +36,6 @@ class Coupled:
         self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState,
         cache: Any, report: Tensor,
     ) -> None:
-        logits = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.penalised))
         best, highest = self.choose(logits, proposal, tree_batch, rows)
         ops.accept_choices(
             best, highest, proposal.tokens, tree_batch.parents, proposal.finite, rows.active,

@@ -44,7 +44,6 @@ class RejectionSampling:
             None if proposal.logits is None else tree_batch.drawn_by, proposal.points,
             proposal.finite, proposal.independent,
         )
-        logits = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.penalised))
         ops.accept_drafts(
             self.rule, logits, drafts, sampling, rows.active,
             cache.path, cache.path_length, rows.block, rows.root, report, self.choose,

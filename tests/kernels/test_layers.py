@@ -10,7 +10,7 @@ from families import FAMILIES, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
 
-from stree.batching.state import BatchState
+from stree.batching.state import Asked, BatchState
 from stree.checkpoints.load_save import load_model
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
@@ -135,7 +135,7 @@ def test_drafts_of_a_small_model(fused, sampled):
             drafter.read(row, torch.arange(length, device=DEVICE))
             rows.set(row, GenerationConfig(temperature=0.5 * sampled, seed=row))
             rows.begin(row, length, 3)
-        rows.sampled = sampled
+        rows.asked = Asked(sampled=sampled)
         for block in ([1, 3, 0, 0, 0, 0], [3, 8, 9, 10, 0, 0]):
             rows.block[:] = torch.tensor(block, device=DEVICE)
             proposal = drafter.draft(rows, tree_batch, 5, 60, True)

@@ -175,11 +175,11 @@ class OneBehind(Coupled):
 
 
 class Unfiltered(Coupled):
-    """Verifier that forgets top-k and top-p in trees."""
+    """Verifier that chooses among the tokens that top-k and top-p leave out, too, in trees."""
 
     def accept(self, logits, proposal, tree_batch, rows, cache, report):
         if tree_batch.num_nodes > 1:
-            rows.filtered = False
+            logits = logits.masked_fill(logits == -torch.inf, 0.0)
         super().accept(logits, proposal, tree_batch, rows, cache, report)
 
 

@@ -421,7 +421,7 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
         (None, dict(bad_words_ids=[[4]], min_length=3),
          r"min_length = 3: transformers' own model.generate does it, .*; ignore_eos=True"),
         (None, dict(stopping_criteria=[print]), "stop_strings and eos_token_id end an answer"),
-        (None, dict(output_scores=True), "cannot honour output_scores = True: leave it out"),
+        (None, dict(output_scores=True), "cannot honour output_scores = True: logprobs="),
         (None, dict(typical_p=0.9, length_penalty=2.0), "typical_p = 0.9, length_penalty = 2.0: "),
         (None, dict(repetition_penalty=0.0), "repetition_penalty is 0.0, wanted 0.00001"),
         (None, dict(min_p=1.5), r"min_p is 1.5, wanted 0 \(off\) to 1"),
@@ -434,6 +434,8 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
         (None, dict(temperature=-1), "temperature is -1"),
         (None, dict(max_length=4), "max_length is 4 and the prompt has 4 tokens already"),
         (None, dict(max_length=0), "max_length is 0, wanted"),
+        (None, dict(logprobs=-1), "logprobs is -1, wanted at least 0"),
+        (None, dict(logprobs=True), "logprobs is True, wanted a number"),
         (None, dict(eos_token_id=True), "eos_token_id is True, wanted"),
         (None, dict(eos_token_id=[]), "eos_token_id is empty, wanted a token's id"),
         (None, dict(eos_token_id=[1, False]), "eos_token_id is .*False.*, wanted"),
@@ -451,7 +453,7 @@ def test_what_cannot_be_honoured_is_named(given, options, message):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [("stop", "stop_strings"), ("n", "num_return_sequences"), ("max_tokens", "max_new_tokens"),
-     ("stream", "streamer="), ("logprobs", "not returned"), ("logit_bias", "model.generate"),
+     ("stream", "streamer="), ("top_logprobs", "logprobs="), ("logit_bias", "model.generate"),
      ("presence_penalty", "repetition_penalty")],
 )
 def test_names_of_other_libraries_are_answered_with_ours(decoder, name, instead):

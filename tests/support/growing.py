@@ -31,7 +31,7 @@ class Growing(TableDrafter):
                 for row, nodes in enumerate(level.nodes.tolist())
             ])
             logits.append(
-                rows.kept(after, tree_batch.drafts_at(tree_batch.pool, number, rows.penalised))
+                rows.kept(after, tree_batch.drafts_at(tree_batch.pool, number, rows.reads_paths))
             )
             count = level.nodes.shape[1]
             self.choose(tree_batch, rows, level, logits[-1], finite[:, done : done + count])

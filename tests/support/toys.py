@@ -242,7 +242,7 @@ class TableDrafter:
                         path = tokens[row, tree.path_to(node)[1:]].tolist()
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
-            logits = rows.kept(logits, tree_batch.drafts_at(tokens, number, rows.penalised))
+            logits = rows.kept(logits, tree_batch.drafts_at(tokens, number, rows.reads_paths))
             self.choose(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],
@@ -262,7 +262,9 @@ class Undrawn(TableDrafter):
     drawn = SiblingSampling.DETERMINISTIC
 
     def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
-        greedy = dataclasses.replace(rows, sampled=False, filtered=False)
+        greedy = dataclasses.replace(
+            rows, asked=rows.asked._replace(sampled=False, filtered=False)
+        )
         proposal = super().draft(greedy, tree_batch, longest, bound, False)
         return Proposal(proposal.tokens, proposal.finite)
 

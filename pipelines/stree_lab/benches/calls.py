@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.state import BatchState
+from stree.batching.state import Asked, BatchState
 from stree.batching.step_timing import tokens_of_row
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import HybridCache
@@ -142,7 +142,8 @@ def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Ca
     tree_batch = make_tree_batch([tree], drafter.device)
     rows.begin(0, context, 1)
     longest, bound = tree.max_depth + 1, model.cache.num_slots
-    sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
+    warm = torch.ones_like(rows.temperature)
+    sampled = replace(rows, temperature=warm, asked=Asked(sampled=True))
     return {
         name: partial(model.draft, settings, tree_batch, longest, bound, False)
         for name, settings in (("draft", rows), ("draft_sampled", sampled))

@@ -63,7 +63,7 @@ def test_what_a_row_keeps_does_not_depend_on_what_others_ask_for():
     together = rows_of(SETTINGS).kept(logits)
     for row, each in enumerate(SETTINGS):
         alone = rows_of([each])
-        assert alone.ranked == (each.top_k > 0 or each.top_p < 1)
+        assert alone.asked.ranked == (each.top_k > 0 or each.top_p < 1)
         assert torch.equal(alone.kept(logits[row : row + 1])[0], together[row])
 
 

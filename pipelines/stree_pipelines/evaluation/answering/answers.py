@@ -222,7 +222,7 @@ class Answerer:
         def scores(logits: Tensor) -> Tensor:
             return naive.choice_scores(rows.kept(logits), depths, rows.sampling)[0, 0]
 
-        if rows.filtered:
+        if rows.asked.filtered:
             others = {token for token in answered if token is not None}
             return _least_change(logits_BTV, lambda each: int(scores(each).argmax()), others)
         first, second = scores(logits_BTV).topk(2).values.tolist()
