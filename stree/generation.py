@@ -24,7 +24,8 @@ from stree.trees.token_tree import TokenTree
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
     "seed": Integral, "min_p": Real, "repetition_penalty": Real, "num_return_sequences": Integral,
-    "logprobs": Integral,
+    "logprobs": Integral, "presence_penalty": Real, "frequency_penalty": Real,
+    "min_new_tokens": Integral,
 }
 # Settings that greedy decoding does not read, at the values that are off
 _OF_SAMPLING: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
@@ -59,6 +60,18 @@ class GenerationConfig:
             seed of one answer alone, the others' seeds follow from it.
         logprobs: Return the log-probabilities of each new token and of so many best tokens in its
             place (`GenerationOutput.logprobs`); 0 is the new token's alone, None is none.
+        presence_penalty: Subtracted from the logit of each token that the answer so far has. The
+            prompt does not count, here and for frequency_penalty; 0 is off.
+        frequency_penalty: Subtracted from the logit of each token as many times as the answer so
+            far has it; 0 is off.
+        logit_bias: Added to the logits of tokens, by their ids; −inf leaves a token out.
+        min_new_tokens: No token that ends the answer (`eos_token_id`) comes before so many others.
+        bad_words_ids: Sequences of tokens that do not come up in the answer, also where the prompt
+            begins them. As in `transformers`, one that only is a token which ends the answer is
+            passed over.
+
+    The bias comes first, then repetition_penalty, the other penalties, what is left out, the
+    temperature, top_k, top_p and min_p.
 
     Raises:
         UsageError: For values out of range, and for several greedy answers, which are equal.
@@ -82,6 +95,11 @@ class GenerationConfig:
     repetition_penalty: float = 1.0
     num_return_sequences: int = 1
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    min_new_tokens: int = 0
+    bad_words_ids: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
@@ -103,6 +121,9 @@ class GenerationConfig:
             "min_p": (0 <= self.min_p <= 1, "0 (off) to 1"),
             "repetition_penalty": (is_factor, "0.00001 to 100000 (1 is off)"),
             "num_return_sequences": (self.num_return_sequences >= 1, "at least 1"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
+            "min_new_tokens": (self.min_new_tokens >= 0, "at least 0"),
             "logprobs": ((self.logprobs or 0) >= 0, "at least 0 (the new token's alone)"),
         })
         if self.num_return_sequences > 1 and self.temperature == 0:
@@ -121,6 +142,27 @@ class GenerationConfig:
         object.__setattr__(self, "stop_strings", tuple(strings))
         if self.eos_token_id is not None:
             object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "bad_words_ids", _words(self.bad_words_ids))
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if a penalty looks at how often the answer has a token."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def bars_words(self) -> bool:
+        """True if tokens are left out by what stands before them, or by their place."""
+        return bool(self.bad_words_ids) or self.min_new_tokens > 0
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """The tokens that settings name, by the setting."""
+        return {
+            "eos_token_id": list(self.eos_ids(())),
+            "logit_bias": list(dict(self.logit_bias)),
+            "bad_words_ids": [token for word in self.bad_words_ids for token in word],
+        }
 
     def without_unread(self) -> GenerationConfig:
         """Return these settings without filters and seed if they are greedy."""
@@ -180,6 +222,11 @@ class AnswerOptions(TypedDict, total=False):
     min_p: float | None
     repetition_penalty: float | None
     logprobs: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    min_new_tokens: int | None
+    bad_words_ids: Sequence[Sequence[int]] | None
     do_sample: bool | None
     max_length: int | None
 
@@ -230,6 +277,33 @@ def _seed_of_sample(seed: int | None, number: int) -> int:
     """Derive the seed of a further answer, as far from its neighbours' as any two seeds."""
     told = hashlib.sha256(f"{seed}/{number}".encode()).digest()
     return int.from_bytes(told[: _FRESH_SEED_BITS // 8])
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Return biases by token id, ascending. Raises `UsageError` for anything else."""
+    wanted = "a dict of token ids and numbers below +inf, such as {50: -1.5}"
+    try:
+        found = dict(given)
+        ids = [operator.index(token) for token in found]
+        values = [float(value) for value in found.values()]
+    except (TypeError, ValueError):
+        raise UsageError(f"logit_bias is {given!r:.60}, wanted {wanted}") from None
+    if not all(value < math.inf for value in values):  # nor NaN
+        raise UsageError(f"logit_bias is {given!r:.60}, wanted {wanted}")
+    return tuple(sorted(zip(ids, values, strict=True)))
+
+
+def _words(given: Any) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of token ids. Raises `UsageError` for anything else."""
+    try:
+        words = tuple(tuple(operator.index(token) for token in word) for word in given)
+    except TypeError:
+        words = ((),)
+    if not all(words):
+        raise UsageError(
+            f"bad_words_ids is {given!r:.60}, wanted a list of lists of at least one token's id"
+        )
+    return words
 
 
 def _token_ids(given: Any) -> tuple[int, ...]:

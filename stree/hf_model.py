@@ -183,8 +183,8 @@ class TransformersDecoder:
 
         Raises:
             UsageError: For an argument that is not supported, which it names: beams, logits
-                processors other than temperature, top-k, top-p, min-p and repetition penalty,
-                other outputs than tokens, other inputs than tokens.
+                processors other than temperature, top-k, top-p, min-p, repetition penalty, bad
+                words and least lengths, other outputs than tokens, other inputs than tokens.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         with ExitStack() as stack:
@@ -221,8 +221,8 @@ class TransformersDecoder:
         mask = prepared.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise UsageError("attention_mask pads at the right: wanted padding at the left")
-        settings = _settings_of(logits_processor, generation_config, mask)
         stops = _Stops(stopping_criteria, input_ids.shape[1])
+        settings = _settings_of(logits_processor, generation_config, mask, stops)
         prompts, _ = prompts_of(input_ids, mask)
         requests: list[Request] = []
         times = generation_config.num_return_sequences or 1  # as often a prompt comes, in a row
@@ -312,6 +312,7 @@ class _Stops:
         lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
         if not lengths:
             raise UsageError("generate was given no length at which to stop: give max_new_tokens")
+        self.prompt_length = prompt_length
         self.max_new_tokens = min(lengths) - prompt_length
         ends = [each for each in criteria if isinstance(each, EosTokenCriteria)]
         self.eos_ids = tuple(sorted({int(i) for each in ends for i in each.eos_token_id}))
@@ -326,26 +327,39 @@ class _Stops:
         return any(bool(torch.as_tensor(each(so_far, None)).any()) for each in self.others)
 
 
-def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -> dict[str, Any]:
+def _settings_of(
+    processors: Any, generation_config: Any, mask: Tensor | None, stops: _Stops
+) -> dict[str, Any]:
     """Return our settings for transformers' list of logits processors; empty for greedy ones."""
     from transformers.generation import logits_process as theirs
 
-    names = {
+    filters = {
         theirs.TemperatureLogitsWarper: "temperature", theirs.TopKLogitsWarper: "top_k",
         theirs.TopPLogitsWarper: "top_p", theirs.MinPLogitsWarper: "min_p",
-        theirs.RepetitionPenaltyLogitsProcessor: "penalty",
+    }
+    rules = {
+        theirs.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+        theirs.NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
+        theirs.MinLengthLogitsProcessor: ("min_new_tokens", "min_length"),
+        theirs.MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
     }
     sampled = bool(generation_config.do_sample)
+    names = rules | {kind: (name, name) for kind, name in filters.items() if sampled}
     asked: dict[str, Any] = {"temperature": 1.0} if sampled else {}
     for each in processors:
-        name = names.get(type(each))
+        name, theirs_is = names.get(type(each), ("", ""))
         unseen = getattr(each, "prompt_ignore_length", None)
         if unseen is not None and mask is not None:  # padding is no part of our prompts
             padding = (mask != 0).int().argmax(1)
             unseen = None if torch.equal(torch.as_tensor(unseen), padding) else unseen
-        if name is None or unseen is not None or not (sampled or name == "penalty"):
+        ends = stops.eos_ids if name != "min_new_tokens" else each.eos_token_id.tolist()
+        if not name or unseen is not None or set(ends) != set(stops.eos_ids):
             raise UsageError(f"generate cannot honour {type(each).__name__}: {THEIRS}")
-        asked["repetition_penalty" if name == "penalty" else name] = getattr(each, name)
+        value = getattr(each, theirs_is)
+        if name == "min_new_tokens":  # transformers states it as both lengths
+            value = value - stops.prompt_length if theirs_is == "min_length" else value
+            value = max(value, asked.get(name, 0))
+        asked[name] = value
     return asked
 
 

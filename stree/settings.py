@@ -26,7 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),
     "encoder_repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
-    "min_length": (0,), "min_new_tokens": (0,),
+    "min_length": (0,),
     "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
     "guidance_scale": (1.0,), "renormalize_logits": (False,), "remove_invalid_values": (False,),
     "token_healing": (False,), "use_cache": (True,), "return_dict_in_generate": (False,),
@@ -41,8 +41,9 @@ _WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_fro
 THEIRS = "transformers' own model.generate does it, without drafts"
 # Remedies for settings of `transformers` that are refused
 _INSTEAD = {
-    "min_new_tokens": "ignore_eos=True with max_new_tokens gives exactly so many",
-    "min_length": "ignore_eos=True with max_new_tokens gives exactly so many",
+    "min_length": "min_new_tokens counts the new tokens alone",
+    "sequence_bias": "logit_bias={token: bias} is for single tokens, bad_words_ids for sequences",
+    "suppress_tokens": "logit_bias={token: -math.inf} leaves a token out",
     "stopping_criteria": "stop_strings and eos_token_id end an answer; stree.from_transformers("
     "model, drafter) takes stopping criteria",
     "output_scores": "logprobs=0 returns the log-probabilities of the tokens",
@@ -57,13 +58,10 @@ _ELSEWHERE = {
     "max_completion_tokens": "it is max_new_tokens here",
     "stream": "streamer= shows tokens as they come, such as transformers.TextStreamer",
     "top_logprobs": "logprobs=5 returns the log-probabilities of the 5 best tokens",
-    "presence_penalty": "repetition_penalty is the one penalty here",
-    "frequency_penalty": "repetition_penalty is the one penalty here",
-    "logit_bias": THEIRS,
 }
 # Settings that change logits, or search: here the target's distribution decides alone
 _OF_LOGITS = (
-    "bad_words_ids", "logits_processor", "sequence_bias", "suppress_tokens",
+    "logits_processor",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "force_words_ids",
     "constraints", "prefix_allowed_tokens_fn", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "typical_p", "top_h",

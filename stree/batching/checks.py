@@ -145,12 +145,14 @@ def require_room(
             f"the prompt has the token {beyond[0]}, wanted 0 to {vocabulary - 1}: encode it with "
             "the target's own tokenizer"
         )
-    beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
-    if beyond:
-        raise UsageError(
-            f"eos_token_id is {beyond[0]}, wanted 0 to {vocabulary - 1}: name one of the target's "
-            "own tokens"
-        )
+    for name, tokens in generation.named_tokens.items():
+        beyond = [each for each in tokens if not 0 <= each < vocabulary]
+        if beyond:
+            has = "is" if name == "eos_token_id" else "has"
+            raise UsageError(
+                f"{name} {has} {beyond[0]}, wanted 0 to {vocabulary - 1}: name one of the target's "
+                "own tokens"
+            )
 
 
 def require_target(target: Any) -> None:

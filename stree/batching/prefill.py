@@ -13,9 +13,10 @@ from stree.batching.prefillers import LONGEST_CHUNK, ChunkedPrefill, chunk_sizes
 from stree.batching.prefix_cache import PrefixCache, SavedRow
 from stree.batching.runners import EagerRunner, GraphRunner
 from stree.batching.sequences import RunningSequence, SharedPrompt
-from stree.batching.state import NUM_SETTINGS, Asked, BatchState, asked_by, bits_of
+from stree.batching.state import NUM_SETTINGS, BatchState, bits_of
 from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
+from stree.logits.asked import Asked
 from stree.models.cache import SavedPrefix
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import READ_AT_ONCE
@@ -44,12 +45,18 @@ class Prefill:
 
     def admit(self, row: int, sequence: RunningSequence) -> None:
         """Give a row to a request: clear what the last one left, and write the settings."""
-        vocabulary, drafter = self.step.target.config.vocab_size, self.step.drafter
+        drafter = self.step.drafter
         self._give(row, bits_of(sequence.generation))
         self.runner.run("admit", self._admit)
         if drafter is not None and not drafter.capturable:
             drafter.clear(row)
-        self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
+        self._begin_rules(row, sequence)
+
+    def _begin_rules(self, row: int, sequence: RunningSequence) -> None:
+        """Write the request's biases, penalties and barred words."""
+        vocabulary, eos_ids = self.step.target.config.vocab_size, sequence.stop.eos_ids
+        generation, prompt = sequence.generation, sequence.prompt
+        self.rows.rules.begin(row, self.rows.active, generation, prompt, vocabulary, eos_ids)
 
     def _admit(self) -> None:
         row, drafter = self._given[:1], self.step.drafter
@@ -150,12 +157,11 @@ class Prefill:
                     step.target, step.cache, row, start, end - start, layers, False, also
                 )
                 start = end
-        begun = self.runner.is_ready(_beginning(sequence))
+        begun = self.runner.is_ready(self._beginning(sequence))
         if graphs and graphs[-1].given and not begun:  # as it will begin, but for the token
             self.begin(row, sequence, graphs[-1].given[0])
             self.rows.active[row] = False
-            vocabulary = step.target.config.vocab_size
-            self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
+            self._begin_rules(row, sequence)
         if isinstance(drafter, ModelDrafter):
             alone = length if along is None else read
             self._prepare_drafter(drafter, row, drafted, alone - drafted)
@@ -255,12 +261,11 @@ class Prefill:
                 self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
         self._give(row, torch.tensor([len(sequence.prompt)]))
-        key, seen = _beginning(sequence), self.rows.seen
+        key = self._beginning(sequence)
         _, asked = key
         first = self.runner.run(key, partial(self._begin, self._logits, asked))
         assert first is not None
-        if seen is not None:
-            seen[self._given[:1], first[:1].long()] = True
+        self.rows.rules.note(self._given[:1], first[:1].long())
         return self.runner.hand_over(first)
 
     def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
@@ -289,7 +294,7 @@ class Prefill:
                     start = None if each.num_drafted_from else 0
                     with self._timed(each, caught_up=True):
                         self.let_drafter_read(row, self._on_device(missed), None, start)
-                self.rows.begin(row, each.position, root)
+                self.rows.place(row, each.position, root)  # rules have noted the root
                 each.behind, each.longest = False, 1
 
     def _give(self, row: int, told: Tensor) -> None:
@@ -301,7 +306,6 @@ class Prefill:
         """Return the tokens (T,) on the device, without waiting for it."""
         return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
 
-
-def _beginning(sequence: RunningSequence) -> tuple[str, Asked]:
-    """Return the key of the runner's task that begins such a row."""
-    return "begin", asked_by([sequence.generation])
+    def _beginning(self, sequence: RunningSequence) -> tuple[str, Asked]:
+        """Return the key of the runner's task that begins such a row."""
+        return "begin", self.rows.asked_by([sequence.generation])

@@ -6,44 +6,23 @@ one row per sequence, so that one step serves any mixture of settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stree.generation import GenerationConfig
+from stree.logits.asked import NOTHING_ASKED, Asked, asked_by
+from stree.logits.rules import LogitRules, Penalties
 from stree.models.layer_caches import fill
+from stree.trees.tree_batch import NodePaths
 from stree_kernels import naive
 from stree_kernels.contracts import Sampling
-from stree_kernels.index_plan import columns_of
 
-NUM_SETTINGS = 6  # of a row
-NUM_TENSORS = 10  # first fields of a state, with a row per sequence
-
-
-class Asked(NamedTuple):
-    """Kinds of settings that a step's requests have, known to the host; graphs are chosen by them.
-
-    Attributes:
-        sampled: Whether any row samples.
-        filtered: Whether any row that samples has a top_k, top_p or min_p.
-        ranked: Whether any row that samples has a top_k or top_p, for which tokens are sorted.
-        penalised: Whether any row has a repetition penalty.
-        num_top: Most tokens of which any row wants log-probabilities besides its own token's,
-            rounded up to a power of two; None if no row wants log-probabilities.
-    """
-
-    sampled: bool = False
-    filtered: bool = False
-    ranked: bool = False
-    penalised: bool = False
-    num_top: int | None = None
-
-
-NOTHING_ASKED = Asked()
+NUM_SETTINGS = 8  # of a row
+NUM_TENSORS = 12  # first fields of a state, with a row per sequence
 
 
 @dataclass
@@ -57,6 +36,8 @@ class BatchState:
         top_p: (B,) fp64; 1 keeps all tokens.
         min_p: (B,) fp64; 0 keeps all tokens.
         repetition_penalty: (B,) fp64; 1 is none.
+        presence_penalty: (B,) fp64; 0 is none.
+        frequency_penalty: (B,) fp64; 0 is none.
         seed: (B,) int64.
         position: (B,) int64, position of the next tree's root in its sequence, which is the number
             of tokens committed before it.
@@ -64,9 +45,8 @@ class BatchState:
         block: (B, 1 + M) int64, the number of tokens that the last step yielded, then the tokens,
             the root last.
         asked: Kinds of settings that the rows have.
-        seen: (B, V + 1) bool, the tokens of a sequence up to its root, the last slot for none; None
-            until a row with a repetition penalty needs it.
-        settings: (6, B) int64, the settings above as `set` writes them, in one copy to the device.
+        rules: Biases, penalties and barred words of the rows, and the tokens that they look at.
+        settings: (8, B) int64, the settings above as `set` writes them, in one copy to the device.
     """
 
     active: Tensor
@@ -75,12 +55,14 @@ class BatchState:
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
     seed: Tensor
     position: Tensor
     root: Tensor
     block: Tensor
     asked: Asked = NOTHING_ASKED
-    seen: Tensor | None = None
+    rules: LogitRules = field(default_factory=LogitRules)
     settings: Tensor | None = None
 
     @classmethod
@@ -91,23 +73,24 @@ class BatchState:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         settings = bits_of(GenerationConfig())[:, None].repeat(1, batch).to(device)
-        temperature, top_p, min_p, penalty = settings[:4].view(torch.float64)
+        temperature, top_p, min_p, penalty, presence, frequency = settings[:6].view(torch.float64)
+        top_k, seed = settings[6:]
         return cls(
-            zeros(dtype=torch.bool), temperature, settings[4], top_p, min_p, penalty, settings[5],
-            zeros(dtype=torch.long), zeros(1, dtype=torch.long),
+            zeros(dtype=torch.bool), temperature, top_k, top_p, min_p, penalty, presence, frequency,
+            seed, zeros(dtype=torch.long), zeros(1, dtype=torch.long),
             zeros(1 + longest, dtype=torch.long), settings=settings,
         )
 
     def set(
         self, row: int, generation: GenerationConfig, prompt: Sequence[int] = (),
-        vocabulary: int | None = None,
+        vocabulary: int | None = None, eos_ids: Collection[int] = (),
     ) -> None:
         """Give a row to a request; the row is idle until its prompt has been read.
 
-        prompt and vocabulary (its size) are needed for a repetition penalty only.
+        prompt, vocabulary (its size) and eos_ids are needed for rules only (`LogitRules.begin`).
         """
         self.set_to(row, bits_of(generation).to(self.active.device))
-        self.see(row, generation, prompt, vocabulary)
+        self.rules.begin(row, self.active, generation, prompt, vocabulary, eos_ids)
 
     def set_to(self, row: int | Tensor, bits: Tensor) -> None:
         """Write a row's settings, given as `bits_of` returns them, on the device.
@@ -117,19 +100,6 @@ class BatchState:
         assert self.settings is not None, "these rows were made by hand"
         fill(self.active, row, value=False)
         self.settings[:, row] = bits if isinstance(row, int) else bits[:, None]
-
-    def see(
-        self, row: int, generation: GenerationConfig, prompt: Sequence[int], vocabulary: int | None
-    ) -> None:
-        """Note the tokens of a row's prompt if its repetition penalty needs them."""
-        if generation.repetition_penalty == 1:
-            return
-        if self.seen is None:
-            assert vocabulary is not None
-            shape = len(self.active), vocabulary + 1
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.active.device)
-        self.seen[row] = False
-        self.seen[row, torch.tensor(prompt, dtype=torch.long, device=self.seen.device)] = True
 
     def begin(
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
@@ -144,14 +114,13 @@ class BatchState:
             active: False leaves the row idle.
         """
         self.place(row, position, root, active)
-        if self.seen is not None:
-            self.seen[row, root] = True
+        self.rules.note(row, root)
 
     def place(
         self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
         active: bool | Tensor = True,
     ) -> None:
-        """Do as `begin`, but do not note the root for penalties, so that it can be done twice."""
+        """Do as `begin`, but do not note the root for rules, so that it can be done twice."""
         self.position[row], self.root[row] = position, root
         fill(self.block[:, 0], row, value=1)
         self.block[row, 1] = root
@@ -167,7 +136,11 @@ class BatchState:
             return tensor if len(tensor) == count else tensor.narrow(0, first, count)
 
         settings = None if self.settings is None else self.settings.narrow(1, first, count)
-        return self._each(view, asked_by(generations), settings)
+        return self._each(view, self.asked_by(generations), settings)
+
+    def asked_by(self, generations: Iterable[GenerationConfig]) -> Asked:
+        """Return the kinds of settings that rows with such requests have now."""
+        return asked_by(generations, self.rules.size)
 
     def at(self, row: Tensor, asked: Asked) -> BatchState:
         """Return a copy of one row, given as a tensor (1,) int64 on the device."""
@@ -179,8 +152,7 @@ class BatchState:
         """Return the state with a part of each tensor."""
         names = [each.name for each in fields(self)]
         parts: dict[str, Any] = {name: part(getattr(self, name)) for name in names[:NUM_TENSORS]}
-        seen = None if self.seen is None else part(self.seen)
-        return replace(self, **parts, asked=asked, seen=seen, settings=settings)
+        return replace(self, **parts, asked=asked, rules=self.rules.part(part), settings=settings)
 
     @property
     def sampling(self) -> Sampling | None:
@@ -192,27 +164,18 @@ class BatchState:
     @property
     def leaves_out(self) -> bool:
         """True if `kept` changes logits of any row."""
-        return self.asked.filtered or self.asked.penalised
-
-    @property
-    def reads_paths(self) -> bool:
-        """True if `kept` needs the drafts above each node."""
-        return self.asked.penalised
+        return self.asked.filtered or self.asked.has_rules
 
     def remember(self) -> None:
-        """Note the tokens of the last step's blocks if any row has a repetition penalty."""
-        if not self.asked.penalised:
-            return
-        assert self.seen is not None
-        tokens = self.block[:, 1:]
-        count = torch.where(self.active, self.block[:, 0], 0)[:, None]
-        new = torch.arange(tokens.shape[1], device=tokens.device) < count
-        self.seen.scatter_(1, torch.where(new, tokens, self.seen.shape[1] - 1), True)
+        """Note the tokens of the last step's blocks if any row has rules that look at them."""
+        if self.asked.reads_paths:
+            count = torch.where(self.active, self.block[:, 0], 0)[:, None]
+            self.rules.remember(self.block[:, 1:], count, self.asked)
 
     def kept(
-        self, logits: Tensor, drafts: Tensor | None = None, ids: Tensor | None = None
+        self, logits: Tensor, paths: NodePaths | None = None, ids: Tensor | None = None
     ) -> Tensor:
-        """Apply repetition penalty, top-k, top-p and min-p, in that order, to logits.
+        """Apply the rows' rules (`LogitRules`), then top-k, top-p and min-p, to logits.
 
         Tokens that are left out get −∞. As in `transformers`, ties with the k-th best token stay,
         top-p keeps the smallest set whose probability at the row's temperature reaches it, and
@@ -220,11 +183,14 @@ class BatchState:
 
         Args:
             logits: (B, …, V).
-            drafts: (B, n, D), the tokens between the root and each node of logits (B, n, V)
-                (`TreeBatch.drafts_of`); padded with a repeated token or the root. None for none.
+            paths: The drafts above each node of logits (B, n, V); None if all are roots.
             ids: (V,) ascending, the tokens that the logits are of; None for all.
         """
-        logits = self._penalised(logits, drafts, ids)
+        if self.asked.has_rules:
+            penalties = Penalties(
+                self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+            )
+            logits = self.rules.apply(logits, self.asked, penalties, self.position, paths, ids)
         if not self.asked.filtered:
             return logits
         rows = [-1] + [1] * (logits.dim() - 1)
@@ -234,25 +200,6 @@ class BatchState:
         if self.asked.ranked:
             dropped = dropped | _beyond(scores, self.top_k.view(rows), self.top_p.view(rows))
         return logits.masked_fill(dropped & (temperature > 0), -torch.inf)
-
-    def _penalised(self, logits: Tensor, drafts: Tensor | None, ids: Tensor | None) -> Tensor:
-        if not self.asked.penalised:
-            return logits
-        assert self.seen is not None
-        rows = [-1] + [1] * (logits.dim() - 1)
-        logits = logits.to(naive.accumulation_dtype(logits.dtype))
-        penalty = self.repetition_penalty.to(logits.dtype).view(rows)
-        lower = torch.where(logits < 0, logits * penalty, logits / penalty)
-        size = logits.shape[-1]
-        seen = self.seen[:, :size] if ids is None else self.seen[:, ids]
-        there = torch.where(seen.view(*rows[:-1], size), lower, logits)
-        if drafts is None:
-            return there
-        if ids is None:
-            return there.scatter(-1, drafts, lower.gather(-1, drafts))
-        places = columns_of(drafts, ids)  # a column more, for those that the head has not
-        there, lower = (F.pad(each, (0, 1)) for each in (there, lower))
-        return there.scatter(-1, places, lower.gather(-1, places))[..., :size]
 
     def distribution(self, logits: Tensor) -> Tensor:
         """Return each row's fp64 probabilities at its temperature; 0 puts all on the best token.
@@ -284,24 +231,11 @@ class BatchState:
         return torch.cat([chosen.double(), best.double(), ids.double()], -1)
 
 
-def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
-    """Return the kinds of settings that requests have."""
-    generations = list(generations)
-    sampling = [each for each in generations if each.temperature > 0]
-    ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
-    filtered = ranked or any(each.min_p > 0 for each in sampling)
-    penalised = any(each.repetition_penalty != 1 for each in generations)
-    tops = [each.logprobs for each in generations if each.logprobs is not None]
-    num_top = max(tops, default=None)
-    if num_top:  # so that few graphs serve any number
-        num_top = 1 << (num_top - 1).bit_length()
-    return Asked(bool(sampling), filtered, ranked, penalised, num_top)
-
-
 def bits_of(generation: GenerationConfig) -> Tensor:
-    """Return a row's settings (6,) int64 as they are stored in `BatchState.settings`."""
+    """Return a row's settings (8,) int64 as they are stored in `BatchState.settings`."""
     of = generation
-    floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]
+    penalties = [of.repetition_penalty, of.presence_penalty, of.frequency_penalty]
+    floats = [of.temperature, of.top_p, of.min_p, *penalties]
     wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)
     return torch.cat([wide, torch.tensor([of.top_k, of.seed or 0])])
 

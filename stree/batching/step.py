@@ -162,7 +162,7 @@ class Step:
             proposal.tokens, tree_batch, cache, bound, *asked, **told
         )
         mark("verify")
-        kept = rows.kept(logits, tree_batch.drafts_of(proposal.tokens, rows.reads_paths))
+        kept = rows.kept(logits, tree_batch.paths_of(proposal.tokens, rows.asked.reads_paths))
         self.verifier.accept(kept, proposal, tree_batch, rows, cache, report[:, :-1])
         tree_batch.report_depths(report[:, -1])
         rows.remember()
@@ -228,12 +228,17 @@ class StepInputsCache:
             idle = PLAIN
         of_rows = [trees.get(row, idle) for row in range(num_rows)]
         inputs = self._kept.get(idle)
-        if inputs is None or (inputs.trees, inputs.generations) != (of_rows, generations):
+        if inputs is None or _key_of(inputs) != (of_rows, generations, self.rows.rules.size):
             tree_batch = make_tree_batch(of_rows, self.rows.active.device)
             rows = self.rows.narrow(0, num_rows, generations)
             inputs = self._kept[idle] = StepInputs(rows, tree_batch, 1, 0, of_rows, generations)
         inputs.generations = generations  # the same objects, so that the next step compares fast
         return inputs
+
+
+def _key_of(inputs: StepInputs) -> tuple[Any, ...]:
+    """Return what inputs were made for; rules of another size have other tensors."""
+    return inputs.trees, inputs.generations, inputs.rows.rules.size
 
 
 @dataclass

@@ -144,7 +144,8 @@ def _begin_after(
     for row in range(count):
         decoder.cache.reset(row)
         decoder.cache.narrow(row, 1).load(prefix)
-        decoder.rows.set(row, replace(generation, seed=row), tokens.tolist(), vocab_size)
+        own, ends = replace(generation, seed=row), decoder.eos_token_ids
+        decoder.rows.set(row, own, tokens.tolist(), vocab_size, generation.eos_ids(ends))
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = now(decoder.target.device)

@@ -205,8 +205,8 @@ class ModelDrafter:
                 finite[:, drawn : drawn + count], level.nodes, tree_batch.values,
             )
             if rows.leaves_out:
-                drafts = tree_batch.drafts_at(tokens, number, rows.reads_paths)
-                logits = rows.kept(model.head_logits(_normed(hidden)), drafts, model.head_ids)
+                paths = tree_batch.paths_at(tokens, number, rows.asked.reads_paths)
+                logits = rows.kept(model.head_logits(_normed(hidden)), paths, model.head_ids)
                 ops.choose_children(logits, *chosen, model.head_ids)
             else:
                 logits = model.draw_children(hidden, *chosen)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.trees.token_tree import TokenTree
@@ -80,6 +81,37 @@ class Level:
         """
         noise = self.places.clamp(min=0).int() * FAR
         return noise if unshared else torch.cat([self.depths[..., None], noise[..., 1:]], -1)
+
+
+class NodePaths(NamedTuple):
+    """Drafts between the root and each of n nodes.
+
+    Attributes:
+        tokens: (B, n, D), the node's own token first, then its ancestors'; a shorter path goes on
+            with the root's token.
+        lengths: (B, n) int64, the number of drafts of each path, which is the node's depth.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+
+    @property
+    def are_drafts(self) -> Tensor:
+        """Mask (B, n, D) of the tokens that are drafts."""
+        number = torch.arange(self.tokens.shape[2], device=self.tokens.device)
+        return number < self.lengths[..., None]
+
+    def before_next(self, recent: Tensor) -> Tensor:
+        """Return the last R tokens (B, n, R) up to each node, the last first.
+
+        recent (B, R) are those up to the roots, the root first.
+        """
+        size, lengths = recent.shape[1], self.lengths[..., None]
+        back = torch.arange(size, device=recent.device)
+        at = (back - lengths).clamp(min=0)
+        earlier = recent.gather(1, at.flatten(1)).view_as(at)
+        drafts = F.pad(self.tokens[..., :size], (0, max(size - self.tokens.shape[2], 0)))
+        return torch.where(back < lengths, drafts, earlier)
 
 
 class TreeBatch:
@@ -161,21 +193,21 @@ class TreeBatch:
         """Choose the trees, and return their tokens (B, N), given all drawn tokens."""
         return tokens
 
-    def drafts_of(self, tokens: Tensor, penalised: bool) -> Tensor | None:
-        """Return the tokens (B, N, D) on the path from the root to each node of tokens (B, N).
-
-        Shorter paths are padded with the root's token. Returns None unless a row is `penalised`.
-        """
-        if not penalised:
+    def paths_of(self, tokens: Tensor, wanted: bool) -> NodePaths | None:
+        """Return the paths to all nodes of tokens (B, N); None unless they are `wanted`."""
+        if not wanted:
             return None
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
+        drafts = _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
+        return NodePaths(drafts, self.depths.long())
 
-    def drafts_at(self, tokens: Tensor, level: int, penalised: bool) -> Tensor | None:
-        """Return `drafts_of` the nodes (B, n) of a level, given all drawn tokens."""
-        if not penalised:
+    def paths_at(self, tokens: Tensor, level: int, wanted: bool) -> NodePaths | None:
+        """Return `paths_of` the nodes (B, n) of a level, given all drawn tokens."""
+        if not wanted:
             return None
-        return _path(tokens, self.levels[level].nodes, self._drawn_after, level)
+        nodes = self.levels[level].nodes
+        drafts = _path(tokens, nodes, self._drawn_after, level)
+        return NodePaths(drafts, torch.full_like(nodes, level))
 
     def _drawn_after(self, nodes: Tensor) -> Tensor:
         """Return the parents of nodes among all drawn nodes; below 0 for none."""

@@ -10,10 +10,11 @@ from families import FAMILIES, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
 
-from stree.batching.state import Asked, BatchState
+from stree.batching.state import BatchState
 from stree.checkpoints.load_save import load_model
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
+from stree.logits.asked import Asked
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch

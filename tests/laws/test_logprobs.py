@@ -1,8 +1,12 @@
-"""Log-probabilities of new tokens are those of whole forwards, with every verifier and tree."""
+"""Log-probabilities of new tokens are those of whole forwards, with every verifier and tree.
+
+So biases, penalties and barred words are those of transformers' own processors, after each token.
+"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -10,8 +14,11 @@ import torch
 from toys import right_now_and_then, tiny_model
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -46,9 +53,53 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def processed(setting: GenerationConfig, tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+def ruled(served: list[Request], answers: list[list[int]]) -> list[Request]:
+    """Give requests biases, penalties, barred words and ends by what they answer without any."""
+    rng = random.Random(9)
+    changed = []
+    for number, (request, tokens) in enumerate(zip(served, answers, strict=True)):
+        words = [tokens[at : at + size] for at, size in ((0, 3), (2, 2), (4, 1)) if tokens[at:]]
+        words.append([request.prompt_ids[-1], tokens[0]])
+        rules = dict(
+            presence_penalty=rng.choice([0.0, 1.5]), frequency_penalty=rng.choice([-0.5, 0.0, 2.0]),
+            logit_bias={tokens[0]: -torch.inf, tokens[-1]: 2.5} if number % 3 == 0 else {},
+            min_new_tokens=rng.choice([0, 4, 7]), eos_token_id=tokens[len(tokens) // 2 :],
+            bad_words_ids=words[number % 3 :] if number % 4 else (),
+        )
+        changed.append(replace(request, generation=replace(request.generation, **rules)))
+    return changed
+
+
+class OpenAIPenalties:
+    """Penalties of tokens by how often the answer has them, as OpenAI's API defines them."""
+
+    def __init__(self, setting: GenerationConfig, prompt_length: int) -> None:
+        self.setting, self.prompt_length = setting, prompt_length
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        answer = ids[0, self.prompt_length :].tolist()
+        for token in set(answer):
+            scores[0, token] -= self.setting.presence_penalty
+            scores[0, token] -= self.setting.frequency_penalty * answer.count(token)
+        return scores
+
+
+def processed(
+    setting: GenerationConfig, tokens: list[int], prompt_length: int, logits: torch.Tensor
+) -> torch.Tensor:
     """Return logits (V,) as transformers' own processors leave them."""
-    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(setting.repetition_penalty)])
+    steps = LogitsProcessorList()
+    ends = list(setting.eos_ids(()))
+    if biases := {(token,): bias for token, bias in setting.logit_bias}:
+        steps.append(SequenceBiasLogitsProcessor(biases))
+    steps.append(RepetitionPenaltyLogitsProcessor(setting.repetition_penalty))
+    steps.append(OpenAIPenalties(setting, prompt_length))
+    if setting.bad_words_ids:
+        steps.append(NoBadWordsLogitsProcessor(list(map(list, setting.bad_words_ids)), ends))
+    if setting.min_new_tokens:
+        steps.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, setting.min_new_tokens, ends)
+        )
     if setting.temperature:
         steps.append(TemperatureLogitsWarper(setting.temperature))
         steps += [TopKLogitsWarper(setting.top_k)] if setting.top_k else []
@@ -68,7 +119,8 @@ def assert_of_whole_forwards(target, request: Request, output) -> None:
     for at, (token, found) in enumerate(zip(output.tokens, output.logprobs, strict=True)):
         before = text[: len(request.prompt_ids) + at]
         by_logits = logits[at].log_softmax(-1)
-        by_kept = processed(setting, before, logits[at]).log_softmax(-1)
+        by_kept = processed(setting, before, len(request.prompt_ids), logits[at].clone())
+        by_kept = by_kept.log_softmax(-1)
         assert found.logprob == pytest.approx(float(by_logits[token]), abs=1e-9)
         assert found.processed_logprob == pytest.approx(float(by_kept[token]), abs=1e-9)
         for got, wanted in ((found.top, by_logits), (found.processed_top, by_kept)):
@@ -87,10 +139,25 @@ def test_log_probabilities_are_those_of_whole_forwards(kind, captured_on_cpu):
         target, drafter, tree, num_rows=4, max_length=64, verifier=verifier
     )
     outputs = decoder.generate(served)
-    for request, output in zip(served, outputs, strict=True):
+    served_with_rules = ruled(served, [output.tokens for output in outputs])
+    changed = decoder.generate(served_with_rules)
+    for request, output in zip(served + served_with_rules, outputs + changed, strict=True):
         assert_of_whole_forwards(target, request, output)
-    if tree is not None:
-        assert sum(sum(each.stats.accepted_per_call) for each in outputs) > 5
+        words, tokens = request.generation.bad_words_ids, output.tokens
+        ends = [at for at, each in enumerate(tokens) if each in request.generation.eos_ids(())]
+        assert all(at >= request.generation.min_new_tokens for at in ends)
+        text = [*request.prompt_ids, *tokens]
+        for word in words:
+            met = [list(word) == text[at - len(word) : at] for at in range(1, 1 + len(text))]
+            is_end = word[0] in request.generation.eos_ids(()) and len(word) == 1
+            assert is_end or not any(met[len(request.prompt_ids) :])
+    assert [each.tokens for each in changed] != [each.tokens for each in outputs]
+    for before in (outputs, changed):
+        accepted = sum(sum(each.stats.accepted_per_call) for each in before)
+        assert tree is None or accepted > 5
+    if verifier == "coupled":
+        alone = BatchDecoder(target, num_rows=1, max_length=64).generate(served_with_rules[::3])
+        assert [each.tokens for each in alone] == [each.tokens for each in changed[::3]]
 
 
 @pytest.mark.parametrize("backtracking", ["replay", "joint"])

@@ -1,4 +1,4 @@
-"""Repetition penalties and min-p: what the target says, with what stands before each node.
+"""Biases, penalties, barred words and min-p: what the target says after what precedes each node.
 
 A penalty asks for the prompt, the answer and the drafts down to the node, so each node of a tree
 has another one.
@@ -17,7 +17,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
 from stree.drafters.ngram import NGram
-from stree.trees.tree_batch import TreeBatch
+from stree.trees.tree_batch import NodePaths, TreeBatch
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
 TREES = [
@@ -29,6 +29,12 @@ SETTINGS = [
     GenerationConfig(temperature=0.7, repetition_penalty=0.5),
     GenerationConfig(temperature=1.3, min_p=0.4),
     GenerationConfig(temperature=1.0, top_p=0.9, min_p=0.2, repetition_penalty=2.5),
+    GenerationConfig(temperature=1.0, presence_penalty=1.0, frequency_penalty=0.7),
+    GenerationConfig(
+        temperature=1.2, top_p=0.95, logit_bias={0: 1.5, 1: -1.0},
+        bad_words_ids=[[2, 0], [0, 2, 1], [2, 1, 0]],
+    ),
+    GenerationConfig(temperature=0.9, frequency_penalty=-0.5, min_new_tokens=2, eos_token_id=0),
 ]
 
 
@@ -82,8 +88,8 @@ def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
 @pytest.mark.parametrize("verifier", [Naive, MultiStep, Traversal, Block])
 @pytest.mark.parametrize(
     "settings",
-    [SETTINGS[::3], pytest.param(SETTINGS[1:3], marks=pytest.mark.long)],
-    ids=["0,3", "1,2"],
+    [SETTINGS[:4:3], pytest.param(SETTINGS[1:3], marks=pytest.mark.long), SETTINGS[4:]],
+    ids=["0,3", "1,2", "4,5,6"],
 )
 def test_output_distribution_is_the_targets(verifier, settings):
     trees = [TokenTree.chain(2), TokenTree((-1, 0, 0))]
@@ -106,19 +112,20 @@ def test_output_distribution_of_an_expansion_is_the_targets(verifier):
 
 MISTAKES = {
     "drafts do not count": lambda self, tokens, penalised: None,
-    "the parent's, without the node": lambda self, tokens, penalised: tokens.gather(
-        1, self.parents.clamp(min=0)
-    )[..., None],
-    "all of the tree's": lambda self, tokens, penalised: tokens[:, None].expand(
-        -1, tokens.shape[1], -1
+    "the parent's, without the node": lambda self, tokens, penalised: NodePaths(
+        tokens.gather(1, self.parents.clamp(min=0))[..., None], self.depths.long()
+    ),
+    "all of the tree's": lambda self, tokens, penalised: NodePaths(
+        tokens[:, None].expand(-1, tokens.shape[1], -1), torch.full_like(tokens, tokens.shape[1])
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_penalty_of_other_drafts_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(TreeBatch, "drafts_of", MISTAKES[mistake])
-    target, drafter, tree, setting = *random_case(0, [TokenTree.chain(2)])[:3], SETTINGS[0]
+@pytest.mark.parametrize("setting", [SETTINGS[0], *SETTINGS[4:]], ids=["0", "4", "5", "6"])
+def test_a_penalty_of_other_drafts_is_caught(mistake, setting, monkeypatch):
+    monkeypatch.setattr(TreeBatch, "paths_of", MISTAKES[mistake])
+    target, drafter, tree, _ = random_case(0, [TokenTree.chain(2)])
     blocks = block_distribution(TableTarget(target), TableDrafter(drafter), tree, setting)
     assert distance(blocks, target, setting, tree.max_depth + 1) > 1e-4
 
@@ -146,9 +153,9 @@ def test_drafts_are_penalised_too():
 def test_nothing_is_held_for_penalties_until_one_is_asked_for():
     decoder = Decoder(tiny_model(1), max_length=64)
     decoder.generate([1, 2], GenerationConfig(4, temperature=1.0, min_p=0.1, seed=0))
-    assert decoder.batch.rows.seen is None
+    assert decoder.batch.rows.rules.seen is None
     decoder.generate([1, 2], GenerationConfig(4, repetition_penalty=1.1))
-    assert decoder.batch.rows.seen.shape == (1, 62)
+    assert decoder.batch.rows.rules.seen.shape == (1, 62)
 
 
 def test_an_idle_row_learns_nothing_of_a_step():
@@ -158,5 +165,5 @@ def test_an_idle_row_learns_nothing_of_a_step():
     rows.begin(1, 1, 5)
     rows.block[:, :3] = torch.tensor([[2, 7, 8], [2, 3, 4]])
     rows.narrow(0, 2, [GenerationConfig(repetition_penalty=2.0)]).remember()
-    seen = [row[:-1].nonzero()[:, 0].tolist() for row in rows.seen]
+    seen = [row[:-1].nonzero()[:, 0].tolist() for row in rows.rules.seen]
     assert seen == [[0], [1, 3, 4, 5]]

@@ -110,7 +110,7 @@ def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, m
     setting = GenerationConfig(temperature=1.0, repetition_penalty=1.8)
     distribution = block_distribution((target, drafter), tree, setting, verifier)
     assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
-    monkeypatch.setattr(SlotTreeBatch, "drafts_of", lambda self, tokens, penalised: None)
+    monkeypatch.setattr(SlotTreeBatch, "paths_of", lambda self, tokens, penalised: None)
     distribution = block_distribution((target, drafter), tree, setting, verifier)
     assert distance(distribution, target, setting, tree.max_depth + 1) > 1e-4
 

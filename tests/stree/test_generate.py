@@ -417,9 +417,16 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
     ("given", "options", "message"),
     [
         (None, dict(num_beams=4), "cannot honour num_beams = 4: transformers' own model"),
-        (None, dict(min_new_tokens=4), "min_new_tokens = 4: ignore_eos=True with max_new_tokens"),
-        (None, dict(bad_words_ids=[[4]], min_length=3),
-         r"min_length = 3: transformers' own model.generate does it, .*; ignore_eos=True"),
+        (None, dict(min_length=4), "min_length = 4: min_new_tokens"),
+        (None, dict(suppress_tokens=[4]), "suppress_tokens = .*: logit_bias="),
+        (None, dict(min_new_tokens=-1), "min_new_tokens is -1, wanted at least 0"),
+        (None, dict(logit_bias={"4": 1.0}), "logit_bias is .*wanted a dict of token ids"),
+        (None, dict(logit_bias={4: float("inf")}), "logit_bias is .*wanted a dict of token ids"),
+        (None, dict(presence_penalty=float("nan")), "presence_penalty is nan, wanted a finite"),
+        (None, dict(bad_words_ids=[4]), "bad_words_ids is .*wanted a list of lists"),
+        (None, dict(bad_words_ids=[[]]), "bad_words_ids is .*wanted a list of lists"),
+        (None, dict(no_repeat_ngram_size=2, min_length=3),
+         r"min_length = 3: transformers' own model.generate does it, .*; min_new_tokens counts"),
         (None, dict(stopping_criteria=[print]), "stop_strings and eos_token_id end an answer"),
         (None, dict(output_scores=True), "cannot honour output_scores = True: logprobs="),
         (None, dict(typical_p=0.9, length_penalty=2.0), "typical_p = 0.9, length_penalty = 2.0: "),
@@ -453,8 +460,7 @@ def test_what_cannot_be_honoured_is_named(given, options, message):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [("stop", "stop_strings"), ("n", "num_return_sequences"), ("max_tokens", "max_new_tokens"),
-     ("stream", "streamer="), ("top_logprobs", "logprobs="), ("logit_bias", "model.generate"),
-     ("presence_penalty", "repetition_penalty")],
+     ("stream", "streamer="), ("top_logprobs", "logprobs=")],
 )
 def test_names_of_other_libraries_are_answered_with_ours(decoder, name, instead):
     with pytest.raises(stree.UsageError, match=f"cannot honour {name} = 1: .*{instead}"):

@@ -306,6 +306,21 @@ def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
         assert sum(decoder.outputs[0].stats.accepted_per_call) > 0
 
 
+def test_bad_words_and_least_lengths_are_those_of_generate(granite):
+    decoder, (ids, mask) = decoder_of(granite), prompts((9, 4))
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    new = granite.generate(ids, **options)[:, ids.shape[1] :].tolist()
+    words = [new[0][:2], new[1][3:4], [*new[0][3:5], new[0][5]]]
+    for rules in (
+        dict(bad_words_ids=words), dict(bad_words_ids=words, eos_token_id=new[1][3]),
+        dict(eos_token_id=[new[0][1], new[1][2]], min_new_tokens=5),
+        dict(eos_token_id=[new[0][1], new[1][2]], min_length=ids.shape[1] + 4),
+    ):
+        got = assert_same(granite, decoder, ids, **options, **rules)
+        assert got.tolist() != granite.generate(ids, **{**options, **rules, "bad_words_ids": None,
+                                                        "min_new_tokens": None, "min_length": None})
+
+
 def letters():
     """Return a tokenizer of one letter a token."""
     vocabulary = {chr(65 + token): token for token in range(VOCAB)}
@@ -333,8 +348,7 @@ def test_stop_strings(granite):
         (dict(num_beams=2), f"num_beams = 2: {THEIRS}"),
         (dict(return_dict_in_generate=True), "generate = True: the ids are returned"),
         (dict(no_repeat_ngram_size=2), f"NoRepeatNGramLogitsProcessor: {THEIRS}"),
-        (dict(min_new_tokens=2, eos_token_id=5), rf"Min\w*LengthLogitsProcessor: {THEIRS}"),
-        (dict(bad_words_ids=[[4]]), f"NoBadWordsLogitsProcessor: {THEIRS}"),
+        (dict(sequence_bias={(4,): 1.0}), f"SequenceBiasLogitsProcessor: {THEIRS}"),
         (dict(logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5, 2)])),
          f"RepetitionPenaltyLogitsProcessor: {THEIRS}"),
         (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor: tran"),

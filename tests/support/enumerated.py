@@ -141,7 +141,8 @@ def block_distribution(
     def run(choose):
         everyone, cache = BatchState.new(2, 4), target.new_cache(16, 4, 2)
         for row, generation in enumerate(settings):
-            everyone.set(row, generation, CONTEXT[:-1], len(target.table))
+            size, ends = len(target.table), generation.eos_ids(())
+            everyone.set(row, generation, CONTEXT[:-1], size, ends)
             everyone.begin(row, 1, CONTEXT[-1])
             cache.rows[row].committed = list(CONTEXT[:-1])
             drafter.clear(row)
@@ -174,10 +175,13 @@ def plain_distribution(logits, setting, text=CONTEXT):
 
     Args:
         logits: the target's (V,) after `text`.
-        text: the tokens so far, which only penalties look at.
+        text: the tokens so far, which only rules look at; the first one is the prompt.
     """
     rows = BatchState.new(1)
-    rows.set(0, setting, text, len(logits))
+    rows.set(0, setting, text[:1], len(logits), setting.eos_ids(()))
+    for token in text[1:]:
+        rows.rules.note(0, token)
+    rows.position.fill_(len(text) - 1)
     rows = rows.narrow(0, 1, [setting])
     return rows.distribution(rows.kept(logits[None]))[0]
 

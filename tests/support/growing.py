@@ -30,9 +30,8 @@ class Growing(TableDrafter):
                 ])
                 for row, nodes in enumerate(level.nodes.tolist())
             ])
-            logits.append(
-                rows.kept(after, tree_batch.drafts_at(tree_batch.pool, number, rows.reads_paths))
-            )
+            above = tree_batch.paths_at(tree_batch.pool, number, rows.asked.reads_paths)
+            logits.append(rows.kept(after, above))
             count = level.nodes.shape[1]
             self.choose(tree_batch, rows, level, logits[-1], finite[:, done : done + count])
             tree_batch.rate(number, logits[-1], rows.temperature, tree_batch.pool, None)

@@ -242,7 +242,7 @@ class TableDrafter:
                         path = tokens[row, tree.path_to(node)[1:]].tolist()
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
-            logits = rows.kept(logits, tree_batch.drafts_at(tokens, number, rows.reads_paths))
+            logits = rows.kept(logits, tree_batch.paths_at(tokens, number, rows.asked.reads_paths))
             self.choose(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],

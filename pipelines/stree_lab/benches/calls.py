@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.state import Asked, BatchState
+from stree.batching.state import BatchState
 from stree.batching.step_timing import tokens_of_row
 from stree.drafters.model import ModelDrafter
+from stree.logits.asked import Asked
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import RecurrentCache
