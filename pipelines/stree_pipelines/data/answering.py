@@ -31,6 +31,7 @@ from stree_pipelines.data.generated import (
     GenerationSpec,
     read_spec,
     shard_path,
+    verify_shard,
     write_table,
 )
 from stree_pipelines.data.raw_rows import LINE_SUFFIXES
@@ -169,11 +170,19 @@ class Generation:
     ) -> None:
         self.folder, self.spec = Path(folder), spec
         self.prompts, self.tree_policy = prompts, tree_policy
+        self._verified: set[int] = set()
         self.require_same_data()
 
     def missing(self) -> list[int]:
-        shards = range(self.spec.num_shards)
-        return [shard for shard in shards if not self._path(shard).is_dir()]
+        """Return the numbers of the shards that are not there.
+
+        The others are verified once. Raises BadData for one that is damaged.
+        """
+        there = {shard for shard in range(self.spec.num_shards) if self._path(shard).is_dir()}
+        for shard in sorted(there - self._verified):
+            verify_shard(self._path(shard), self.spec, shard)
+        self._verified |= there
+        return [shard for shard in range(self.spec.num_shards) if shard not in there]
 
     def disk(self) -> dict[str, int]:
         """Estimate the most bytes of the missing shards, as if nothing were compressed."""

@@ -228,6 +228,18 @@ def num_answer_tokens(folder: Path, spec: GenerationSpec) -> int:
     return count
 
 
+def verify_shard(path: Path, spec: GenerationSpec, shard: int) -> None:
+    """Raise BadData unless a shard's folder has its files, byte for byte, and is of this data."""
+    try:
+        manifest = verify_manifest(path)
+    except (CheckpointRefused, OSError) as error:
+        raise BadData(f"{error}. In generated data: delete that folder, and {AGAIN}") from error
+    if manifest.get("generation") != spec.sha256:
+        raise BadData(f"{path} belongs to other data: delete it, and {AGAIN}")
+    if (number := manifest.get("shard")) != shard:
+        raise BadData(f"{path} holds shard {number}, not {shard}: delete it, and {AGAIN}")
+
+
 def _shard_rows(
     path: Path, spec: GenerationSpec, shard: int
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:
@@ -236,12 +248,8 @@ def _shard_rows(
 
     if not path.is_dir():
         raise BadData(f"{path} is missing, the data is not finished: {AGAIN}")
+    verify_shard(path, spec, shard)
     try:
-        manifest = verify_manifest(path)
-        if manifest.get("generation") != spec.sha256:
-            raise BadData(f"{path} belongs to other data: delete it, and {AGAIN}")
-        if (number := manifest.get("shard")) != shard:
-            raise BadData(f"{path} holds shard {number}, not {shard}: delete it, and {AGAIN}")
         with parquet.ParquetFile(path / TABLE_NAME) as file:
             found, wanted = file.schema_arrow, _schema()
             if not found.equals(wanted):
@@ -255,8 +263,6 @@ def _shard_rows(
                     # The first token came with the prompt; a lone one took no call
                     tau = (len(answer) - 1) / max(count.as_py() or 0, 1)
                     yield *_checked(path, spec, prompt, answer), tau
-    except CheckpointRefused as error:
-        raise BadData(f"{error}. In generated data: delete that folder, and {AGAIN}") from error
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         if isinstance(error, BadData):
             raise

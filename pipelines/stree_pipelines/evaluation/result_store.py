@@ -167,7 +167,9 @@ class ResultStore:
         self.directory = Path(directory)
 
     def results(self) -> list[ResultRow]:
-        return read_rows(self.directory / RESULTS_NAME, ResultRow)
+        """Return the rows of `results.jsonl`; of several with one key, the last."""
+        rows = read_rows(self.directory / RESULTS_NAME, ResultRow)
+        return list({row.key: row for row in rows}.values())
 
     def samples(self, row: ResultRow) -> list[SampleRow]:
         """Return the prompts behind a row; none when their file is gone.

@@ -17,7 +17,7 @@ from damage import flip_last_byte
 from generating import data_of, generate, refuses, rows_of
 from tiny_run import distill_arguments, metric_rows, write_conversations
 
-from stree.common.errors import CheckpointRefused, NotFound, UsageError, warn_once
+from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError, warn_once
 from stree_pipelines.commands import distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens, read_spec
@@ -125,9 +125,13 @@ def shard(folder: Path, number: int = 1) -> Path:
     return folder / f"shard-{number:05d}-of-00004"
 
 
-def test_damage_is_found_before_training(workspace, copied):
+def test_damage_is_found_before_training_and_before_counting(workspace, copied, capsys):
     flip_last_byte(shard(copied) / "samples.parquet")
     refuses(workspace, copied, r"samples\.parquet .*delete that folder, and run the same gene")
+    capsys.readouterr()
+    with pytest.raises(BadData, match=r"shard-00001-of-00004.*delete that folder, and run"):
+        generate(workspace, copied)
+    assert "shards are there" not in capsys.readouterr().err
     shutil.rmtree(shard(copied))
     refuses(workspace, copied, r"shard-00001-of-00004 is missing, the data is not finished")
     shutil.copytree(shard(copied, 2), shard(copied))

@@ -10,6 +10,7 @@ from small_rows import result, sample
 from stree.common.errors import BadData, CannotWrite
 from stree_pipelines.evaluation.records import BaselineTiming, ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import (
+    RESULTS_NAME,
     ResultStore,
     append_row,
     read_archive,
@@ -17,6 +18,7 @@ from stree_pipelines.evaluation.result_store import (
     write_archive,
     write_rows,
 )
+from stree_pipelines.reports.tables.lossless import lossless_sentence
 
 DOCS = Path(__file__).parents[3] / "docs/results"
 TWO = {"num_prompts": 2, "acceptance_histogram": {0: 2, 1: 2}}  # of two such samples
@@ -109,6 +111,15 @@ def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(
     assert [row.max_new_tokens for row in store.results()] == [3, 5]
     assert [row.prompt_id for row in store.samples(store.results()[1])] == ["c"]
     assert not store.journalled("samples/b.jsonl") and store.journalled("samples/c.jsonl")
+
+
+def test_a_row_that_stands_twice_in_a_file_counts_once(store):
+    rows = [result(benchmark=name, samples=f"samples/{name}.jsonl") for name in ("a", "b")]
+    newer = rows[0].model_copy(update={"num_ended": 1})
+    write_rows(store.directory / RESULTS_NAME, [*rows, newer, rows[1]])
+    assert store.results() == [newer, rows[1]]
+    checked = sum(row.lossless.num_prompts for row in rows)
+    assert lossless_sentence(store.directory).startswith(f"{checked} of {checked} answers")
 
 
 def test_forgetting_drops_rows_and_journals_and_tidying_journals_that_publishing_left(store):
