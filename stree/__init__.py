@@ -32,9 +32,10 @@ if TYPE_CHECKING:
         UsageError,
     )
     from stree.decoder import Decoder, generate
-    from stree.generation import GenerationConfig, GenerationOutput, TokenLogprobs
+    from stree.generation import GenerationConfig, GenerationOutput
     from stree.hf_model import TransformersDecoder, from_transformers
     from stree.loading import load
+    from stree.logits.log_probs import TokenLogprobs
     from stree.models.config import HybridConfig
     from stree.models.model import HybridModel
     from stree.text_stream import TextStream
@@ -55,7 +56,7 @@ else:
         "Decoder": "decoder",
         "GenerationConfig": "generation",
         "GenerationOutput": "generation",
-        "TokenLogprobs": "generation",
+        "TokenLogprobs": "logits.log_probs",
         "HybridConfig": "models.config",
         "HybridModel": "models.model",
         "AdaptiveTrees": "tree_policy.adaptive",

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from stree.common.errors import UsageError, require_fitting, warn_once
 from stree.common.words import counted
+from stree.logits.log_probs import TokenLogprobs
+from stree.logits.processors import LogitsProcessor
 from stree.metrics import tau
 from stree.text_stream import TextStream
 from stree.trees.token_tree import TokenTree
@@ -69,9 +71,12 @@ class GenerationConfig:
         bad_words_ids: Sequences of tokens that do not come up in the answer, also where the prompt
             begins them. As in `transformers`, one that only is a token which ends the answer is
             passed over.
+        logits_processor: A function of your own, or several, that change logits by the tokens
+            before them (`stree.logits.processors.LogitsProcessor`, as in `transformers`), such as
+            the rules of a grammar. It runs on the host for each node, so steps take longer.
 
     The bias comes first, then repetition_penalty, the other penalties, what is left out, the
-    temperature, top_k, top_p and min_p.
+    processors, the temperature, top_k, top_p and min_p.
 
     Raises:
         UsageError: For values out of range, and for several greedy answers, which are equal.
@@ -100,6 +105,7 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     min_new_tokens: int = 0
     bad_words_ids: Sequence[Sequence[int]] = ()
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
@@ -144,6 +150,14 @@ class GenerationConfig:
             object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "bad_words_ids", _words(self.bad_words_ids))
+        given = self.logits_processor
+        processors = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not all(map(callable, processors)):
+            raise UsageError(
+                f"logits_processor is {given!r:.60}, wanted a function (input_ids, scores) -> "
+                "scores, or a list of them"
+            )
+        object.__setattr__(self, "logits_processor", processors)
 
     @property
     def counts_tokens(self) -> bool:
@@ -227,6 +241,7 @@ class AnswerOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     min_new_tokens: int | None
     bad_words_ids: Sequence[Sequence[int]] | None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
     do_sample: bool | None
     max_length: int | None
 
@@ -418,47 +433,6 @@ class DecodingStats:
 
 def _figure(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.2f}"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The target's log-probabilities of a new token, given all tokens before it.
-
-    Attributes:
-        token: The token.
-        logprob: Its natural log-probability by the target's own logits.
-        processed_logprob: The same after penalties, temperature and filters (top_k, top_p, min_p),
-            by which a request that samples draws the token; at temperature 0, as at temperature 1
-            without filters.
-        top: The best tokens with their logprobs, the best first; as many as were asked for.
-        processed_top: The best tokens with their processed logprobs, without those that filters
-            leave out.
-    """
-
-    token: int
-    logprob: float
-    processed_logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    processed_top: tuple[tuple[int, float], ...] = ()
-
-    @classmethod
-    def of_values(cls, token: int, values: Sequence[float], num_top: int) -> TokenLogprobs:
-        """Return the record of a token by its values (2·(1 + 2·k),) of `BatchState.log_probs`.
-
-        num_top, at most k, best tokens are taken.
-        """
-        half = len(values) // 2
-        of_logits, processed = values[:half], values[half:]
-        best, kept = (_best_of(each, num_top) for each in (of_logits, processed))
-        kept = tuple(each for each in kept if each[1] > -math.inf)
-        return cls(token, of_logits[0], processed[0], best, kept)
-
-
-def _best_of(values: Sequence[float], num_top: int) -> tuple[tuple[int, float], ...]:
-    """Return token and log-probability of the best tokens in a half of a token's values."""
-    k = len(values) // 2
-    ids = map(int, values[1 + k : 1 + k + num_top])
-    return tuple(zip(ids, values[1 : 1 + num_top], strict=False))
 
 
 @dataclass(repr=False)

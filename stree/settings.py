@@ -61,7 +61,6 @@ _ELSEWHERE = {
 }
 # Settings that change logits, or search: here the target's distribution decides alone
 _OF_LOGITS = (
-    "logits_processor",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "force_words_ids",
     "constraints", "prefix_allowed_tokens_fn", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "typical_p", "top_h",

@@ -17,6 +17,7 @@ from stree.batching.state import NUM_SETTINGS, BatchState, bits_of
 from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
 from stree.logits.asked import Asked
+from stree.logits.log_probs import log_probs_of
 from stree.models.cache import SavedPrefix
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import READ_AT_ONCE
@@ -157,7 +158,8 @@ class Prefill:
                     step.target, step.cache, row, start, end - start, layers, False, also
                 )
                 start = end
-        begun = self.runner.is_ready(self._beginning(sequence))
+        key = self._beginning(sequence)
+        begun = self.runner.is_ready(key) or key[1].processed
         if graphs and graphs[-1].given and not begun:  # as it will begin, but for the token
             self.begin(row, sequence, graphs[-1].given[0])
             self.rows.active[row] = False
@@ -254,7 +256,7 @@ class Prefill:
         """Choose the first token by the logits (1, V) after a prompt, and let the row decode.
 
         Returns [token, is_finite], then the token's log-probabilities if the request wants them
-        (`BatchState.log_probs`). A row whose logits are not finite stays idle.
+        (`log_probs_of`). A row whose logits are not finite stays idle.
         """
         if self._logits is None:
             with torch.inference_mode(False):  # written inside of it and outside
@@ -263,7 +265,8 @@ class Prefill:
         self._give(row, torch.tensor([len(sequence.prompt)]))
         key = self._beginning(sequence)
         _, asked = key
-        first = self.runner.run(key, partial(self._begin, self._logits, asked))
+        task = partial(self._begin, self._logits, asked)
+        first = task() if asked.processed else self.runner.run(key, task)
         assert first is not None
         self.rows.rules.note(self._given[:1], first[:1].long())
         return self.runner.hand_over(first)
@@ -282,7 +285,8 @@ class Prefill:
         self.rows.place(row, position, first[:1], finite[0])
         if asked.num_top is None:
             return first
-        return torch.cat([first.double(), rows.log_probs(logits, kept, token).flatten()])
+        scores = log_probs_of(logits, kept, token, rows.temperature, asked.num_top)
+        return torch.cat([first.double(), scores.flatten()])
 
     def catch_up(self, decoding: dict[int, RunningSequence]) -> None:
         """Let the drafter read the tokens that it missed; the host must know all of them."""

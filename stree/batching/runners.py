@@ -61,19 +61,7 @@ class EagerRunner:
     @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
     def launch(self, inputs: StepInputs, mark: Mark) -> None:
         """Start a step; `mark` is called with the name of each phase that ends."""
-        rows, tree_batch, longest = inputs.rows, inputs.tree_batch.own(), inputs.longest
-        bound = inputs.position + tree_batch.num_nodes
-        longest_path: int | None = longest
-        if rows.block.device.type == "cpu":  # reading the counts does not wait for a device
-            counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
-            longest = max([1, *(count for active, count in counts if active)])
-            longest_path = None
-        mark("host")
-        proposal = self.step.draft(rows, tree_batch, longest, bound)
-        mark("draft")
-        report = new_report(rows, tree_batch)
-        report = self.step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
-        self.reports.append(report)
+        self.reports.append(run_eagerly(self.step, inputs, mark))
 
     def prepare(self, inputs: StepInputs) -> None:
         """Do nothing: there are no graphs to capture."""
@@ -110,11 +98,27 @@ class EagerRunner:
         return bool(self.weights.follow())
 
 
+def run_eagerly(step: Step, inputs: StepInputs, mark: Mark) -> Tensor:
+    """Run a step's operations one by one, and return its report on the device."""
+    rows, tree_batch, longest = inputs.rows, inputs.tree_batch.own(), inputs.longest
+    bound = inputs.position + tree_batch.num_nodes
+    longest_path: int | None = longest
+    if rows.block.device.type == "cpu":  # reading the counts does not wait for a device
+        counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
+        longest = max([1, *(count for active, count in counts if active)])
+        longest_path = None
+    mark("host")
+    proposal = step.draft(rows, tree_batch, longest, bound)
+    mark("draft")
+    report = new_report(rows, tree_batch)
+    return step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
+
+
 class GraphRunner:
     """Run each step as two CUDA graphs, the draft and the rest, without the host in between.
 
     Tokens, accepted paths and all lengths stay on the device; the host reads a report of each step
-    while the next one runs.
+    while the next one runs. A step with a row whose logits the host processes runs eagerly.
     """
 
     ahead = 1
@@ -133,10 +137,21 @@ class GraphRunner:
 
     def launch(self, inputs: StepInputs, mark: Mark) -> None:
         """Start a step as `EagerRunner.launch` does; its report is copied to the host meanwhile."""
-        self.launched.append(self.prepare(inputs).replay(inputs.tree_batch, mark))
+        graphs = self.prepare(inputs)
+        if graphs is not None:
+            self.launched.append(graphs.replay(inputs.tree_batch, mark))
+            return
+        report, arrived = run_eagerly(self.step, inputs, mark), torch.cuda.Event()
+        arrived.record()
+        self.launched.append((report, arrived))
 
-    def prepare(self, inputs: StepInputs) -> StepGraphs:
-        """Return the graphs of such steps, captured when they are first asked for."""
+    def prepare(self, inputs: StepInputs) -> StepGraphs | None:
+        """Return the graphs of such steps, captured when they are first asked for.
+
+        Returns None for steps that run eagerly.
+        """
+        if inputs.rows.asked.processed:
+            return None
         rows, tree_batch = inputs.rows, inputs.tree_batch
         longest = max(inputs.longest, tree_batch.max_depth + 1)
         num_used, num_slots = inputs.position + tree_batch.num_nodes, self.step.cache.num_slots

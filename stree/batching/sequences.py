@@ -12,7 +12,8 @@ from torch import Tensor
 from stree.common.clock import Stopwatch
 from stree.common.errors import StreeError, UsageError
 from stree.common.host_copy import HostCopy
-from stree.generation import DecodingStats, GenerationConfig, StopRule, TokenLogprobs
+from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.logits.log_probs import TokenLogprobs
 from stree.prompts import one_prompt
 from stree.settings import asked_for, settings_of
 from stree.trees.token_tree import TokenTree

@@ -136,7 +136,8 @@ class BatchState:
             return tensor if len(tensor) == count else tensor.narrow(0, first, count)
 
         settings = None if self.settings is None else self.settings.narrow(1, first, count)
-        return self._each(view, self.asked_by(generations), settings)
+        asked = self.asked_by(generations)
+        return self._each(view, asked, self.rules.part(view), settings)
 
     def asked_by(self, generations: Iterable[GenerationConfig]) -> Asked:
         """Return the kinds of settings that rows with such requests have now."""
@@ -144,15 +145,17 @@ class BatchState:
 
     def at(self, row: Tensor, asked: Asked) -> BatchState:
         """Return a copy of one row, given as a tensor (1,) int64 on the device."""
-        return self._each(lambda tensor: tensor.index_select(0, row), asked)
+        rules = self.rules.at(row, asked)
+        return self._each(lambda tensor: tensor.index_select(0, row), asked, rules)
 
     def _each(
-        self, part: Callable[[Tensor], Tensor], asked: Asked, settings: Tensor | None = None
+        self, part: Callable[[Tensor], Tensor], asked: Asked, rules: LogitRules,
+        settings: Tensor | None = None,
     ) -> BatchState:
         """Return the state with a part of each tensor."""
         names = [each.name for each in fields(self)]
         parts: dict[str, Any] = {name: part(getattr(self, name)) for name in names[:NUM_TENSORS]}
-        return replace(self, **parts, asked=asked, rules=self.rules.part(part), settings=settings)
+        return replace(self, **parts, asked=asked, rules=rules, settings=settings)
 
     @property
     def sampling(self) -> Sampling | None:
@@ -190,7 +193,9 @@ class BatchState:
             penalties = Penalties(
                 self.repetition_penalty, self.presence_penalty, self.frequency_penalty
             )
-            logits = self.rules.apply(logits, self.asked, penalties, self.position, paths, ids)
+            logits = self.rules.apply(
+                logits, self.asked, penalties, self.position, self.active, paths, ids
+            )
         if not self.asked.filtered:
             return logits
         rows = [-1] + [1] * (logits.dim() - 1)
@@ -207,28 +212,6 @@ class BatchState:
         logits (B, …, V) are the result of `kept`.
         """
         return naive.distribution(logits, self.temperature)
-
-    def log_probs(self, logits: Tensor, kept: Tensor, tokens: Tensor) -> Tensor:
-        """Return the log-probabilities of tokens and of the best tokens in their places.
-
-        Args:
-            logits: (B, M, V) of the target.
-            kept: (B, M, V), the same as `kept` returns them; the temperature is applied here, 1
-                where a row is greedy.
-            tokens: (B, M).
-
-        Returns:
-            (B, M, 2, 1 + 2·k) fp64, by `logits` and by `kept`: the token's log-probability, then
-            those of the k best tokens, then these tokens; k is `asked.num_top`, at most V.
-        """
-        assert self.asked.num_top is not None
-        dtype = naive.accumulation_dtype(logits.dtype)
-        temperature = torch.where(self.temperature == 0, 1.0, self.temperature).to(dtype)
-        both = torch.stack([logits.to(dtype), kept.to(dtype) / temperature[:, None, None]], 2)
-        scores = both.log_softmax(-1)
-        chosen = scores.gather(-1, tokens[:, :, None, None].expand(-1, -1, 2, 1))
-        best, ids = scores.topk(min(self.asked.num_top, scores.shape[-1]))
-        return torch.cat([chosen.double(), best.double(), ids.double()], -1)
 
 
 def bits_of(generation: GenerationConfig) -> Tensor:

@@ -23,6 +23,7 @@ from stree.common.lru import LRUCache
 from stree.drafters import Drafter, FeatureDrafter, Proposal
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
+from stree.logits.log_probs import log_probs_of
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
@@ -137,7 +138,7 @@ class Step:
 
         Writes the rows' blocks and positions, the cache's paths, and the report. Returns the
         report for the host: as it is, or if a row wants log-probabilities in fp64, with those of
-        M tokens after it (`BatchState.log_probs`).
+        M tokens after it (`log_probs_of`).
 
         Args:
             rows: The rows of the step.
@@ -167,10 +168,11 @@ class Step:
         tree_batch.report_depths(report[:, -1])
         rows.remember()
         told_host = report
-        if rows.asked.num_top is not None:
+        if (num_top := rows.asked.num_top) is not None:
             tokens, nodes = report[:, 2:-1].clamp(min=0).reshape(len(report), 2, -1).unbind(1)
             at = nodes.clamp(max=logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[2])
-            scores = rows.log_probs(logits.gather(1, at), kept.gather(1, at), tokens)
+            on_path = logits.gather(1, at), kept.gather(1, at), tokens
+            scores = log_probs_of(*on_path, rows.temperature, num_top)
             told_host = torch.cat([report.double(), scores.flatten(1)], 1)
         if drafter is not None and features is not None:
             drafter.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
@@ -259,7 +261,7 @@ class InFlightStep:
         """Return the parts of a row's report (`Step.verify`).
 
         They are whether all logits were finite, the new tokens, the accepted nodes, the depth that
-        the tree grew to, and the log-probabilities of each new token as `BatchState.log_probs`
+        the tree grew to, and the log-probabilities of each new token as `log_probs_of`
         returns them; [] if no row wants them.
         """
         finite, count, *values = report

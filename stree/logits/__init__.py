@@ -1,1 +1,1 @@
-"""Rules by which requests change the target's logits before they filter and sample them."""
+"""Changes of the target's logits that requests ask for, and log-probabilities of their tokens."""

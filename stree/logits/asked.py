@@ -19,6 +19,8 @@ class Asked(NamedTuple):
         counted: Whether any row has a presence or frequency penalty.
         biased: Whether any row has a bias of logits.
         barred: Size of the rows' barred words (`LogitRules.size`); None if no row has any.
+        processed: Whether any row has logits processors of its own, so that the step waits for the
+            host.
         num_top: Most tokens of which any row wants log-probabilities besides its own token's,
             rounded up to a power of two; None if no row wants log-probabilities.
     """
@@ -30,16 +32,18 @@ class Asked(NamedTuple):
     counted: bool = False
     biased: bool = False
     barred: tuple[int, int] | None = None
+    processed: bool = False
     num_top: int | None = None
 
     @property
     def reads_paths(self) -> bool:
         """True if rules look at the drafts above each node."""
-        return self.penalised or self.counted or self.barred is not None
+        barred = self.barred is not None
+        return self.penalised or self.counted or barred or self.processed
 
     @property
     def has_rules(self) -> bool:
-        """True if any row has a bias, a penalty or barred words."""
+        """True if any row has a bias, a penalty, barred words or processors."""
         return self.reads_paths or self.biased
 
 
@@ -63,5 +67,6 @@ def asked_by(generations: Iterable[GenerationConfig], size: tuple[int, int]) -> 
         counted=any(each.counts_tokens for each in generations),
         biased=any(each.logit_bias for each in generations),
         barred=size if any(each.bars_words for each in generations) else None,
+        processed=any(each.logits_processor for each in generations),
         num_top=num_top,
     )

@@ -1,4 +1,4 @@
-"""Rules of a batch's rows that change logits: biases, penalties and barred words.
+"""Rules of a batch's rows that change logits: biases, penalties, barred words, processors.
 
 Shapes: B rows, V vocabulary, n nodes of trees, D drafts on the longest path, W barred words of a
 row, L tokens of the longest one.
@@ -7,7 +7,7 @@ row, L tokens of the longest one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stree.generation import GenerationConfig
 from stree.logits.asked import Asked
+from stree.logits.processors import ProcessedText
 from stree.trees.tree_batch import NodePaths
 from stree_kernels import naive
 from stree_kernels.index_plan import columns_of
@@ -48,6 +49,7 @@ class LogitRules:
         until: (B, W) int64, the position of a token before which the word must not end after it;
             −1 for no word.
         recent: (B, L − 1) int64, the last tokens up to the root, the root first, then NO_TOKEN.
+        texts: Tokens and processors of each row that has processors.
     """
 
     seen: Tensor | None = None
@@ -56,6 +58,7 @@ class LogitRules:
     words: Tensor | None = None
     until: Tensor | None = None
     recent: Tensor | None = None
+    texts: dict[int, ProcessedText] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -63,9 +66,16 @@ class LogitRules:
         return (0, 0) if self.words is None else (self.words.shape[1], self.words.shape[2])
 
     def part(self, of: Callable[[Tensor], Tensor]) -> LogitRules:
-        """Return the rules with a part of each tensor."""
-        values = [getattr(self, each.name) for each in fields(self)]
-        return LogitRules(*(None if value is None else of(value) for value in values))
+        """Return the rules with a part of each tensor, for the first rows or for a copy of one."""
+        tensors = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+        changed: dict[str, Any] = {name: of(each) for name, each in tensors.items()}
+        return replace(self, **changed)
+
+    def at(self, row: Tensor, asked: Asked) -> LogitRules:
+        """Return a copy of one row, given as a tensor (1,) int64 on the device."""
+        rules = self.part(lambda tensor: tensor.index_select(0, row))
+        rules.texts = {0: self.texts[int(row)]} if asked.processed else {}
+        return rules
 
     def begin(
         self, row: int, active: Tensor, generation: GenerationConfig, prompt: Sequence[int],
@@ -88,6 +98,12 @@ class LogitRules:
         def on_device(values: Sequence[Any], dtype: torch.dtype = torch.long) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=active.device)
 
+        self.texts.pop(row, None)
+        if generation.logits_processor:
+            assert vocabulary is not None
+            processors: Any = generation.logits_processor
+            ends = frozenset(eos_ids)
+            self.texts[row] = ProcessedText(processors, ends, vocabulary, list(prompt))
         if generation.repetition_penalty != 1:
             if self.seen is None:
                 assert vocabulary is not None
@@ -145,6 +161,8 @@ class LogitRules:
 
         Both are ints, or tensors (1,) on the device.
         """
+        if self.texts and (text := self.texts.get(int(row))):
+            text.tokens.append(int(token))
         if self.seen is not None:
             self.seen[row, token] = True
         if self.counts is not None:
@@ -169,18 +187,24 @@ class LogitRules:
             back = torch.arange(self.recent.shape[1], device=tokens.device)
             at = torch.where(back < count, count - 1 - back, tokens.shape[1] + back - count)
             self.recent.copy_(torch.cat([tokens, self.recent], 1).gather(1, at))
+        if asked.processed:
+            blocks = zip(tokens.tolist(), count[:, 0].tolist(), strict=True)
+            for row, (block, size) in enumerate(blocks):
+                if row in self.texts:
+                    self.texts[row].tokens += block[:size]
 
     def apply(
         self, logits: Tensor, asked: Asked, penalties: Penalties, position: Tensor,
-        paths: NodePaths | None, ids: Tensor | None,
+        active: Tensor, paths: NodePaths | None, ids: Tensor | None,
     ) -> Tensor:
-        """Return logits with each row's biases, then penalties, then without barred words.
+        """Return logits with each row's biases, then penalties, without barred words, processed.
 
         Args:
             logits: (B, …, V); (B, n, V) with paths.
             asked: Kinds of settings that the rows have; at least one of rules.
             penalties: The rows' penalties.
             position: (B,), positions of the rows' roots.
+            active: (B,) bool, rows whose logits count; all do without paths.
             paths: The drafts above each node; None if the logits are those after the roots.
             ids: (V,) ascending, the tokens that the logits are of; None for all.
         """
@@ -192,6 +216,8 @@ class LogitRules:
             logits = self._penalised(logits, asked, penalties, paths, ids)
         if asked.barred is not None:
             logits = self._barred(logits, position, paths, ids)
+        if asked.processed:
+            logits = self._processed(logits, active, paths, ids)
         return logits
 
     def _of_tokens(self, values: Tensor, logits: Tensor, ids: Tensor | None) -> Tensor:
@@ -257,6 +283,22 @@ class LogitRules:
             last, logits = columns_of(last, ids), F.pad(logits, (0, 1))
         last = last[:, None].expand_as(values)
         return logits.scatter_reduce(-1, last, values, "amin")[..., :size].reshape(shape)
+
+    def _processed(
+        self, logits: Tensor, active: Tensor, paths: NodePaths | None, ids: Tensor | None
+    ) -> Tensor:
+        logits = logits.clone()
+        of_nodes = logits.view(len(logits), -1, logits.shape[-1])
+        for row, text in self.texts.items():
+            if row >= len(logits) or not (paths is None or bool(active[row])):
+                continue
+            drafts: list[list[int]] = [[]] * of_nodes.shape[1]
+            if paths is not None:
+                lengths = paths.lengths[row].tolist()
+                upwards = zip(paths.tokens[row].tolist(), lengths, strict=True)
+                drafts = [tokens[:length][::-1] for tokens, length in upwards]
+            text.process(of_nodes[row], drafts, ids)
+        return logits
 
 
 def barred_words(

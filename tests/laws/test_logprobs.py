@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.state import BatchState
+from stree.batching import prefill, step
 from stree.drafters.ngram import NGram
+from stree.logits.log_probs import log_probs_of
 
 KINDS = {  # verifier and tree
     "plain": ("coupled", None), "chain": ("coupled", "chain-3"), "paper": ("coupled", "paper"),
@@ -193,10 +194,10 @@ def test_an_answer_s_end_cuts_them_and_a_stream_has_them():
 
 def test_a_step_without_them_reports_as_before(monkeypatch, captured_on_cpu):
     called = []
-    log_probs = BatchState.log_probs
-    monkeypatch.setattr(
-        BatchState, "log_probs", lambda *given: called.append(1) or log_probs(*given)
-    )
+    for place in (step, prefill):
+        monkeypatch.setattr(
+            place, "log_probs_of", lambda *given: called.append(1) or log_probs_of(*given)
+        )
     target = tiny_model(1)
     decoder = Decoder(target, target, "chain-2", max_length=64)
     decoder.generate([1, 2], max_new_tokens=6)
