@@ -189,6 +189,7 @@ def test_evaluating_inline_leaves_the_training_as_it_was(workspace, tmp_path, ev
     assert {row[0] for row in rows} == {"None", "2", "4"}
 
 
+@pytest.mark.costly
 def test_evaluating_in_a_process_gives_the_rows_by_the_end(
     workspace, tmp_path, evaluation_config, monkeypatch
 ):
@@ -212,6 +213,7 @@ def test_an_evaluation_that_fails_is_told_and_the_training_finishes(
     assert (tmp_path / "run/drafter/latest").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [(CannotWrite("no space"), 73, "no space"), (ValueError("odd"), 1, "ValueError: odd")],
@@ -256,6 +258,7 @@ def test_the_training_state_is_saved_before_the_evaluation(
     assert saved == [("step-00000003", True), ("step-00000004", True)]
 
 
+@pytest.mark.costly
 def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluation_config):
     """`eval_spec.py --run` gives the same rows in the same order, but for the clock's."""
     run_dir = tmp_path / "run"
