@@ -164,6 +164,7 @@ def test_products_in_bf16_are_summed_in_fp32():
         torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("backend", "divergence", "options"),
     quick_first(

@@ -32,6 +32,7 @@ def faults(how):
     return kept == "True", int(count)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_used_again():
     kept, count = faults("keep")
