@@ -17,6 +17,8 @@ PAGES = {  # where a document is, and its page
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "kernels/README.md": "kernels.md",
+    "kernels/gated_delta.md": "kernels-gated-delta.md",
+    "kernels/ops.md": "kernels-ops.md",
     "slurm/README.md": "slurm.md",
     "tests/README.md": "tests.md",
     **{f"docs/notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},

@@ -231,7 +231,7 @@ def test_predictions_of_the_profile_s_page_are_what_the_command_prints(capsys):
 def test_what_the_chat_target_s_trees_keep_is_told_as_counted(monkeypatch):
     monkeypatch.setattr(ops, "fused", lambda *given, **named: True)  # as on a GPU
     target, mib = models.random_target("chat", torch.device("cpu")), 2**20
-    page = (REPOSITORY / "docs/trees-drafters-verifiers.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/dynamic-trees-and-prompts.md").read_text(encoding="utf-8")
     for num_nodes in (13, 64):
         (row,) = calls.memory(target, num_nodes)
         kept = (f"{row[name] / mib:.2f} MiB" for name in ("kept_bytes", "kept_bytes_joint"))

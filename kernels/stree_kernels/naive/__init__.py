@@ -1,6 +1,6 @@
 """Every op in plain PyTorch: the CPU path, and the oracle that kernels are tested against.
 
-Callers import all ops from here (`naive.tree_scan`). kernels/README.md lists the twin of each file.
+Callers import all ops from here (`naive.tree_scan`). kernels/ops.md lists the twin of each file.
 """
 
 from stree_kernels.naive.attention import attend_tree, move_accepted, rotate, tree_attention

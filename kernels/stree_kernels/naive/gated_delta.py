@@ -11,7 +11,7 @@ Per value head S is a state (K, V), g ≤ 0 the log of its decay and β the stre
 Shapes: B batch, T tokens, N tree nodes, H value heads, G key heads, K and V head dims of keys and
 values, C channels, W conv width, M slots of an accepted path. Value head h reads key head
 h // (H // G). q and k are given raw: their L2 norm, and q's scale K^−½, belong to the rule.
-Sums run in fp32, or in fp64 when the inputs are. The derivation is in kernels/README.md.
+Sums run in fp32, or in fp64 when the inputs are. The derivation is in kernels/gated_delta.md.
 """
 
 from __future__ import annotations
