@@ -12,6 +12,7 @@ HOST = (
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("fault", "call"),
     [

@@ -110,6 +110,7 @@ def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
     assert not torch.allclose(model.tree_forward(nodes, tree, cache), wanted)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sampled", quick_first([(True,)], [(False,)]))
 @torch.no_grad()
 def test_drafts_of_a_small_model(fused, sampled):

@@ -99,6 +99,7 @@ def test_every_arm_has_a_row_beside_plain_decoding(done):
         assert all(s.baseline is not None for each in samples[1:] for s in each)
 
 
+@pytest.mark.costly
 def test_a_tuned_chain_is_the_fastest_of_those_that_were_tried(done):
     rows = ResultStore(done).results()
     text, page = ((done / f"comparison.{kind}").read_text() for kind in ("md", "html"))
@@ -165,6 +166,7 @@ def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
     assert {tree.name for tree in seen} <= {"plain", "chain-3", "beam-2-2-4"} and seen
 
 
+@pytest.mark.costly
 def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows(
     world, tmp_path, monkeypatch
 ):

@@ -210,6 +210,7 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
 # What would be refused is refused
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "kind"),
     [

@@ -175,6 +175,7 @@ def result_rows(run_dir: Path) -> list[tuple]:
     )
 
 
+@pytest.mark.costly
 def test_evaluating_inline_leaves_the_training_as_it_was(workspace, tmp_path, evaluation_config):
     """Curve and weights stay, and each export and method has rows at both temperatures."""
     plain, evaluated = tmp_path / "plain", tmp_path / "evaluated"
