@@ -23,7 +23,7 @@ from stree.batching.step import Step, StepInputs
 from stree.common.host_copy import AsyncHostCopy, HostCopy
 from stree.common.lru import LRUCache
 from stree.models.model import HybridModel
-from stree.models.packing import version_of
+from stree.models.packing import Places, weights_state
 from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
 
@@ -217,7 +217,7 @@ class GraphRunner:
 
 
 class Weights:
-    """Addresses and versions of the weights of a step's models at the last call of `follow`."""
+    """Places and versions of the weights of a step's models at the last call of `follow`."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -226,35 +226,24 @@ class Weights:
     def follow(self) -> str:
         """Return "moved" or "changed" (in place) when weights were since the last call, else "".
 
-        Weights that have moved are packed again, and so is an 8-bit head of changed ones.
+        The models are packed again: what moved, and an 8-bit head.
         """
         now = self._now()
         if now == self._seen:
             return ""
-        moved = [addresses for _, addresses, _ in now] != [each for _, each, _ in self._seen]
-        for (model, _, versions), (_, _, before) in zip(now, self._seen, strict=True):
-            if not isinstance(model, HybridModel):
-                continue
-            if versions != before and model.head_in_8_bits is not None:
-                model.put_head_in_8_bits()
-            model.pack_what_moved()  # now, or the next call would move them again
+        moved = [places for places, _ in now] != [places for places, _ in self._seen]
+        for model in self._models():
+            if isinstance(model, HybridModel):
+                model.pack()  # now, or the next call would move weights again
         self._seen = self._now()
         return "moved" if moved else "changed"
 
-    def _now(self) -> list[tuple[Any, list[int], list[int]]]:
-        """Return each model with the addresses and the versions of its weights."""
-        models = [self.step.target, getattr(self.step.drafter, "model", None)]
-        return [(each, *_weights_of(each)) for each in models]
+    def _now(self) -> list[tuple[Places, list[int]]]:
+        return list(map(weights_state, self._models()))
 
-
-def _weights_of(model: Any) -> tuple[list[int], list[int]]:
-    """Return addresses and versions of a model's weights, none for a model without any."""
-    if isinstance(model, HybridModel):
-        return model.addresses(), model.versions()
-    if isinstance(model, nn.Module):
-        weights = list(model.parameters())
-        return [each.data_ptr() for each in weights], list(map(version_of, weights))
-    return [], []
+    def _models(self) -> list[nn.Module]:
+        models = self.step.target, getattr(self.step.drafter, "model", None)
+        return [each for each in models if isinstance(each, nn.Module)]
 
 
 class StepGraphs:

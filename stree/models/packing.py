@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.head import HeadedModel
 from stree.models.layers.layer import Layer, SharedTransformer
-from stree.models.layers.part import Part, lay_for_products
+from stree.models.layers.packed_linear import lay_for_products
+from stree.models.layers.part import Part
+
+# Modules, compared as objects, and the addresses of weights
+Places = tuple[list[nn.Module], list[int]]
 
 
 def version_of(weight: Tensor) -> int:
@@ -23,16 +27,14 @@ def version_of(weight: Tensor) -> int:
 
 
 class PackedModel(HeadedModel):
-    """A model that packs its weights, and knows the addresses and versions of all of them."""
+    """A model that packs its weights, and sees when they have moved."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
-        self._read: list[nn.Linear] = []  # projections that are packed
-        self._packed_at: list[int] | None = None  # their addresses at the last `pack`
-        self._packed_ids: list[int] = []  # of all modules at the last `pack`
-        self._packed_modules: list[nn.Module] = []  # kept, so that no other gets the id of one
+        self._packed_at: Places | None = None  # those of the projections at the last `pack`
         self._module_dicts: list[dict[str, Any]] = []  # children and weights of all modules
         self._weight_dicts: list[dict[str, Any]] = []
+        self._projection_dicts: list[dict[str, Any]] = []  # of these, the weights of projections
 
     @torch.inference_mode(False)  # weights laid out inside it could not be trained any more
     @torch.no_grad()
@@ -49,43 +51,37 @@ class PackedModel(HeadedModel):
         lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
         if self.head_in_8_bits is not None:
             self.put_head_in_8_bits()
-        self._read = [
-            projection for part in parts for product in part.products() for projection in product
-        ]
-        self._packed_at = self._packed_addresses()
         modules = list(self.modules())
-        self._packed_modules = modules[1:]  # a model that held itself would be freed late
         self._module_dicts = [each._modules for each in modules if each._modules]
         self._weight_dicts = [each._parameters for each in modules if each._parameters]
-        self._packed_ids = self._module_ids()
+        self._projection_dicts = [
+            each._parameters for each in modules if isinstance(each, nn.Linear)
+        ]
+        self._packed_at = self._places(self._projection_dicts)
 
     def pack_what_moved(self) -> None:
         """Call `pack` if weights were moved, or modules replaced, since the last call."""
-        if self._packed_addresses() != self._packed_at or self._module_ids() != self._packed_ids:
+        if self._places(self._projection_dicts) != self._packed_at:
             self.pack()
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of all modules and weights that existed at the last `pack`."""
+    def state(self) -> tuple[Places, list[int]]:
+        """Return the state (`weights_state`) of the weights that stood there at the last `pack`."""
         weights = chain.from_iterable(map(dict.values, self._weight_dicts))
-        there = [each for each in weights if each is not None]
-        return [*self._module_ids(), *map(Tensor.data_ptr, there)]
+        versions = [version_of(each) for each in weights if each is not None]
+        return self._places(self._weight_dicts), versions
 
-    def versions(self) -> list[int]:
-        """Return how often each weight of `addresses` was written in place.
+    def _places(self, weight_dicts: list[dict[str, Any]]) -> Places:
+        modules = list(chain.from_iterable(map(dict.values, self._module_dicts)))
+        weights = chain.from_iterable(map(dict.values, weight_dicts))
+        return modules, [each.data_ptr() for each in weights if each is not None]
 
-        Writes to tensors of `torch.inference_mode`, and writes through `.data`, are not counted.
-        """
-        weights = chain.from_iterable(map(dict.values, self._weight_dicts))
-        there = [each for each in weights if each is not None]
-        return list(map(version_of, there))
 
-    def _module_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._module_dicts))))
+def weights_state(model: nn.Module) -> tuple[Places, list[int]]:
+    """Return where a model's weights are, and how often each was written in place.
 
-    def _packed_addresses(self) -> list[int]:
-        """Return the addresses of the weights that are packed."""
-        return [
-            each.data_ptr()
-            for projection in self._read for each in projection._parameters.values()
-            if each is not None
-        ]
+    Writes to tensors of `torch.inference_mode`, and writes through `.data`, are not counted.
+    """
+    if isinstance(model, PackedModel):
+        return model.state()
+    weights = list(model.parameters())
+    return ([], list(map(Tensor.data_ptr, weights))), list(map(version_of, weights))

@@ -17,8 +17,6 @@ from stree.models.layers.part import (
     PrefillPass,
     TrainingPass,
     TreePass,
-    project,
-    project_parts,
     put,
 )
 from stree_kernels import naive, ops
@@ -91,10 +89,10 @@ class Attention(Mixer):
         self, x: Stream, cache: AttentionCache, call: TreePass, adapters: Adapters = None
     ) -> Tensor:
         read, last = self.packed
-        projected = project(x, read)
+        projected = read.linear(x)
         if adapters is not None:
             projected = projected + torch.cat([own(ops.norm(x)) for own in adapters], dim=-1)
-        return project_parts(self.mix(projected, cache, call), last)
+        return last.parts(self.mix(projected, cache, call))
 
     def mix(
         self, projected: Tensor, cache: AttentionCache, call: TreePass, out: Tensor | None = None

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import GatedDeltaCache
 from stree.models.layers.norm import RMSNorm
+from stree.models.layers.packed_linear import lay_channels_together
 from stree.models.layers.part import (
     Mixer,
     PrefillPass,
     TrainingPass,
     TreePass,
-    lay_channels_together,
     put,
 )
 from stree_kernels import naive, ops

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
-from stree.models.layers.part import Part, Pass, project, project_parts
+from stree.models.layers.part import Part, Pass
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Router, Stream
 
@@ -50,16 +50,16 @@ class MLP(Part):
 
     def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor:
         read, down = self.packed
-        if self.kind != "relu2" and adapter is not None and read.bias is None:
+        if self.kind != "relu2" and adapter is not None and not read.biases:
             normed, up = ops.norm(x), adapter.up.weight
             low = ops.linear(normed, adapter.down.weight)
             y = ops.linear_adapted(normed, read.weight, low, up, self.kind)
-        elif self.kind == "swiglu" and adapter is None and read.bias is None:
-            y = ops.linear_swiglu(x, read.weight)
+        elif self.kind == "swiglu" and adapter is None:
+            y = read.swiglu(x)
         else:
-            y = project(x, read)
+            y = read.linear(x)
             y = ops.activated(y if adapter is None else y + adapter(ops.norm(x)), self.kind)
-        y = project_parts(y, down)
+        y = down.parts(y)
         return self._finish(y, ops.norm(x)) if self.gated else y
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:

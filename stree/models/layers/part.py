@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.layers.norm import RMSNorm
+from stree.models.layers.packed_linear import PackedLinear
 from stree_kernels import ops
-from stree_kernels.contracts import Added, CacheState, Gated, Stream, Topology
+from stree_kernels.contracts import Added, CacheState, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.hidden_states import HiddenStateTap
@@ -242,7 +243,7 @@ class TreePass:
         return hidden
 
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
-        return project_parts(x, projection)
+        return ops.linear_parts(x, projection.weight)
 
     def together(self, outputs: list[Tensor]) -> Added:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -274,12 +275,11 @@ class Part(nn.Module):
     `forward(x, context)` runs over whole sequences, `tree(x, cache, call)` over tree nodes.
 
     Attributes:
-        packed: Weights that `tree` reads, one `Joined` for each of `products`, since the last
-            `pack`.
+        packed: Weights that `tree` reads, one for each of `products`, since the last `pack`.
         keeps_rows: Whether weights stay stored output by output, because other code shares them.
     """
 
-    packed: tuple[Joined, ...] = ()
+    packed: tuple[PackedLinear, ...] = ()
     keeps_rows = False
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
@@ -291,7 +291,7 @@ class Part(nn.Module):
         products = self.products()
         before = self.packed or (None,) * len(products)
         self.packed = tuple(
-            joined(together, was, self.keeps_rows)
+            PackedLinear(together, was, self.keeps_rows)
             for together, was in zip(products, before, strict=True)
         )
         self.pack_own()
@@ -308,7 +308,7 @@ class Mixer(Part):
 
     def tree(self, x: Stream, cache: Any, call: TreePass) -> Tensor:
         read, last = self.packed
-        return project_parts(self.mix(project(x, read), cache, call), last)
+        return last.parts(self.mix(read.linear(x), cache, call))
 
     def mix(self, projected: Tensor, cache: Any, call: TreePass, out: Tensor | None = None) -> Any:
         """Return the mixed nodes between the two products, written to out (B, Q, C) if given.
@@ -321,120 +321,3 @@ class Mixer(Part):
 def put(y: Tensor, out: Tensor | None) -> Tensor:
     """Return y, copied to `out` if it is given."""
     return y if out is None else out.copy_(y)
-
-
-def lay_channels_together(conv: nn.Conv1d) -> None:
-    """Store a conv's weight (C, 1, W) tap by tap: a tree conv reads many channels of one tap."""
-    weight = conv.weight
-    if weight.stride(0) != 1:
-        with torch.inference_mode(weight.is_inference()):
-            weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-
-
-def laid(weight: Tensor, keeps_rows: bool) -> Tensor:
-    """Return a weight (E, D) stored as products of few rows read it.
-
-    With keeps_rows it stays stored output by output.
-    """
-    return weight.contiguous() if keeps_rows else ops.laid(weight)
-
-
-def lay_for_products(weight: Tensor, keeps_rows: bool = False) -> None:
-    """Store a projection's weight as `laid` does, in place."""
-    with torch.inference_mode(weight.is_inference()):  # PyTorch can't mix tensors of both modes
-        laid_weight = laid(weight.data, keeps_rows)
-        if laid_weight.data_ptr() != weight.data_ptr():
-            weight.data = laid_weight
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Weights and biases of projections of one input, stacked along their outputs.
-
-    Calls over trees read these tensors instead of the projections, which saves look-ups.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def project(x: Tensor | Stream, to: Joined | nn.Linear) -> Tensor:
-    """Return the outputs (…, E) of joined projections of x (…, D), or of the norm of a stream."""
-    y = ops.linear(x, to.weight)
-    return y if to.bias is None else y + to.bias
-
-
-def project_parts(x: Tensor | Gated, to: Joined | nn.Linear) -> Tensor:
-    """Return the outputs of projections as parts of a sum (S, …, E).
-
-    x is (…, D), or a gated value whose norm is projected.
-    """
-    parts = ops.linear_parts(x, to.weight)
-    if to.bias is not None:
-        parts[0] += to.bias
-    return parts
-
-
-def joined(
-    projections: Sequence[nn.Linear], before: Joined | None = None, keeps_rows: bool = False
-) -> Joined:
-    """Return the stacked weights and biases of projections; `before` if they still lie there.
-
-    The weights of several projections become views of the stacked ones, so that no memory is
-    doubled, and writing to a projection in place changes the stacked weights.
-    """
-    first = projections[0]
-    if len(projections) == 1:
-        lay_for_products(first.weight, keeps_rows)
-        return Joined(first.weight, first.bias)
-    weights, biases = [each.weight for each in projections], [each.bias for each in projections]
-    sizes = [each.out_features for each in projections]
-    if before is not None and lie_in(before.weight, weights, sizes) and (
-        before.bias is None or lie_in(before.bias, biases, sizes)
-    ):
-        return before
-    bias = None
-    if any(each is not None for each in biases):
-        bias = _one_above_the_other(
-            [
-                first.weight.new_zeros(size) if each is None else each
-                for each, size in zip(biases, sizes, strict=True)
-            ],
-            keeps_rows,
-        )
-    return Joined(_one_above_the_other(weights, keeps_rows), bias)
-
-
-def lie_in(
-    whole: Tensor, pieces: Sequence[Tensor | None], sizes: list[int], dim: int = 0
-) -> bool:
-    """Return whether `whole` consists of pieces of some sizes along `dim`; None lies anywhere."""
-    return all(
-        piece is None
-        or (piece.data_ptr(), piece.stride(), piece.dtype)
-        == (place.data_ptr(), place.stride(), place.dtype)
-        for piece, place in zip(pieces, whole.split(sizes, dim), strict=True)
-    )
-
-
-def _one_above_the_other(tensors: list[Tensor], keeps_rows: bool) -> Tensor:
-    first, sizes = tensors[0], [tensor.shape[0] for tensor in tensors]
-    if _lie_one_above_the_other(tensors):  # halves of a projection that is stored fused
-        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
-    with torch.inference_mode(first.is_inference()):
-        joined = torch.cat([tensor.detach() for tensor in tensors])
-        joined = laid(joined, keeps_rows) if joined.ndim == 2 else joined
-        for tensor, piece in zip(tensors, joined.split(sizes), strict=True):
-            tensor.data = piece
-    return joined
-
-
-def _lie_one_above_the_other(tensors: list[Tensor]) -> bool:
-    storage, address = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
-    for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == address
-        if not (same and tensor.is_contiguous()):
-            return False
-        address += tensor.nbytes
-    return True
-
