@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.costly
 def test_table6_has_the_papers_layout_and_the_records_numbers(run):
     data = load_run(run)
     rows = {(r.step, r.method): r for r in data.rows

@@ -51,6 +51,7 @@ def test_chance_is_a_function_of_the_micro_batch(workspace, tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.costly
 def test_a_drafter_learns_to_read_features_and_decodes(workspace, trained):
     losses = [float(row["loss"]) for row in metric_rows(trained) if row["loss"]]
     assert losses[-1] < 0.9 * losses[0]
@@ -208,6 +209,7 @@ def test_depths_are_as_likely_as_they_count():
     assert there[0, 3:].all() and not there[0, 0] and config.ahead_weight == 0.875
 
 
+@pytest.mark.costly
 def test_passes_ahead_train_and_their_drafter_decodes(workspace, tmp_path):
     run(workspace, tmp_path, "--model.features.ahead", "3", "--model.features.own", "true")
     losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]

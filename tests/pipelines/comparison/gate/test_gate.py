@@ -131,6 +131,7 @@ def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
         assert not (world / "out/summary.md").exists()
 
 
+@pytest.mark.costly
 def test_a_run_that_is_too_small_says_so(world):
     judge(world, "worse", "--benchmarks", str(world / "few.jsonl"))
     assert "inconclusive, the run is too small to tell" in summary(world).splitlines()[0]
@@ -213,6 +214,7 @@ def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
         judge(world, "better", baseline=world / "out")
 
 
+@pytest.mark.costly
 def test_speeds_of_a_cpu_shared_out_otherwise_are_no_baseline_and_other_figures_say_so(
     world, tmp_path
 ):

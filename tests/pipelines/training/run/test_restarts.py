@@ -48,6 +48,7 @@ def lose_the_node(monkeypatch, at_step: int) -> None:
     monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", lose)
 
 
+@pytest.mark.costly
 def test_three_restarts_without_progress_end_the_chain(workspace, tmp_path, monkeypatch):
     arguments = distill_arguments(workspace, tmp_path, steps=4)
     lose_the_node(monkeypatch, at_step=0)
