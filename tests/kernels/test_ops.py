@@ -125,10 +125,10 @@ def test_what_callers_keep_and_read_follows_from_the_kernels(monkeypatch):
     assert [path for path in files if asking.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_the_readme_says_whose_twins_are_where():
+def test_the_page_of_ops_says_whose_twins_are_where():
     tests = Path(__file__).parent
     kernels = tests.parents[1] / "kernels" / "stree_kernels"
-    lines = (kernels.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = (kernels.parent / "ops.md").read_text(encoding="utf-8").splitlines()
     rows = [re.findall(r"`([\w/]+\.py)`", line) for line in lines if line.startswith("| `naive/")]
     files = {path.relative_to(kernels).as_posix() for path in (kernels / "naive").rglob("*.py")}
     assert {row[0] for row in rows} == files - {"naive/__init__.py", "naive/dtypes.py"}
