@@ -147,8 +147,9 @@ def test_the_depth_that_each_step_grew_is_recorded(monkeypatch):
     grown, verify = [], Step.verify
 
     def watched(step, rows, tree_batch, *arguments, **options):
-        verify(step, rows, tree_batch, *arguments, **options)
+        report = verify(step, rows, tree_batch, *arguments, **options)
         grown.append([tree.max_depth for tree in tree_batch.trees])
+        return report
 
     monkeypatch.setattr(Step, "verify", watched)
     tree = BeamTree.of(4, 3, 5)
