@@ -267,10 +267,10 @@ class Decoder:
             )
             stack.enter_context(for_decoding(self.target))
             stack.enter_context(batch.lock)  # another thread's answer waits for this one's end
-            stack.callback(setattr, batch, "phase_clock", None)
+            stack.callback(setattr, batch.worker, "clock", None)
             reports = stack.enter_context(closing(batch.serve([request], self._start_clock)))
             for num_calls, served in enumerate(reports):
-                clock, report = batch.phase_clock, served.report
+                clock, report = batch.worker.clock, served.report
                 assert clock is not None
                 if num_calls == 0 and report.error is None:  # a prompt is read alone, so at once
                     prefill_s = clock.start_decoding()
@@ -289,7 +289,7 @@ class Decoder:
     def _start_clock(self, row: int) -> None:
         """Begin to time the answer of a row that was admitted, graphs left out."""
         self.batch.prepare()
-        self.batch.phase_clock = PhaseClock(self.target.device)
+        self.batch.worker.clock = PhaseClock(self.target.device)
 
     def measure_step_times(
         self, context: int | None = None, num_steps: int = 8,

@@ -11,17 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, TypedDict
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from stree.common.errors import UsageError, require_fitting, warn_once
 from stree.common.words import counted
 from stree.logits.log_probs import TokenLogprobs
-from stree.logits.processors import LogitsProcessor
 from stree.metrics import tau
 from stree.text_stream import TextStream
 from stree.trees.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stree.logits.processors import LogitsProcessor
 
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,

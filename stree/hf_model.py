@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.memory_report import MemoryReport
-from stree.batching.sequences import Request, SampleRequest, SharedPrompt
+from stree.batching.sequences import Request, SampleRequest
 from stree.batching.serve import Served
 from stree.batching.step_timing import length_to_time
 from stree.checkpoints.load_save import load_model
@@ -28,6 +28,7 @@ from stree.common.errors import UsageError
 from stree.common.words import described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.names import DrafterName
+from stree.engine.sequence import SharedPrompt
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.loading import checkpoint_folder
 from stree.models.joint import require_backtracking

@@ -99,7 +99,7 @@ def warned_anew():
 def captured_on_cpu(monkeypatch):
     """Steps are graphs, as on a GPU: captured functions simply run whenever they are replayed."""
     monkeypatch.setattr("stree.batching.runners.CudaGraph", Replayed)
-    monkeypatch.setattr("stree.batching.batch_decoder.runner_of", GraphRunner)
+    monkeypatch.setattr("stree.engine.worker.runner_of", GraphRunner)
     monkeypatch.setattr(
         "stree.batching.prefillers.SHORTEST_CHUNK", 2
     )  # padding takes time without a GPU

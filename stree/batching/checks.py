@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from stree import verifiers
-from stree.batching.sequences import Request, RunningSequence, SampleRequest
-from stree.batching.state import BatchState
+from stree.batching.sequences import Request, SampleRequest
 from stree.common.errors import InvariantBroken, UsageError
+from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
+from stree.engine.sequence import RunningSequence
 from stree.generation import DecodingStats, GenerationConfig, StopRule, require_whole
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import require_features_of
@@ -22,27 +23,11 @@ from stree.trees.token_tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
 
 
-class DecoderParts(Protocol):
-    """The parts of a `BatchDecoder` that its checks, timings and reports read."""
+def checked_sequence(decoder: Any, request: Request) -> RunningSequence:
+    """Return the host's record of a request to a `BatchDecoder`.
 
-    target: Any
-    cache: Any
-    drafter: Any
-    verifier: Verifier
-    tree_policy: TreePolicy
-    rows: BatchState
-    runner: Any
-    prefill: Any
-    num_rows: int
-    max_nodes: int
-    max_length: int
-    num_drafted: int
-    eos_token_ids: Any
-    tokenizer: Any
-
-
-def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence:
-    """Return the host's record of a request. Raises `UsageError` if it cannot be served."""
+    Raises `UsageError` if it cannot be served.
+    """
     if not isinstance(request, Request):
         raise UsageError(
             f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
@@ -102,12 +87,12 @@ def _require_dynamic_trees_of(decoder: TreePolicy, asked: TreePolicy) -> None:
 
 def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree]) -> None:
     """Raise `UsageError` when a drafter or a verifier cannot take one of the trees."""
-    if drafter is not None and not hasattr(drafter, "draft"):
+    if drafter is not None and not isinstance(drafter, Drafter):
         raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
     verifiers.require_fit(verifier, drafter)
     for each in trees:
         verifiers.require_tree(verifier, each)
-        if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
+        if isinstance(each, BeamTree) and not (drafter is not None and drafter.grows):
             raise UsageError(
                 f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
                 "whose siblings are no two alike, and grows by their probabilities: take "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from stree.batching.checks import DecoderParts
 from stree.common.device_memory import free_memory_bytes
 from stree.common.words import counted, size
 from stree_kernels import ops
@@ -33,13 +33,13 @@ class MemoryReport:
     free_bytes: int
 
     @classmethod
-    def of(cls, decoders: Sequence[DecoderParts]) -> MemoryReport:
-        """Return the report of decoders that each hold a row for every sequence."""
+    def of(cls, decoders: Sequence[Any]) -> MemoryReport:
+        """Return the report of `BatchDecoder`s that each hold a row for every sequence."""
         device, parts = decoders[0].target.device, Counter[str]()
         for decoder in decoders:
             parts.update(decoder.cache.sequence_bytes())
-            if (drafters := getattr(decoder.drafter, "cache", None)) is not None:
-                parts["drafter"] += sum(drafters.sequence_bytes().values())
+            if decoder.drafter is not None and decoder.drafter.row_store is not None:
+                parts["drafter"] += decoder.drafter.row_store.bytes_per_row()
         with ops.current(device):
             free_bytes = free_memory_bytes(device.type == "cuda")
         return cls(

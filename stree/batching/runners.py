@@ -48,7 +48,8 @@ class EagerRunner:
     That is a drafter that works on the host, or a target that is no `HybridModel`.
     """
 
-    ahead = 0  # steps that are launched before the report of the previous one is read
+    num_in_flight = 1  # steps that are launched before the report of the first is read
+    rounds_rows = False  # whether a step has a power of two of rows
     hand_over = HostCopy  # copies values to the host
 
     def __init__(self, step: Step) -> None:
@@ -89,10 +90,6 @@ class EagerRunner:
         """Return whether `run` with that key starts at once, with no kernel or graph to make."""
         return key in self.done
 
-    def num_rows(self, taken: int, most: int) -> int:
-        """Return the number of rows of a step in which the first `taken` rows take part."""
-        return taken
-
     def follow_weights(self) -> bool:
         """Return True when weights were changed or moved since the last call."""
         return bool(self.weights.follow())
@@ -121,7 +118,8 @@ class GraphRunner:
     while the next one runs. A step with a row whose logits the host processes runs eagerly.
     """
 
-    ahead = 1
+    num_in_flight = 2
+    rounds_rows = True  # so that few graphs serve any number
     hand_over = AsyncHostCopy
 
     def __init__(self, step: Step) -> None:
@@ -197,10 +195,6 @@ class GraphRunner:
     def is_ready(self, key: Hashable) -> bool:
         """Return whether the task with that key is captured."""
         return key in self.tasks
-
-    def num_rows(self, taken: int, most: int) -> int:
-        """Return the next power of two, at most `most`, so that few graphs serve any number."""
-        return min(1 << (taken - 1).bit_length(), most)
 
     def follow_weights(self) -> bool:
         """Follow weights as `EagerRunner` does, and drop the graphs of weights that have moved.

@@ -11,9 +11,10 @@ from typing import Any, Protocol, Unpack
 
 from stree.common.threads import one_at_a_time
 
-from stree.batching.sequences import Request, StepOutput, requests_of
+from stree.batching.sequences import Request, requests_of
 from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
+from stree.engine.sequence import StepOutput
 from stree.generation import GenerationOptions, GenerationOutput, PromptOptions
 from stree.prompts import EncodedPrompt, chat_prompt, is_several_chats, text_prompt
 from stree.settings import asked_of_texts

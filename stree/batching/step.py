@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.batching.checks import require_fillable
-from stree.batching.sequences import RunningSequence
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.lru import LRUCache
@@ -182,8 +181,8 @@ class Step:
     @property
     def feature_drafter(self) -> FeatureDrafter | None:
         """The drafter if it reads hidden states of the target, else None."""
-        reads = getattr(self.drafter, "feature_layers", ())
-        return cast(FeatureDrafter, self.drafter) if reads else None
+        drafter = self.drafter
+        return drafter if isinstance(drafter, FeatureDrafter) and drafter.feature_layers else None
 
 
 @dataclass
@@ -241,32 +240,3 @@ class StepInputsCache:
 def _key_of(inputs: StepInputs) -> tuple[Any, ...]:
     """Return what inputs were made for; rules of another size have other tensors."""
     return inputs.trees, inputs.generations, inputs.rows.rules.size
-
-
-@dataclass
-class InFlightStep:
-    """A step that was started.
-
-    Attributes:
-        rows: Its sequences and trees by row.
-        drafted: Whether the drafter ran.
-        size: M, the tokens that it yields at most.
-    """
-
-    rows: dict[int, tuple[RunningSequence, TokenTree]]
-    drafted: bool
-    size: int
-
-    def read(self, report: list[Any]) -> tuple[int, list[int], list[int], int, list[list[float]]]:
-        """Return the parts of a row's report (`Step.verify`).
-
-        They are whether all logits were finite, the new tokens, the accepted nodes, the depth that
-        the tree grew to, and the log-probabilities of each new token as `log_probs_of`
-        returns them; [] if no row wants them.
-        """
-        finite, count, *values = report
-        tokens, nodes = (list(map(int, values[at:][: int(count)])) for at in (0, self.size))
-        depth, *scores = values[2 * self.size :]
-        width = len(scores) // self.size
-        each = [scores[at : at + width] for at in range(0, len(scores), width)] if width else []
-        return int(finite), tokens, nodes, int(depth), each

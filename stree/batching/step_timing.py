@@ -6,18 +6,18 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stree.batching.checks import DecoderParts
 from stree.batching.state import BatchState
 from stree.batching.step import StepInputs
 from stree.common.clock import now
 from stree.common.errors import UsageError
 from stree.common.words import device_name, dtype_name
+from stree.engine.row_store import SavedRow
 from stree.generation import GenerationConfig
-from stree.models.cache import SavedPrefix
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
@@ -63,7 +63,7 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def measure_step_times(
-    decoder: DecoderParts, trees: Sequence[TokenTree], context: int | None, num_steps: int,
+    decoder: Any, trees: Sequence[TokenTree], context: int | None, num_steps: int,
     counts: Sequence[int] | None, generation: GenerationConfig,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows.
@@ -72,7 +72,7 @@ def measure_step_times(
     its turns, so that a short disturbance of the machine does not favour one tree.
 
     Args:
-        decoder: All its rows must be free.
+        decoder: A `BatchDecoder`; all its rows must be free.
         trees: Trees to time.
         context: Committed tokens before the first step, the same ones in all rows; None is
             `context_of` max_length. Each row goes on with a token and a seed of its own.
@@ -83,16 +83,15 @@ def measure_step_times(
     Raises:
         UsageError: When the decoder's max_length leaves no room for a step.
     """
-    decoder.prefill.prepare_catching_up(0)
+    decoder.worker.prepare_catching_up(0)
     began = time.perf_counter()
     context = context_of(decoder.max_length) if context is None else context
     counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.tensor(tokens_of_row(0, context, decoder.target.config.vocab_size))
     tokens = tokens.to(decoder.target.device)
-    decoder.cache.reset(0)
-    first = decoder.cache.at(0)
-    decoder.target.prefill(tokens[None], first)
-    prefix = first.save()
+    decoder.cache.clear(0)
+    decoder.target.prefill(tokens[None], decoder.cache.at(0))
+    prefix = decoder.cache.save(0, context)
     costs = StepTimes(
         device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
         temperature=generation.temperature,
@@ -110,7 +109,7 @@ def measure_step_times(
             timed = min(num_steps, room) if turn else 0
             read_s.append(_begin_after(decoder, count, prefix, tokens, generation))
             tree_batch = make_tree_batch([tree] * count, decoder.target.device)
-            rows = decoder.rows.narrow(0, count, [generation])
+            rows = decoder.worker.state.narrow(0, count, [generation])
             _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED))
             started = now(decoder.target.device)
             _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
@@ -118,39 +117,39 @@ def measure_step_times(
                 seconds[tree].append((now(decoder.target.device) - started) / timed)
         costs.catch_up = min(read_s)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
-    decoder.rows.active.zero_()
+    decoder.worker.state.active.zero_()
     costs.took_s = time.perf_counter() - began
     return costs
 
 
 def _run_steps(
-    decoder: DecoderParts, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
+    decoder: Any, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
 ) -> None:
     """Launch steps without reading their reports, so that the host does not slow them down."""
     longest = tree_batch.max_depth + 1
     for step in steps:
         position = min(context + step * longest, decoder.max_length)
         inputs = StepInputs(rows, tree_batch, longest if step else 1, position)
-        decoder.runner.launch(inputs, lambda phase: None)
-        decoder.runner.drop()
+        decoder.worker.runner.launch(inputs, lambda phase: None)
+        decoder.worker.runner.drop()
 
 
 def _begin_after(
-    decoder: DecoderParts, count: int, prefix: SavedPrefix, tokens: Tensor,
+    decoder: Any, count: int, prefix: SavedRow, tokens: Tensor,
     generation: GenerationConfig,
 ) -> float:
     """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
     seconds, vocab_size = 0.0, decoder.target.config.vocab_size
     for row in range(count):
-        decoder.cache.reset(row)
-        decoder.cache.narrow(row, 1).load(prefix)
+        decoder.cache.clear(row)
+        decoder.cache.load(prefix, row)
         own, ends = replace(generation, seed=row), decoder.eos_token_ids
-        decoder.rows.set(row, own, tokens.tolist(), vocab_size, generation.eos_ids(ends))
+        decoder.worker.state.set(row, own, tokens.tolist(), vocab_size, generation.eos_ids(ends))
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = now(decoder.target.device)
-            decoder.prefill.let_drafter_read(row, tokens)
+            decoder.worker.let_drafter_read(row, tokens)
             seconds = now(decoder.target.device) - started
         *_, root = tokens_of_row(row, len(tokens) + 1, vocab_size)
-        decoder.rows.begin(row, len(tokens), root)
+        decoder.worker.state.begin(row, len(tokens), root)
     return seconds

@@ -65,6 +65,11 @@ class Stopwatch:
         self._marks.append((begun, recorded(device)))
         self.num_blocks += 1
 
+    @property
+    def is_drained(self) -> bool:
+        """True if `seconds` has all blocks."""
+        return not self._marks
+
     def drain(self) -> None:
         """Add the blocks that are done by now to `seconds`, and drop their events."""
         while self._marks and self._marks[0][1].query():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _CPU_NAME = "CPU: "
 
@@ -39,6 +40,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def device_name(device: torch.device) -> str:
     """Return a GPU's name, or the model of the CPU, as records have it."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []

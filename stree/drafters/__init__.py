@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stree.batching.state import BatchState
+from stree.engine.row_store import RowStore
 from stree.trees.tree_batch import TreeBatch
 
 
@@ -44,8 +45,8 @@ class Proposal:
     independent: bool = False
 
 
-class Drafter(Protocol):
-    """Protocol of drafters: fill the trees of a batch of rows.
+class Drafter:
+    """Base of drafters: fill the trees of a batch of rows.
 
     Without graphs `draft` runs in `torch.inference_mode`, and `clear` and `read` cannot write to
     tensors that it makes: make lasting tensors in the constructor.
@@ -53,18 +54,31 @@ class Drafter(Protocol):
     Attributes:
         drawn: How siblings are drawn.
         capturable: Whether drafts use static tensors only, and never wait for the device.
-        grows: Whether it fills dynamic trees (`TreeBatch.grow`); may be left out for False.
+        grows: Whether it fills dynamic trees (`TreeBatch.grow`).
+        feature_layers: The target's layers whose hidden states it reads; () for none. If there are
+            any, it is a `FeatureDrafter`.
+        reads_alongside: Whether it reads each chunk of a prompt right after the target, by
+            `read_padded` (`stree.drafters.model.ModelDrafter`), instead of `read`.
     """
 
-    drawn: SiblingSampling
-    capturable: bool
-    grows: bool
+    drawn: SiblingSampling = SiblingSampling.DETERMINISTIC
+    capturable: bool = False
+    grows: bool = False
+    feature_layers: tuple[int, ...] = ()
+    reads_alongside: bool = False
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """Saves and loads what it holds of a row; None makes it read kept prefixes again."""
+        return None
 
     def clear(self, row: Any) -> None:
         """Forget a row's sequence; row is an int, or a tensor (1,) int64 if `capturable`."""
+        raise NotImplementedError
 
     def read(self, row: int, tokens: Tensor) -> None:
         """Read the next tokens (T,) of a row's prompt."""
+        raise NotImplementedError
 
     def draft(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
@@ -80,17 +94,11 @@ class Drafter(Protocol):
                 different nodes, and of different steps, must be drawn independently
                 (`Level.noise_at`).
         """
-        ...
+        raise NotImplementedError
 
 
-class FeatureDrafter(Drafter, Protocol):
-    """Protocol of drafters that also read hidden states of the target (`models.hidden_states`).
-
-    Attributes:
-        feature_layers: The target's layers whose outputs it reads; () for none.
-    """
-
-    feature_layers: tuple[int, ...]
+class FeatureDrafter(Drafter):
+    """Base of drafters that may also read hidden states of the target (`models.hidden_states`)."""
 
     def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
         """Read the next tokens (T,) of a row's prompt.
@@ -98,12 +106,14 @@ class FeatureDrafter(Drafter, Protocol):
         features (T', F) are the target's at the last T' of all tokens read, which may be more or
         fewer than T; None leaves them unknown.
         """
+        raise NotImplementedError
 
     def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
         """Keep the target's features (B, N, F) of the nodes on the accepted path (B, M).
 
         The lengths of the paths are those of the rows' blocks.
         """
+        raise NotImplementedError
 
 
 class DrafterSpec(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 from stree.batching.state import BatchState
 from stree.checkpoints.tokenizer import encode_text
 from stree.common.errors import UsageError
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import Drafter, Proposal, SiblingSampling
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
@@ -74,7 +74,7 @@ class _Text:
     num_read: int = 0
 
 
-class CrossTokenizerDrafter:
+class CrossTokenizerDrafter(Drafter):
     """Drafter that fills trees with greedy continuations in another tokenizer's tokens.
 
     There is one continuation for each of the root's children; they begin with the drafter's best
@@ -84,8 +84,6 @@ class CrossTokenizerDrafter:
     """
 
     drawn = SiblingSampling.DETERMINISTIC
-    capturable = False
-    grows = False
 
     def __init__(
         self, model: HybridModel, own: Any, targets: Any, vocabulary: int, num_rows: int,
@@ -99,7 +97,7 @@ class CrossTokenizerDrafter:
 
     def clear(self, row: int) -> None:
         self.texts[row] = _Text()
-        self.cache.reset(row)
+        self.cache.clear(row)
 
     def read(self, row: int, tokens: Tensor) -> None:
         self.texts[row].tokens += tokens.tolist()
@@ -120,7 +118,7 @@ class CrossTokenizerDrafter:
         """Return continuations of a row's text in the target's tokens, the best first."""
         text, state = _decoded(self.targets, self.texts[row].tokens), self.texts[row]
         if not text.startswith(state.read):  # a token completed a character, or changed a word
-            self.cache.reset(row)
+            self.cache.clear(row)
             state.read, state.num_read = "", 0
         certain = max(_last_word(text), len(state.read))
         new = encode_text(self.own, text[len(state.read) : certain])

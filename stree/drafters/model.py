@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import FeatureDrafter, Proposal, SiblingSampling
+from stree.engine.row_store import RowStore, SavedRow
 from stree.models.chunk_pass import PrefillScratch
 from stree.models.hidden_states import HiddenStateProjection
 from stree.models.layer_caches import Which
@@ -43,7 +44,7 @@ class ModelDrafterSpec:
         return ModelDrafter(self.model, num_rows, max_length, max_nodes, self.siblings)
 
 
-class ModelDrafter:
+class ModelDrafter(FeatureDrafter):
     """Drafter that runs a model of the target's vocabulary.
 
     It first reads the tokens that became certain since its last draft, as a chain, then the inner
@@ -55,6 +56,7 @@ class ModelDrafter:
     """
 
     capturable = True
+    reads_alongside = True
 
     def __init__(
         self, model: HybridModel, num_rows: int, max_length: int, max_nodes: int,
@@ -77,10 +79,32 @@ class ModelDrafter:
             shape = num_rows, max_nodes, model.config.d_model
             self.inputs = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
+    @property
+    def row_store(self) -> RowStore:
+        return self
+
     def clear(self, row: Which) -> None:
-        self.cache.reset(row)
+        self.cache.clear(row)
         if self.inputs is not None:
             self.inputs[row] = self._projection.unknown.detach()
+
+    def save(self, row: int, most: int) -> SavedRow:
+        """Return copies of a row's cache, and of the input of its next token."""
+        saved = self.cache.save(row, most)
+        following = None if self.inputs is None else self.inputs[row, 0].clone()
+        return SavedRow(saved.length, (saved, following))
+
+    def load(self, saved: SavedRow, row: int) -> None:
+        """Write the copies of `save` into a row."""
+        of_cache, following, *_ = saved.parts
+        self.cache.load(of_cache, row)
+        if self.inputs is not None:
+            self.inputs[row, 0] = following
+
+    def bytes_per_row(self) -> int:
+        """Return the bytes that a row takes."""
+        inputs = 0 if self.inputs is None else self.inputs.nbytes // len(self.inputs)
+        return self.cache.bytes_per_row() + inputs
 
     @torch.no_grad()
     def read(

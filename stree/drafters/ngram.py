@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import Drafter, Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
+from stree.engine.row_store import RowStore, SavedRow
 from stree.generation import require_whole
 from stree.models.layer_caches import Which, fill
 from stree.models.model import HybridModel
@@ -136,6 +137,21 @@ class Text:
     def clear(self, row: Which) -> None:
         fill(self.slots[:, self.start :], row, value=NOTHING)
         fill(self.num_read, row)
+
+    def save(self, row: int, most: int) -> SavedRow:
+        """Return copies of a row's text."""
+        slots = self.slots[row, self.start : self.start + most].clone()
+        return SavedRow(self.num_read[row].clone(), (slots,))
+
+    def load(self, saved: SavedRow, row: int) -> None:
+        """Write the copies of `save` into a row."""
+        (slots,) = saved.parts
+        self.slots[row, self.start : self.start + len(slots)] = slots
+        self.num_read[row].copy_(saved.length)
+
+    def bytes_per_row(self) -> int:
+        """Return the bytes that a row takes."""
+        return self.slots[0].nbytes + self.num_read[0].nbytes
 
     def read(self, row: int, tokens: Tensor) -> None:
         places = torch.arange(len(tokens), device=self.slots.device)
@@ -261,15 +277,18 @@ def _completed(found: Tensor, barred: Tensor | None) -> Tensor:
     return torch.where(missing, free.gather(-1, number), found)
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Drafter that fills trees with continuations found in the text."""
 
     drawn = SiblingSampling.DETERMINISTIC
     capturable = True
-    grows = False
 
     def __init__(self, text: Text) -> None:
         self.text = text
+
+    @property
+    def row_store(self) -> RowStore:
+        return self.text
 
     def clear(self, row: Which) -> None:
         self.text.clear(row)
@@ -294,6 +313,8 @@ class GraftingDrafter(ModelDrafter):
     model's.
     """
 
+    reads_alongside = False  # the text reads the tokens, too
+
     def __init__(
         self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,
         siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
@@ -306,6 +327,17 @@ class GraftingDrafter(ModelDrafter):
     def clear(self, row: Which) -> None:
         super().clear(row)
         self.text.clear(row)
+
+    def save(self, row: int, most: int) -> SavedRow:
+        saved = super().save(row, most)
+        return SavedRow(saved.length, (*saved.parts, self.text.save(row, most)))
+
+    def load(self, saved: SavedRow, row: int) -> None:
+        super().load(saved, row)
+        self.text.load(saved.parts[-1], row)
+
+    def bytes_per_row(self) -> int:
+        return super().bytes_per_row() + self.text.bytes_per_row()
 
     def read(self, row: int, tokens: Tensor, *features_and_reader: Any) -> None:
         super().read(row, tokens, *features_and_reader)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from stree_kernels import naive
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,10 @@ def log_probs_of(
         (B, M, 2, 1 + 2·k) fp64, by `logits` and by `kept`: the token's log-probability, then those
         of the k best tokens, then these tokens.
     """
+    import torch  # only here: schedulers keep `TokenLogprobs` without it
+
+    from stree_kernels import naive
+
     dtype = naive.accumulation_dtype(logits.dtype)
     temperature = torch.where(temperature == 0, 1.0, temperature).to(dtype)
     both = torch.stack([logits.to(dtype), kept.to(dtype) / temperature[:, None, None]], 2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stree.common.errors import UsageError
+from stree.engine.row_store import SavedRow
 from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
 from stree.models.layer_caches import (
@@ -37,17 +37,6 @@ from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.contracts import CacheState
-
-
-@dataclass(frozen=True)
-class SavedPrefix:
-    """Copies of a cache after the first `length` tokens of a sequence, by layer.
-
-    Keys and values may have some slots more, which are never read.
-    """
-
-    length: int
-    layers: list[tuple[Tensor, ...]]
 
 
 class HybridCache:
@@ -159,6 +148,10 @@ class HybridCache:
             parts[part] += 0 if each is None else each.nbytes // len(self.length)
         return parts
 
+    def bytes_per_row(self) -> int:
+        """Return the bytes of a sequence."""
+        return sum(self.sequence_bytes().values())
+
     def narrow(self, first: int, count: int) -> HybridCache:
         """Return a view of the buffers of `count` sequences from `first` on."""
         view = copy.copy(self)
@@ -179,40 +172,29 @@ class HybridCache:
         view.num_committed = int(view.length + view.path_length)
         return view
 
-    def reset(self, row: Which = EACH) -> None:
+    def clear(self, row: Which = EACH) -> None:
         """Empty all sequences, or those of `row`, so that their buffers serve others."""
         for layer in self.layers:
-            layer.reset(row)
+            layer.clear(row)
         fill(self.length, row)
         fill(self.path_length, row)
         self.num_committed = 0
 
-    def save(self, row: int = 0) -> SavedPrefix:
-        """Return copies of a sequence's caches after its committed tokens. Waits for the device.
+    def save(self, row: int = 0, most: int | None = None) -> SavedRow:
+        """Return copies of a sequence's caches after its committed tokens, a part for each layer.
 
-        An accepted path that is not replayed yet is left out.
+        An accepted path that is not replayed yet is left out. most is an upper bound of the
+        committed tokens; None asks the device, and waits for it.
         """
-        length = int(self.length[row])
-        return SavedPrefix(length, self.copies(row, length))
+        most = int(self.length[row]) if most is None else most
+        parts = tuple(layer.save(most, row) for layer in self.layers)
+        return SavedRow(self.length[row].clone(), parts)
 
-    def copies(self, row: int, most: int) -> list[tuple[Tensor, ...]]:
-        """Return the copies of `save` by layer, without waiting for the device.
-
-        most is an upper bound of the committed tokens.
-        """
-        return [layer.save(most, row) for layer in self.layers]
-
-    def load(self, saved: SavedPrefix, row: int | None = None) -> None:
-        """Write saved copies into a sequence, as if it had just read these tokens.
-
-        row is None for a cache of one sequence.
-        """
-        if row is None:
-            assert len(self.length) == 1, "which of the sequences?"
-            row, self.num_committed = 0, saved.length
-        for layer, each in zip(self.layers, saved.layers, strict=True):
+    def load(self, saved: SavedRow, row: int = 0) -> None:
+        """Write saved copies into a sequence, as if it had just read these tokens."""
+        for layer, each in zip(self.layers, saved.parts, strict=True):
             layer.load(each, row)
-        self.length[row].fill_(saved.length)
+        self.length[row].copy_(saved.length)
         self.path_length[row].zero_()
 
     def commit(self, path: Sequence[int]) -> None:

@@ -49,7 +49,7 @@ class AttentionCache:
         keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
         return AttentionCache(keys, values, self.rotary)
 
-    def reset(self, row: Which = EACH) -> None:
+    def clear(self, row: Which = EACH) -> None:
         """Do nothing: slots from the committed length on are never read."""
 
     def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
@@ -157,7 +157,7 @@ class ConvCache:
         else:
             self._lent_conv_states[self.parity, row] = taken.own_conv_state
 
-    def reset(self, row: Which = EACH) -> None:
+    def clear(self, row: Which = EACH) -> None:
         fill(self.rows[:, :, : self.conv_state_shape()[0]], row, 1)
         if self.own_conv_state is not None:
             fill(self.own_conv_state, row)
@@ -239,8 +239,8 @@ class RecurrentCache(ConvCache):
         if taken.state is not self.state:
             self.state.index_copy_(0, row, taken.state)
 
-    def reset(self, row: Which = EACH) -> None:
-        super().reset(row)
+    def clear(self, row: Which = EACH) -> None:
+        super().clear(row)
         fill(self.state, row)
 
     def sharing(self, other: Self) -> Self:

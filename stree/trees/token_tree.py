@@ -10,13 +10,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
-from typing import ClassVar, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import parse_yaml, read_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
 MAX_CHILDREN = 255  # of a node: one program finds a row's best (kernel `top`)
@@ -177,6 +177,8 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """Mask (N, N) bool on the CPU: [i, j] is true when j is i or an ancestor of i."""
+        import torch  # only here: schedulers choose trees without it
+
         mask = torch.eye(self.num_nodes, dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
@@ -188,6 +190,8 @@ class TokenTree:
         They are indices into [the width − 1 last committed inputs, the nodes' inputs], oldest
         first.
         """
+        import torch
+
         rows: list[list[int]] = []
         for node, parent in enumerate(self.parents):
             above = list(range(width - 1)) if parent < 0 else rows[parent][1:]

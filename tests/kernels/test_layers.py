@@ -87,26 +87,26 @@ def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
     attention = model.model.layers[1].self_attn
     for name in ("weight", "bias"):  # written in place, they are what the call reads
         getattr(attention.v_proj, name).mul_(2)
-    cache.reset()
+    cache.clear()
     written = model.tree_forward(nodes, tree, cache)
     assert not torch.equal(written, wanted)
-    cache.reset()
+    cache.clear()
     attention.v_proj.weight.data = attention.v_proj.weight.data.clone()
     assert torch.equal(model.tree_forward(nodes, tree, cache), written)
-    cache.reset()
+    cache.clear()
     attention.v_proj.weight.mul_(2)  # what has moved is what the next call reads, too
     assert not torch.equal(changed := model.tree_forward(nodes, tree, cache), written)
-    cache.reset()
+    cache.clear()
     attention.o_proj.weight.data = attention.o_proj.weight.data.contiguous()
     assert torch.equal(model.tree_forward(nodes, tree, cache), changed)
-    cache.reset()
+    cache.clear()
     attention.o_proj.weight.mul_(2)
     assert not torch.equal(model.tree_forward(nodes, tree, cache), changed)
-    cache.reset()
+    cache.clear()
     model.load_state_dict(before, assign=True)
     torch.testing.assert_close(model.tree_forward(nodes, tree, cache), wanted)
     model.model.layers[0].mamba.out_proj.weight.zero_()  # of one that is not joined, too
-    cache.reset()
+    cache.clear()
     assert not torch.allclose(model.tree_forward(nodes, tree, cache), wanted)
 
 

@@ -35,7 +35,7 @@ def decoded(drafts: bool) -> tuple[list, list, list]:
     )
     outputs = decoder.generate([Request([1, 2 + row], each) for row, each in enumerate(SETTINGS)])
     accepted = [each.stats.accepted_per_call for each in outputs]
-    return [each.tokens for each in outputs], accepted, decoder.rows.root.tolist()
+    return [each.tokens for each in outputs], accepted, decoder.worker.state.root.tolist()
 
 
 @pytest.fixture(scope="module")

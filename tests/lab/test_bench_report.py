@@ -154,7 +154,7 @@ def test_rows_are_timed_on_tokens_of_their_own(monkeypatch):
     batches._decoded(decoder, 8, 4)
     assert [len(set(tokens)) for tokens in zip(*asked, strict=True)] == [3] * 8
     steps.launcher(decoder, 8)
-    for tensor in (decoder.rows.root, decoder.rows.seed):
+    for tensor in (decoder.worker.state.root, decoder.worker.state.seed):
         assert len(tensor.unique()) == 3
     read = calls._tokens(target, 5, 7)
     assert all(len(set(tokens)) == 5 for tokens in read.T.tolist())

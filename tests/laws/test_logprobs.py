@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching import prefill, step
+from stree.batching import step
 from stree.drafters.ngram import NGram
+from stree.engine import worker
 from stree.logits.log_probs import log_probs_of
 
 KINDS = {  # verifier and tree
@@ -194,7 +195,7 @@ def test_an_answer_s_end_cuts_them_and_a_stream_has_them():
 
 def test_a_step_without_them_reports_as_before(monkeypatch, captured_on_cpu):
     called = []
-    for place in (step, prefill):
+    for place in (step, worker):
         monkeypatch.setattr(
             place, "log_probs_of", lambda *given: called.append(1) or log_probs_of(*given)
         )
@@ -210,4 +211,4 @@ def test_one_graph_serves_several_numbers_of_best_tokens(captured_on_cpu):
     decoder = Decoder(tiny_model(1), max_length=64)
     for count in (5, 6, 7, 8):
         decoder.generate([1, 2], max_new_tokens=3, logprobs=count)
-    assert len(decoder.batch.runner.step_graphs) == 1
+    assert len(decoder.batch.worker.runner.step_graphs) == 1

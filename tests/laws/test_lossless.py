@@ -202,7 +202,7 @@ def parts_by_graphs(monkeypatch) -> bool:
     drafter = right_now_and_then(target)
     decoder = BatchDecoder(target, drafter, num_rows=4, max_length=64, max_nodes=13)
     got = decoder.generate(served)
-    assert isinstance(decoder.runner, GraphRunner) and decoder.runner.step_graphs
+    assert isinstance(decoder.worker.runner, GraphRunner) and decoder.worker.runner.step_graphs
     alone = [Request(each.prompt_ids, each.generation) for each in served]
     plain = without_graphs(
         monkeypatch, lambda: BatchDecoder(target, num_rows=1, max_length=64).generate(alone)

@@ -111,7 +111,7 @@ def enumerated_answers(tree, drafter_layers, monkeypatch):
 def by_graphs(request, monkeypatch):
     """Let steps be graphs, none launched ahead: its choices would be enumerated for nothing."""
     request.getfixturevalue("captured_on_cpu")
-    monkeypatch.setattr("stree.batching.runners.GraphRunner.ahead", 0)
+    monkeypatch.setattr("stree.batching.runners.GraphRunner.num_in_flight", 1)
 
 
 @pytest.mark.costly

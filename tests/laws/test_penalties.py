@@ -153,9 +153,9 @@ def test_drafts_are_penalised_too():
 def test_nothing_is_held_for_penalties_until_one_is_asked_for():
     decoder = Decoder(tiny_model(1), max_length=64)
     decoder.generate([1, 2], GenerationConfig(4, temperature=1.0, min_p=0.1, seed=0))
-    assert decoder.batch.rows.rules.seen is None
+    assert decoder.batch.worker.state.rules.seen is None
     decoder.generate([1, 2], GenerationConfig(4, repetition_penalty=1.1))
-    assert decoder.batch.rows.rules.seen.shape == (1, 62)
+    assert decoder.batch.worker.state.rules.seen.shape == (1, 62)
 
 
 def test_an_idle_row_learns_nothing_of_a_step():

@@ -11,7 +11,7 @@ from toys import Streamer, TableDrafter, TableTarget, tiny_model
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, metrics
 from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken, UsageError
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import Drafter, Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
@@ -30,11 +30,10 @@ TREES = {
 }
 
 
-class Prophet:
+class Prophet(Drafter):
     """Drafter that knows what the target will say, and drafts it mostly, at a random sibling."""
 
     drawn = SiblingSampling.DETERMINISTIC
-    capturable = False
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], vocabulary: int) -> None:
         self.answers, self.vocabulary = answers, vocabulary

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def without_graphs(monkeypatch: Any, run: Callable[[], T]) -> T:
     """Return what `run()` gives when its decoders launch each operation by itself."""
     with monkeypatch.context() as patch:
-        patch.setattr("stree.batching.batch_decoder.runner_of", EagerRunner)
+        patch.setattr("stree.engine.worker.runner_of", EagerRunner)
         return run()
 
 

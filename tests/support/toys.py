@@ -18,7 +18,8 @@ from torch import Tensor
 import stree
 from stree.batching.sequences import Request
 from stree.batching.state import BatchState
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import Drafter, Proposal, SiblingSampling
+from stree.engine.row_store import SavedRow
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
@@ -190,20 +191,19 @@ class TableCache:
     def at(self, row: int) -> TableCache:
         return self.narrow(row, 1)
 
-    def reset(self, row: int) -> None:
+    def clear(self, row: int) -> None:
         self.path_length[row] = 0
         self.rows[row].committed, self.rows[row].tree = [], []
 
-    def save(self) -> list[int]:
-        (row,) = self.rows
-        return list(row.committed)
+    def save(self, row: int, most: int) -> SavedRow:
+        committed = self.rows[row].committed
+        return SavedRow(torch.tensor(len(committed)), tuple(committed))
 
-    def load(self, saved: list[int]) -> None:
-        (row,) = self.rows
-        row.committed = list(saved)
+    def load(self, saved: SavedRow, row: int) -> None:
+        self.rows[row].committed = list(saved.parts)
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """Grows trees with the product's own op, from a table over the last two tokens."""
 
     drawn = SiblingSampling.WITHOUT_REPLACEMENT

@@ -173,7 +173,7 @@ def _decoder(
 
 def _decoded_ready(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:
     """Call `_decoded` until a run captures no graph: the chosen trees differ from run to run."""
-    captured: Any = getattr(decoder.runner, "captured", ())
+    captured: Any = getattr(decoder.worker.runner, "captured", ())
     _decoded(decoder, context, length)
     while True:
         known = len(captured)

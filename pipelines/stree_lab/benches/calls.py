@@ -124,12 +124,12 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 
         def reading(read: Callable[..., Tensor], tokens: Tensor = tokens) -> Callable[[], Tensor]:
             def call() -> Tensor:
-                decoder.cache.reset(0)
+                decoder.cache.clear(0)
                 return read(target, decoder.cache, 0, tokens)
 
             return call
 
-        by_graphs = decoder.runner.prefiller.read_row
+        by_graphs = decoder.worker.runner.prefiller.read_row
         functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
         times = interleave(functions, target.device, repeats)
         yield dict(what="prompt", num_tokens=num_tokens, **us_fields(times))

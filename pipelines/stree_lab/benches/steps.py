@@ -159,15 +159,15 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
     generation = GenerationConfig(temperature=temperature)
     for row in range(decoder.num_rows):
         (first,) = tokens_of_row(row, 1, decoder.target.config.vocab_size)
-        decoder.rows.set(row, replace(generation, seed=row))
-        decoder.rows.begin(row, context, first)
-    rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
+        decoder.worker.state.set(row, replace(generation, seed=row))
+        decoder.worker.state.begin(row, context, first)
+    rows = decoder.worker.state.narrow(0, decoder.num_rows, [generation])
     tree_batch = make_tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
     inputs = StepInputs(rows, tree_batch, decoder.tree.max_depth + 1, decoder.max_length)
 
     def launch() -> None:
-        decoder.runner.launch(inputs, lambda phase: None)
-        decoder.runner.drop()
+        decoder.worker.runner.launch(inputs, lambda phase: None)
+        decoder.worker.runner.drop()
 
     return launch
 
@@ -178,8 +178,8 @@ def graphs_of(
     """Return calls that replay a step's two graphs after `context` tokens; no draft without a
     drafter."""
     launcher(decoder, context, temperature)()
-    assert isinstance(decoder.runner, GraphRunner)
-    (graphs,) = decoder.runner.step_graphs.values()
+    assert isinstance(decoder.worker.runner, GraphRunner)
+    (graphs,) = decoder.worker.runner.step_graphs.values()
     found: dict[str, Callable[[], object]] = {"target": graphs.rest.replay}
     return found if graphs.draft is None else {"draft": graphs.draft.replay, **found}
 

@@ -242,7 +242,7 @@ def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):
     ]
     queue_bench.rehearse(decoder, requests)
     assert decoder.num_free_rows == 4
-    runner = decoder.runner
+    runner = decoder.worker.runner
     ready = set(runner.step_graphs), set(runner.prefiller.graphs)
     assert ready[0] and ready[1]
     decoder.generate(requests)

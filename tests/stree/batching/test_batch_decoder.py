@@ -149,9 +149,9 @@ def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu
     decoder = BatchDecoder(
         target, right_now_and_then(target), tree, num_rows=4, max_length=128, tokenizer=Letters()
     )
-    launch = decoder.runner.launch
+    launch = decoder.worker.runner.launch
     monkeypatch.setattr(
-        decoder.runner, "launch",
+        decoder.worker.runner, "launch",
         lambda inputs, mark: (launched.append(inputs.tree_batch), launch(inputs, mark)),
     )
     requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
@@ -163,7 +163,7 @@ def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu
 
 
 def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch):
-    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 8)
     target = tiny_model(1)
     decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=128)
     prompt = [(7 * i) % 61 for i in range(40)]
@@ -172,7 +172,7 @@ def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch
     long = decoder.admit(Request(prompt, GenerationConfig(6)))
     seen = [{report.row for report in decoder.step()} for _ in range(5)]
     assert seen[:4] == [{short}] * 4 and seen[4] == {short, long}
-    while not all(sequence.finish_reason for sequence in decoder._sequences.values()):
+    while not all(sequence.finish_reason for sequence in decoder.scheduler.sequences.values()):
         decoder.step()
     wanted = Decoder(target, max_length=128).generate(prompt, GenerationConfig(6))
     assert decoder.release(long).tokens == wanted.tokens
@@ -261,12 +261,14 @@ def test_what_is_there_is_not_made_ready_again(captured_on_cpu, monkeypatch):
     target = tiny_model(1)
     decoder = BatchDecoder(target, num_rows=4, max_length=64)
     prepared, begun = [], []
-    prepare, begin = decoder.prefill.prepare, decoder.prefill.begin
+    worker = decoder.worker
+    prepare, begin = worker.prepare_reads, worker.begin
     monkeypatch.setattr(
-        decoder.prefill, "prepare", lambda row, each: prepared.append(row) or prepare(row, each)
+        worker, "prepare_reads",
+        lambda row, *other, **more: prepared.append(row) or prepare(row, *other, **more),
     )
     monkeypatch.setattr(
-        decoder.prefill, "begin", lambda row, *other: begun.append(row) or begin(row, *other)
+        worker, "begin", lambda row, *other: begun.append(row) or begin(row, *other)
     )
     generations = [GenerationConfig(5, temperature=t) for t in (0.0, 0.0, 1.0, 1.0)]
     for number, generation in enumerate(generations):
@@ -321,16 +323,15 @@ def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefix
     )
     for rows in (1, 2, 3, 8):
         decoder = BatchDecoder(target, drafter, tree, num_rows=rows, **options)
-        read, read_tokens = [], decoder.prefill._read_tokens
+        read, of = [], decoder.worker.read
         monkeypatch.setattr(
-            decoder.prefill, "_read_tokens",
-            lambda row, each, tokens, read=read, of=read_tokens: read.append(len(tokens))
-            or of(row, each, tokens),
+            decoder.worker, "read",
+            lambda each, read=read, of=of: read.append(each.stop - each.start) or of(each),
         )
         got = decoder.generate([Request(prompt, asked) for prompt in prompts])
         assert [each.tokens for each in got] == [each.tokens for each in wanted]
         assert [each.seed for each in got] == [each.seed for each in wanted]
-        assert sorted(read) == [2, 5]
+        assert sorted(filter(None, read)) == [2, 5]
         assert [each.stats.num_reused_tokens for each in got].count(0) == 2
     door = Decoder(target, drafter, tree, **options)
     got = door.generate(prompts, asked)
@@ -340,7 +341,7 @@ def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefix
 
 
 def test_a_prompt_of_several_answers_is_read_although_its_reader_leaves(monkeypatch):
-    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 4)
     target = tiny_model(1)
     decoder = BatchDecoder(target, num_rows=4, max_length=96)
     prompt = list(range(1, 20))
@@ -378,7 +379,7 @@ class Quiet:
 
 
 def test_a_step_reads_no_more_prompt_tokens_than_it_may(monkeypatch):
-    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 4)
     target = tiny_model(1)
     prompts = [[each] * 9 for each in range(1, 6)]
     wanted = [
@@ -391,16 +392,17 @@ def test_a_step_reads_no_more_prompt_tokens_than_it_may(monkeypatch):
         rows = [decoder.admit(Request(each, GenerationConfig(4))) for each in prompts]
         read, done = [], set()
         while len(done) < len(rows):
-            before = sum(each.num_read for each in decoder._sequences.values())
+            sequences = decoder.scheduler.sequences.values()
+            before = sum(each.num_read for each in sequences)
             reports = decoder.step()
-            read.append(sum(each.num_read for each in decoder._sequences.values()) - before)
+            read.append(sum(each.num_read for each in sequences) - before)
             done |= {each.row for each in reports if each.finish_reason}
         assert 4 <= max(read) <= most
         assert [decoder.release(row).tokens for row in rows] == [each.tokens for each in wanted]
 
 
 def test_rows_that_wait_for_a_shared_prompt_use_none_of_the_budget(monkeypatch):
-    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 4)
     decoder = BatchDecoder(tiny_model(1), num_rows=6, max_length=96, prompt_tokens_per_step=8)
     decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
     decoder.step()
@@ -408,7 +410,7 @@ def test_rows_that_wait_for_a_shared_prompt_use_none_of_the_budget(monkeypatch):
         decoder.admit(each)
     last = decoder.admit(Request([3] * 12, GenerationConfig(4)))
     decoder.step()
-    assert decoder._sequences[last].num_read == 4
+    assert decoder.scheduler.sequences[last].num_read == 4
 
 
 def test_a_warm_up_leaves_rows_and_prefixes_free():

@@ -78,8 +78,9 @@ def test_it_is_made_current_to_keep_a_prefix(monkeypatch):
     decoder, watched = BatchDecoder(tiny_model(1), max_length=32, num_prefixes=2), Watched()
     row = decoder.admit(Request([1, 2], GenerationConfig(4)))
     decoder.step()
-    depths, hand_over = [], decoder.prefixes.hand_over
-    decoder.prefixes.hand_over = lambda values: depths.append(watched.depth) or hand_over(values)
+    runner, depths = decoder.worker.runner, []
+    hand_over = runner.hand_over
+    runner.hand_over = lambda values: depths.append(watched.depth) or hand_over(values)
     monkeypatch.setattr(ops, "current", watched.current)
     decoder.release(row, keep=True)
     assert depths == [1]

@@ -29,7 +29,7 @@ def models():
 def same_as_eager(make, monkeypatch, *calls):
     """Return outputs of calls of `generate`, which are those of a decoder without graphs."""
     decoder, plain = make(), without_graphs(monkeypatch, make)
-    assert isinstance(decoder.batch.runner, GraphRunner)
+    assert isinstance(decoder.batch.worker.runner, GraphRunner)
     got, wanted = ([each.generate(*call) for call in calls] for each in (decoder, plain))
     assert_same(got, wanted)
     assert_same([decoder.generate(*call) for call in calls], got)
@@ -67,12 +67,12 @@ def test_prompts_read_by_graphs_are_as_read_in_fp64(models, dtype):
     wanted = exact.new_cache(2000, 1)
     for count in (5, 600, 30, 700):
         tokens = torch.randint(61, (1, count), device=model.device)
-        got = decoder.runner.prefiller.read_row(model, decoder.cache, 1, tokens[0])
+        got = decoder.worker.runner.prefiller.read_row(model, decoder.cache, 1, tokens[0])
         torch.testing.assert_close(got.double(), exact.prefill(tokens, wanted), **near)
-    graphs = decoder.runner.prefiller.graphs.values()
+    graphs = decoder.worker.runner.prefiller.graphs.values()
     assert {graph.size for graph in graphs} == {16, 512, 128, 32, 256}
     assert decoder.cache.length.tolist() == [0, 1335, 0]
-    saved = (cache.save().layers for cache in (decoder.cache.narrow(1, 1), wanted))
+    saved = (cache.save().parts for cache in (decoder.cache.narrow(1, 1), wanted))
     for got, each in zip(*saved, strict=True):
         mine = tuple(part.double() for part in got)
         torch.testing.assert_close(mine, each, **near)
@@ -206,7 +206,7 @@ def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temp
     decoder = Decoder(models[0], max_length=700)
     generation = GenerationConfig(4, temperature=temperature, seed=0)
     decoder.generate([1, 2, 3], generation)
-    (graphs,) = decoder.batch.runner.step_graphs.values()
+    (graphs,) = decoder.batch.worker.runner.step_graphs.values()
     replay = graphs.rest.replay
 
     def slow():

@@ -38,7 +38,7 @@ def tensors_of(held: object, seen: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def bytes_of(decoder: BatchDecoder) -> int:
-    seen = tensors_of([decoder.cache, decoder.drafter, decoder.rows], {})
+    seen = tensors_of([decoder.cache, decoder.drafter, decoder.worker.state], {})
     return sum(each.untyped_storage().nbytes() for each in seen.values())
 
 

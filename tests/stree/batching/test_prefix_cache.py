@@ -11,7 +11,6 @@ from toys import right_now_and_then, tiny_model
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.prefillers import PrefillGraph
 from stree.common.errors import UsageError
-from stree.common.host_copy import HostCopy
 from stree.drafters.model import ModelDrafter
 
 SYSTEM = [7, 3, 9, 1, 5, 5, 2]
@@ -133,7 +132,8 @@ def test_the_longest_fits_and_the_least_used_goes():
     assert reused([1, 2, 3, 4, 5], keep=False) == 4
     assert reused([1, 2, 9], keep=False) == 2
     assert reused([6, 6, 6], keep=True) == 0  # [1, 2, 3, 4] goes: [1, 2] was used after it
-    assert len(decoder.prefixes) == 2
+    decoder.num_reusable([1])  # waits for what was kept last
+    assert len(decoder.scheduler.prefixes.kept) == 2
     assert reused([1, 2, 3, 4, 5], keep=False) == 2
     assert reused([6, 6, 6, 1], keep=False) == 3
 
@@ -154,40 +154,25 @@ def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
         assert second.tokens == wanted.tokens
 
 
-class OnItsWay:
-    """Holds values that are not there until somebody waits for them."""
-
-    def __init__(self, arrival, asked) -> None:
-        self.arrival, self.asked = arrival, asked
-
-    def is_there(self) -> bool:
-        return False
-
-    def tolist(self):
-        self.asked.append(self)
-        return self.arrival.tolist()
-
-
-@pytest.mark.parametrize("on_its_way", [False, True])
-def test_no_more_is_held_than_asked_for(on_its_way):
+@pytest.mark.parametrize("keep_prompt", [False, True])
+def test_no_more_is_held_than_asked_for(keep_prompt):
     """Copies count even if their lengths were never asked for."""
-    target = tiny_model(1)
-    decoder = BatchDecoder(target, num_rows=1, max_length=64, num_prefixes=3)
-    prefixes, asked = decoder.prefixes, []
-    if on_its_way:
-        prefixes.hand_over = lambda values: OnItsWay(HostCopy(values), asked)
-    row = decoder.admit(Request([*SYSTEM, 0], GenerationConfig(9)))
+    decoder = BatchDecoder(tiny_model(1), num_rows=8, max_length=64, num_prefixes=3)
+    rows = [
+        decoder.admit(Request([*SYSTEM, last], GenerationConfig(1), keep_prompt=keep_prompt))
+        for last in range(8)
+    ]
     decoder.step()
-    for last in range(8):
-        prefixes.keep(row, [*SYSTEM, last])
-        assert len(prefixes._copied) + len(prefixes._kept) <= 3
-    assert len(asked) == 5 * on_its_way
+    for row in rows:
+        decoder.release(row, keep=True)
+        assert len(decoder.worker._saved) <= 3
     assert [decoder.num_reusable([*SYSTEM, last, 9]) for last in range(8)] == [0] * 5 + [8] * 3
+    assert len(decoder.worker._saved) == 3
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
-    """The host learns a prefix's length when it is asked for, or when too many are held."""
+    """The host learns a prefix's length when it is asked for."""
     target = tiny_model(1)
     drafter = right_now_and_then(target) if drafts else None
     decoder = BatchDecoder(target, drafter, num_rows=2, max_length=64, num_prefixes=2)
@@ -195,14 +180,9 @@ def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
     for _ in range(3):
         decoder.step()
     told = [[*SYSTEM, each + 1, *decoder.tokens_of(row)] for each, row in enumerate(rows)]
-    hand_over, asked = decoder.prefixes.hand_over, []
-    decoder.prefixes.hand_over = lambda values: OnItsWay(hand_over(values), asked)
     with NothingWaits():
         for row in rows:
-            decoder.prefixes.keep(row, told[row])
-    assert not asked
-    for row in rows:
-        decoder.release(row)
+            decoder.release(row, keep=True)
     for row in rows:
         reused = decoder.num_reusable([*told[row], 5])
         assert len(SYSTEM) < reused <= len(told[row])
@@ -226,7 +206,7 @@ def test_rows_beside_the_one_that_is_loaded_keep_what_they_have():
     for row, wanted in ((0, 2), (1, 1), (2, 2)):
         again = cache.save(row)
         assert again.length == saved[wanted].length
-        for mine, theirs in zip(again.layers, saved[wanted].layers, strict=True):
+        for mine, theirs in zip(again.parts, saved[wanted].parts, strict=True):
             assert all(map(torch.equal, mine, theirs))
 
 
@@ -287,18 +267,18 @@ def test_nothing_is_kept_of_a_row_whose_weights_changed_while_it_was_under_way()
 
 def test_a_prompt_read_with_two_sets_of_weights_is_not_kept(monkeypatch):
     """Its first chunk was read before the weights changed, its second one after."""
-    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 4)
     target = tiny_model(1)
     decoder = BatchDecoder(target, num_rows=3, max_length=128, num_prefixes=4)
     decoder.admit(Request([6, 6], GenerationConfig(60, ignore_eos=True)))
     decoder.step()
     row = decoder.admit(Request(SYSTEM, GenerationConfig(9), keep_prompt=True))
     decoder.step()
-    assert decoder._sequences[row].is_prefilling
+    assert decoder.scheduler.sequences[row].is_prefilling
     with torch.no_grad():
         next(target.parameters()).mul_(1.5)
     decoder.admit(Request([8, 8], GenerationConfig(1)))
-    while decoder._sequences[row].is_prefilling:
+    while decoder.scheduler.sequences[row].is_prefilling:
         decoder.step()
     assert decoder.num_reusable([*SYSTEM, 4]) == 0
 

@@ -17,11 +17,11 @@ from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.prefill import Prefill
 from stree.batching.prefillers import Called, ChunkedPrefill, PrefillGraph
 from stree.batching.runners import GraphRunner
 from stree.common.errors import InvariantBroken
 from stree.drafters.ngram import NGram
+from stree.engine.worker import Worker
 from stree.models.hidden_states import HiddenStateTap
 from stree.trees.token_tree import balanced
 from stree_kernels import ops
@@ -64,17 +64,17 @@ def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu
 
     alone = without_graphs(monkeypatch, lambda: decoder().generate(served))
     monkeypatch.setattr(Event, "is_there", False)
-    batch, read = decoder(), Prefill.read
-    waited = []
+    batch, execute = decoder(), Worker.execute
+    alone_in_plan = []
 
-    def read_without_waiting(self, row, sequence, whole):
-        waited.append(whole)
-        with nullcontext() if whole else NothingWaits():
-            return read(self, row, sequence, whole)
+    def execute_without_waiting(self, plan):
+        alone_in_plan.extend([not plan.trees] * len(plan.reads))
+        with NothingWaits() if plan.trees else nullcontext():
+            execute(self, plan)
 
-    monkeypatch.setattr(Prefill, "read", read_without_waiting)
+    monkeypatch.setattr(Worker, "execute", execute_without_waiting)
     assert_same(batch.generate(served), alone)
-    assert sorted(waited) == [False] * 6 + [True] * 3
+    assert sorted(alone_in_plan) == [False] * 6 + [True] * 3
 
 
 def test_a_prompt_after_which_logits_are_bad_ends_with_its_error(captured_on_cpu, monkeypatch):
@@ -136,7 +136,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
     monkeypatch.setattr("stree.batching.prefillers.LONGEST_CHUNK", longest)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
-    prefiller = decoder.runner.prefiller if captured else ChunkedPrefill(Called)
+    prefiller = decoder.worker.runner.prefiller if captured else ChunkedPrefill(Called)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
     cache.variant.zero_()  # one tree for all
     draw = torch.Generator().manual_seed(2)
@@ -161,7 +161,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
     }
     assert cache.narrow(1, 1).save().length == 62
     assert cache.length.tolist() == [0, 62, 0]
-    for got, each in zip(cache.narrow(1, 1).save().layers, wanted.save().layers, strict=True):
+    for got, each in zip(cache.narrow(1, 1).save().parts, wanted.save().parts, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
 
 
@@ -174,7 +174,7 @@ def test_prompts_have_all_of_their_graphs_beforehand(drafter, captured_on_cpu):
     decoder = BatchDecoder(target, made[drafter], TREES[1], num_rows=1, max_length=80)
     decoder.admit(Request([5, 3, 9] * 6, GenerationConfig(6, ignore_eos=True)))
     decoder.prepare()
-    graphs = decoder.runner.prefiller.graphs
+    graphs = decoder.worker.runner.prefiller.graphs
     ready = set(graphs)
     assert not any(given.requires_grad for graph in graphs.values() for given in graph.given)
     decoder.step()
@@ -250,7 +250,7 @@ def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
             if report.finish_reason:
                 outputs[report.row] = decoder.release(report.row)
     assert outputs[first].tokens == alone.tokens
-    assert len(decoder.runner.step_graphs) > 3
+    assert len(decoder.worker.runner.step_graphs) > 3
 
 
 @pytest.mark.filterwarnings("ignore:steps of this decoder")
@@ -262,7 +262,7 @@ def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
     for depth in (*range(1, MAX_KEPT + 4), 1):
         request = Request([1, 2, 3], GenerationConfig(6), TokenTree.chain(depth))
         decoder.generate([request])
-    assert len(decoder.runner.step_graphs) == MAX_KEPT
+    assert len(decoder.worker.runner.step_graphs) == MAX_KEPT
     # A draft and a target call each; the prompt's, which is read by both, and what is done before
     # and after it
     assert len(living_captures() - before) == 2 * MAX_KEPT + 4
@@ -294,7 +294,7 @@ def test_graphs_that_are_captured_again_are_warned_of_once(captured_on_cpu, monk
         assert decode(depth) == []
     (warning,) = decode(1)
     assert f"more shapes than the {MAX_KEPT} whose CUDA graphs are kept" in warning
-    assert decode(2) == [] and len(decoder.runner.step_graphs) == MAX_KEPT
+    assert decode(2) == [] and len(decoder.worker.runner.step_graphs) == MAX_KEPT
 
 
 def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_cpu):
@@ -306,7 +306,7 @@ def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_c
         for temperature in (0.5, 1.0) for seed in (1, 2) for tree in trees
     ]
     outputs = [decoder.generate([each])[0].tokens for each in served]
-    assert len(decoder.runner.step_graphs) == 1
+    assert len(decoder.worker.runner.step_graphs) == 1
     for each, tokens in zip(served, outputs, strict=True):
         assert Decoder(target, max_length=64).generate([1, 2], each.generation).tokens == tokens
 
@@ -340,7 +340,7 @@ def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
 def test_slots_are_looked_at_in_buckets_without_the_fused_kernels(captured_on_cpu):
     target = tiny_model(1, num_layers=2)
     decoder = Decoder(target, max_length=600)
-    runner = decoder.batch.runner
+    runner = decoder.batch.worker.runner
     assert isinstance(runner, GraphRunner) and runner.bucket == ops.BUCKET
     for length in (10, 250, 300, 10):
         prompt, generation = [7] * length, GenerationConfig(12)

@@ -32,13 +32,13 @@ def test_threads_admit_and_generate_without_losing_a_request():
 def test_threads_never_get_one_row():
     decoder = BatchDecoder(tiny_model(1), num_rows=40, max_length=64)
     together = threading.Barrier(4)
-    prefill_admit = decoder.prefill.admit
 
-    def slow(row, sequence):  # other threads run while a row is found and not yet taken
-        time.sleep(0.001)
-        prefill_admit(row, sequence)
+    class Slow(dict):
+        def __setitem__(self, row, sequence):  # a row is found and not yet taken
+            time.sleep(0.001)  # other threads run
+            super().__setitem__(row, sequence)
 
-    decoder.prefill.admit = slow
+    decoder.scheduler.sequences = Slow()
 
     def admit(_) -> list[int]:
         together.wait()

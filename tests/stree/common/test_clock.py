@@ -97,7 +97,7 @@ def test_on_a_gpu_the_step_ahead_counts_neither_here_nor_in_the_next_prefill(on_
 
 def stall_before(decoder, gpu, call, seconds):
     """Let the host do nothing for a while before it launches one call."""
-    launch, calls = decoder.batch.runner.launch, []
+    launch, calls = decoder.batch.worker.runner.launch, []
 
     def launched(*arguments):
         calls.append(None)
@@ -105,7 +105,7 @@ def stall_before(decoder, gpu, call, seconds):
             gpu.now += seconds
         launch(*arguments)
 
-    decoder.batch.runner.launch = launched
+    decoder.batch.worker.runner.launch = launched
 
 
 def test_on_a_gpu_waiting_for_the_host_is_no_draft(on_device):

@@ -76,7 +76,7 @@ class _Read:
     def at(self, row):
         return _Read(self.rows[row : row + 1])
 
-    def reset(self, row):
+    def clear(self, row):
         self.rows[row].clear()
 
     def save(self, row):

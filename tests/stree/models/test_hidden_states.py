@@ -106,8 +106,8 @@ def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
 
 def test_rows_of_a_batch_have_their_own_features(target, drafter, either_way, monkeypatch):
     """Rows are taken again, and prompts are read in chunks between steps of others."""
-    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 5)
-    monkeypatch.setattr("stree.batching.prefill.FEATURES_CHUNK", 3)
+    monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 5)
+    monkeypatch.setattr("stree.engine.worker.FEATURES_CHUNK", 3)
     watched, texts = watch(drafter, 3, 64, 13), []
     decoder = BatchDecoder(target, watched, TREES[2], num_rows=3, max_length=64)
     requests = mixed_requests(7, TREES, seed=4)
@@ -272,7 +272,7 @@ def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter
         decoder.batch.step()
     assert not watched.drafts
     adaptive_trees.costs = StepTimes({(1, plain): 1e9, (1, tree): 1.0})
-    while not decoder.batch._sequences[row].finish_reason:
+    while not decoder.batch.scheduler.sequences[row].finish_reason:
         decoder.batch.step()
     text = PROMPT + decoder.batch.release(row).tokens
     assert text == PROMPT + Decoder(target).generate(PROMPT, GenerationConfig(24)).tokens

@@ -42,7 +42,7 @@ def test_it_gives_the_same_tokens(dtype, verifier, runner, request):
             target, drafter, num_rows=4, max_length=64, max_nodes=13, verifier=verifier,
             backtracking=backtracking,
         )
-        assert isinstance(decoder.runner, GraphRunner) == (runner == "graphs")
+        assert isinstance(decoder.worker.runner, GraphRunner) == (runner == "graphs")
         return decoder.generate(served)
 
     outputs = serve("joint")
@@ -157,13 +157,13 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
         target, target, num_rows=2, max_length=96, max_nodes=13, num_prefixes=1,
         backtracking="joint",
     )
-    launch = decoder.runner.launch
+    launch = decoder.worker.runner.launch
 
     def listening(inputs, mark):
         assert int(decoder.cache.path_length.max()) <= inputs.longest
         launch(inputs, mark)
 
-    decoder.runner.launch = listening
+    decoder.worker.runner.launch = listening
     prompt = [3, 1, 4]
     row = decoder.admit(Request(prompt, GenerationConfig(11), TokenTree.chain(4)))
     decoder.admit(Request([9], GenerationConfig(60), TokenTree.chain(0)))

@@ -93,7 +93,7 @@ def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, 
     target = tiny_model(1)
     policy = Alternating(trees)
     decoder = Decoder(target, right_now_and_then(target), policy, max_length=96)
-    step_graphs = decoder.batch.runner.step_graphs
+    step_graphs = decoder.batch.worker.runner.step_graphs
     made, tree_batches = [], []
     prepare = decoder.batch.prepare
 
@@ -124,7 +124,7 @@ def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
         decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), max_length=96)
         decoder.measure_step_times(num_steps=1, generation=measured)
         # sampled, leaving tokens out, putting them in order, penalised
-        assert {key[3:7] for key in decoder.runner.step_graphs} == {(is_so,) * 4}
+        assert {key[3][:4] for key in decoder.worker.runner.step_graphs} == {(is_so,) * 4}
         assert decoder.generate([asked])[0].tokens == plain.tokens
 
 
@@ -209,7 +209,7 @@ def test_a_prompt_that_only_the_target_has_read_is_read_by_the_drafter_of_the_ne
     policy.state.current = PLAIN
     row = decoder.admit(first)
     decoder.step()
-    assert not decoder._sequences[row].num_drafted_from
+    assert not decoder.scheduler.sequences[row].num_drafted_from
     decoder.release(row)
     policy.costs = StepTimes({(1, PLAIN): 9.0, (1, tree): 1.0})
     policy.state.current = tree
@@ -230,7 +230,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     decoder.prepare_prefill(rows[0]) if measured else decoder.prepare()
     for row in rows:
         decoder.release(row)
-    ready = set(decoder.runner.prefiller.graphs)
+    ready = set(decoder.worker.runner.prefiller.graphs)
     sizes = {size for model, _, size, *_ in ready if model != id(target)}
     assert sizes >= {2, 4, 8, 16, 32, 64, 128, 256}
     policy.state.current = PLAIN
@@ -238,7 +238,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     for request, out in zip(requests, outputs, strict=True):
         plain = Decoder(target, max_length=64).generate(request.prompt_ids, request.generation)
         assert out.tokens == plain.tokens and out.stats.acceptance_length > 1
-    assert set(decoder.runner.prefiller.graphs) == ready
+    assert set(decoder.worker.runner.prefiller.graphs) == ready
 
 
 def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
@@ -254,7 +254,7 @@ def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
     layers = []
     for _ in range(2):
         decoder.generate([Request([5] * 9, GenerationConfig(30, ignore_eos=True))])
-        graphs = decoder.runner.prefiller.graphs
+        graphs = decoder.worker.runner.prefiller.graphs
         layers.append({asked for model, _, _, _, asked, *_ in graphs if model == id(target)})
         graphs.clear()
         if not layers[1:]:

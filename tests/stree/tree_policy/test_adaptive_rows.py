@@ -161,7 +161,7 @@ def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
     target, order = tiny_model(2), []
     policy = apportioning()
     decoder = Decoder(target, right_now_and_then(target), policy, max_length=96)
-    runner = decoder.batch.runner
+    runner = decoder.batch.worker.runner
     for who, name in ((policy, "choose"), (runner, "launch"), (runner, "collect")):
         told = partial(lambda call, name, *given: (order.append(name), call(*given))[1],
                        getattr(who, name), name)
@@ -224,9 +224,9 @@ def test_observations_of_many_rows_fade_as_one_step():
 def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():
     policy = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0))
     decoder = decoder_of(policy, 2)
-    chosen, choose, launch = [], policy.choose, decoder.runner.launch
+    chosen, choose, launch = [], policy.choose, decoder.worker.runner.launch
     policy.choose = lambda num_rows: chosen.append(num_rows) or choose(num_rows)
-    decoder.runner.launch = lambda inputs, mark: (
+    decoder.worker.runner.launch = lambda inputs, mark: (
         launched.append((chosen[-1], len(inputs.rows.active))) or launch(inputs, mark)
     )
     launched: list = []

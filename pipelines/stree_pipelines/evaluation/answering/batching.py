@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.sequences import Request, StepOutput
+from stree.batching.sequences import Request
+from stree.engine.sequence import StepOutput
 from stree.generation import GenerationOutput
 
 
@@ -58,12 +59,12 @@ class Batch:
         return row
 
     def step(self) -> list[StepOutput]:
-        reading, read_before = set(self._reading), self.decoder.prefill_time.seconds
+        reading, read_before = set(self._reading), self.decoder.worker.prefill_time.seconds
         started = time.perf_counter()
         reports = self.decoder.step()
         step_s = time.perf_counter() - started + self._waited_s
         # A device may have read while the steps before waited for others
-        self._read_s += self.decoder.prefill_time.seconds - read_before
+        self._read_s += self.decoder.worker.prefill_time.seconds - read_before
         read_s = min(self._read_s, step_s) if reading else 0.0
         self._read_s -= read_s
         decoded = set()

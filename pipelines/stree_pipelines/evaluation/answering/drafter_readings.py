@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stree.batching.prefill import FEATURES_CHUNK
 from stree.chat_encoding import chat_encoder
+from stree.engine.worker import FEATURES_CHUNK
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
 from stree_kernels import ops

@@ -7,8 +7,8 @@ from captures import Replayed
 from tiny_evaluation import tiny_model
 
 from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.prefill import Prefill
 from stree.batching.sequences import Request
+from stree.engine.worker import Worker
 from stree.generation import GenerationConfig
 from stree_pipelines.evaluation.answering.batching import Batch, Share
 
@@ -21,7 +21,7 @@ class HandMadeClock:
     def __init__(self, monkeypatch) -> None:
         self.now = 0.0
         monkeypatch.setattr("stree_pipelines.evaluation.answering.batching.time", self)
-        monkeypatch.setattr("stree.batching.batch_decoder.time", self)
+        monkeypatch.setattr("stree.engine.worker.time", self)
         monkeypatch.setattr("stree.common.clock.time", self)
 
     def perf_counter(self) -> float:
@@ -42,16 +42,16 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
     clock = HandMadeClock(monkeypatch)
 
     class Timed(BatchDecoder):
-        def _collect(self):
-            clock.now += 10
-            return super()._collect()
+        def _take_report(self):
+            clock.now += 10 * bool(self.scheduler.awaits_steps)
+            return super()._take_report()
 
     def timed_read(*arguments):
         clock.now += 1
         return read(*arguments)
 
-    read = Prefill.read
-    monkeypatch.setattr(Prefill, "read", timed_read)
+    read = Worker.read
+    monkeypatch.setattr(Worker, "read", timed_read)
     batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
     lengths = (GenerationConfig(n, ignore_eos=True) for n in (3, 5))
     shares = decoded(batch, *(Request([1, 2], each) for each in lengths))
@@ -67,12 +67,12 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
     clock = HandMadeClock(monkeypatch)
 
     class Timed(BatchDecoder):
-        def _collect(self):
-            clock.now += 10
-            return super()._collect()
+        def _take_report(self):
+            clock.now += 10 * bool(self.scheduler.awaits_steps)
+            return super()._take_report()
 
         def num_reusable(self, prompt):
-            clock.now += 3 * bool(self._sequences[0].stop.tokens)
+            clock.now += 3 * bool(self.scheduler.sequences[0].stop.tokens)
             return super().num_reusable(prompt)
 
         def release(self, row, keep=False):
@@ -119,13 +119,13 @@ def late(monkeypatch):
     monkeypatch.setattr(LateEvent, "clock", clock, raising=False)
     monkeypatch.setattr(LateEvent, "done_until", 0.0)
     monkeypatch.setattr("stree.common.clock.HostEvent", LateEvent)
-    read = Prefill.read
+    read = Worker.read
 
     def timed_read(*arguments):
         clock.now += 1
         return read(*arguments)
 
-    monkeypatch.setattr(Prefill, "read", timed_read)
+    monkeypatch.setattr(Worker, "read", timed_read)
     return clock
 
 
@@ -133,13 +133,13 @@ def test_prompt_work_that_ends_between_steps_counts_for_the_prompt(late):
     batch = Batch(BatchDecoder(tiny_model(0, 64), num_rows=2, max_length=64))
     first = batch.admit(Request([1, 2], GenerationConfig(8, ignore_eos=True)))
     batch.step()  # the device is not done with the prompt
-    assert batch.decoder.prefill_time.seconds == 0
+    assert batch.decoder.worker.prefill_time.seconds == 0
     LateEvent.done_until = late.now
     second = batch.admit(Request([1, 2], GenerationConfig(8, ignore_eos=True)))
     batch.step()
     batch.step()
     shares = [batch.release(row)[1] for row in (first, second)]
-    assert batch.decoder.prefill_time.seconds == 1  # the second prompt's end is not seen yet
+    assert batch.decoder.worker.prefill_time.seconds == 1  # the second prompt's end is not seen yet
     assert sum(share.prefill_s for share in shares) == 1
 
 
@@ -149,8 +149,8 @@ def test_nobody_has_to_read_the_time_of_prompts(late):
     for count in range(1, 21):
         LateEvent.done_until = late.now  # of the request before
         decoder.generate([[1, 2]], GenerationConfig(3, ignore_eos=True))
-        assert len(decoder.prefill_time._marks) <= 1
-        assert decoder.prefill_time.seconds == count - 1
+        assert len(decoder.worker.prefill_time._marks) <= 1
+        assert decoder.worker.prefill_time.seconds == count - 1
 
 
 def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, monkeypatch):
@@ -165,7 +165,7 @@ def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, mon
             clock.now += 100
             super().__init__(*arguments)
 
-    monkeypatch.setattr(batch.decoder.runner.prefiller, "capture", Slow)
+    monkeypatch.setattr(batch.decoder.worker.runner.prefiller, "capture", Slow)
     shares = decoded(batch, *requests[2:])
     assert clock.now == 400  # a prompt of 32 and one of 64, by target and drafter
     assert all(each.prefill_s == each.decode_s == 0 for each in shares)

@@ -179,11 +179,11 @@ def test_padded_pieces_of_a_prompt(root, family, seed, backtracking):
         assert relative(got, logits) <= 1e-9
         mine, theirs = cache.narrow(1, 1).save(), wanted.save()
         assert mine.length == theirs.length == begin + count
-        for got, each in zip(chain(*mine.layers), chain(*theirs.layers), strict=True):
+        for got, each in zip(chain(*mine.parts), chain(*theirs.parts), strict=True):
             torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
     for index, before in zip((0, 2), others, strict=True):
         after = cache.narrow(index, 1).save()
-        assert all(map(torch.equal, chain(*after.layers), chain(*before.layers)))
+        assert all(map(torch.equal, chain(*after.parts), chain(*before.parts)))
 
 
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))

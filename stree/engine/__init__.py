@@ -1,0 +1,1 @@
+"""Engine: a scheduler decides on the host, a worker executes its plans on the device."""

@@ -1,0 +1,209 @@
+"""Plans of steps and the reports of them: all that a scheduler and a worker tell each other.
+
+Both are plain data without tensors, so that they can be logged, replayed and sent to other ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from stree.generation import GenerationConfig
+from stree.trees.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Admit:
+    """A row is cleared and given to a request.
+
+    Attributes:
+        row: The row.
+        prompt: The prompt's tokens.
+        generation: The request's settings.
+        eos_ids: Tokens that end its answer.
+    """
+
+    row: int
+    prompt: tuple[int, ...]
+    generation: GenerationConfig
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Save:
+    """Caches of a row are copied before anything else changes them; the report has their lengths.
+
+    Attributes:
+        prefix: Number of the saved prefix.
+        row: The row.
+        most: The most tokens that its caches may hold.
+        with_drafter: Whether the drafter's cache is copied, too.
+    """
+
+    prefix: int
+    row: int
+    most: int
+    with_drafter: bool
+
+
+@dataclass(frozen=True)
+class Read:
+    """Tokens of a row's prompt are read.
+
+    Attributes:
+        row: The row.
+        start: Tokens of the prompt that the target has read, those of `load` included.
+        stop: Tokens of the prompt that the target has read afterwards.
+        drafter_start: Tokens that the drafter has read; None if the drafter reads none now.
+        load: Number of a saved prefix that is copied into the row first; None for none.
+        with_drafter: Whether the drafter's part of that prefix is copied, too.
+        save: How the row's caches are saved afterwards; None if they are not.
+        begins: Whether the prompt ends here: the first token is chosen, and the row decodes.
+        is_timed: Whether the tree policy learns from the drafter's time.
+    """
+
+    row: int
+    start: int
+    stop: int
+    drafter_start: int | None
+    load: int | None = None
+    with_drafter: bool = False
+    save: Save | None = None
+    begins: bool = False
+    is_timed: bool = False
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """The drafter reads tokens that it missed while its row decoded without drafts.
+
+    Attributes:
+        row: The row.
+        tokens: What it missed; may be empty.
+        start: Tokens that the drafter has read; None if only the device knows how many.
+        position: Tokens before the root.
+        root: The last token, which no cache holds yet.
+        is_timed: Whether the tree policy learns from the time.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    start: int | None
+    position: int
+    root: int
+    is_timed: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Work of one step, in the order of these fields.
+
+    Attributes:
+        number: Number of the plan, from 1.
+        stops: Rows that decode no longer.
+        saves: Rows whose caches are saved.
+        admits: Rows that are given to requests.
+        catch_ups: Tokens that the drafter reads first.
+        trees: Tree of each row that decodes in this step.
+        num_rows: Number of rows of the step, from row 0 on, idle ones included.
+        longest: The most tokens of any row's last block.
+        position: The largest position of any row's root.
+        reads: Parts of prompts, read one after the other.
+        drops: Saved prefixes that no later plan loads.
+    """
+
+    number: int
+    stops: tuple[int, ...] = ()
+    saves: tuple[Save, ...] = ()
+    admits: tuple[Admit, ...] = ()
+    catch_ups: tuple[CatchUp, ...] = ()
+    trees: dict[int, TokenTree] = field(default_factory=dict)
+    num_rows: int = 0
+    longest: int = 1
+    position: int = 0
+    reads: tuple[Read, ...] = ()
+    drops: tuple[int, ...] = ()
+
+    @property
+    def begins(self) -> list[int]:
+        """Rows whose first token is chosen in this step."""
+        return [read.row for read in self.reads if read.begins]
+
+    @property
+    def is_reported(self) -> bool:
+        """True if the worker reports anything: tokens, or lengths of saved prefixes."""
+        return bool(self.trees or self.saves or self.begins)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as values that JSON can hold, trees by their names."""
+        trees = {str(row): tree.name for row, tree in self.trees.items()}
+        return {**_plain(replace(self, trees={})), "trees": trees}
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """Outcome of a step for a row that decoded.
+
+    Attributes:
+        finite: 1 when all logits were finite, 0 when the target's were not, −1 when the drafter's
+            were not.
+        tokens: New tokens, the next root last.
+        path: Accepted nodes of the tree, the root first.
+        depth: Depth of a tree that was grown in the step; 0 for a tree whose depth is known before.
+        scores: Log-probabilities of each new token (`log_probs_of`); empty if no row wants them.
+    """
+
+    finite: int
+    tokens: list[int]
+    path: list[int]
+    depth: int = 0
+    scores: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outcome of a step: all that a scheduler learns of the device.
+
+    Attributes:
+        number: Number of the plan.
+        ended: Time of the host's clock when the report was there, in seconds.
+        rows: Rows that decoded.
+        firsts: First token of each row that begins, whether the logits were finite, and the
+            token's log-probabilities if the request wants them.
+        saved: Tokens that the target and the drafter hold in each saved prefix of `saves`; 0 for a
+            drafter whose cache was not copied.
+        drafter_s: Seconds that the drafter has read prompts and missed tokens of a row so far, of
+            rows whose reads are timed; None where it read none.
+    """
+
+    number: int
+    ended: float
+    rows: dict[int, RowReport] = field(default_factory=dict)
+    firsts: dict[int, tuple[int, bool, list[float]]] = field(default_factory=dict)
+    saved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    drafter_s: dict[int, tuple[float | None, float | None]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Report:
+        """Return the report of `to_dict`, whose keys may have become texts in JSON."""
+        by_row = {int(row): RowReport(**each) for row, each in given["rows"].items()}
+        others = {
+            name: {int(key): tuple(each) for key, each in given[name].items()}
+            for name in ("firsts", "saved", "drafter_s")
+        }
+        return cls(given["number"], given["ended"], by_row, **others)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a plan as JSON can hold it; a user's own objects by their repr."""
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, int | float | str) else repr(value)
