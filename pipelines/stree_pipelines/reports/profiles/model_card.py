@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ from stree_pipelines.reports.tables.tables import MISSING, Column, Table, figure
 CARD_NAME = "README.md"
 # Cards without it are someone's own writing.
 MARKER = "<!-- Written by profile_drafter.py; without this line it leaves the card alone. -->"
+
+# A path of the machine where the card is written, in quotation marks or up to a space. Paths from
+# the working directory and names on the hub stay.
+_LOCAL_PATH = re.compile(
+    r"""(?<=["'`])(?:~|\.\.)?/[^"'`\n]*(?=["'`])|(?<![\w.~:/<-])(?:~|\.\.)?/[^\s"'`,\]]*"""
+)
 
 
 def may_write_card(drafter: Path) -> bool:
@@ -53,7 +60,8 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
         "suggestions": profile.suggested_trees,
         "provenance": list(_provenance(origin, profile.step, data)),
     }, keep_trailing_newline=True)
-    return markdown_page(card).replace(markdown_page(MARKER), MARKER)
+    page = _LOCAL_PATH.sub(lambda path: Path(path[0]).name or path[0], markdown_page(card))
+    return page.replace(markdown_page(MARKER), MARKER)
 
 
 def _facts(

@@ -386,6 +386,25 @@ def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run)
     assert (folder / "tau_vs_step.svg").read_text().startswith("<?xml")
 
 
+def test_the_card_names_files_of_this_machine_without_their_folders(run):
+    (run / "command.json").write_text(json.dumps({
+        "command_line": "/home/ann/bin/stree distil --data.train '/home/ann lee/own.jsonl' "
+        "--run_dir=~/runs/a --config configs/a.yaml --model.target https://hub.example/ann/t"
+    }))
+    (run / "config.yaml").write_text("data: {train: [/home/ann/a.jsonl, data/b.jsonl, me/set:t]}")
+    store = ResultStore(run / "eval")
+    change_rows(run, lambda row: relabelled(store, row, target="/home/ann/models/big"))
+    main([str(run)])
+    card = (run / "drafter/step-00010000/README.md").read_text()
+    assert "home" not in card and "~/" not in card and "ann lee" not in card
+    for told in (
+        "stree distil --data.train 'own.jsonl' --run_dir=a --config configs/a.yaml --model.target "
+        "https://hub.example/ann/t`", "['a.jsonl', 'data/b.jsonl', 'me/set:t']",
+        'stree.load("big", "path/of/this/folder")', "| drafts for | `big` (",
+    ):
+        assert told in card, told
+
+
 def test_the_card_says_how_answers_ended_and_how_many_were_held_up(run):
     store = ResultStore(run / "eval")
     for row in store.results():
