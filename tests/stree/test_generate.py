@@ -432,7 +432,6 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
         (None, dict(typical_p=0.9, length_penalty=2.0), "typical_p = 0.9, length_penalty = 2.0: "),
         (None, dict(repetition_penalty=0.0), "repetition_penalty is 0.0, wanted 0.00001"),
         (None, dict(min_p=1.5), r"min_p is 1.5, wanted 0 \(off\) to 1"),
-        (None, dict(logits_processor=[print]), "cannot honour logits_processor"),
         (None, dict(max_new_token=4), "did you mean max_new_tokens"),
         (None, dict(rep_penalty=1.2), "did you mean repetition_penalty"),
         (None, dict(use_cache=False), "cannot honour use_cache = False"),
