@@ -183,9 +183,9 @@ def test_examples_of_parts_of_one_s_own_decode_as_plainly():
             ours = scope["decoder"]
             theirs = BatchDecoder(target, scope["Repeats"](), ours.tree, num_rows=2, max_length=128)
             theirs.generate([request])
-            mine, wanted = ours.worker.state, theirs.worker.state
+            state, other = ours.worker.state, theirs.worker.state
             for name in ("position", "root", "block"):
-                assert torch.equal(getattr(mine, name), getattr(wanted, name)), name
+                assert torch.equal(getattr(state, name), getattr(other, name)), name
             assert torch.equal(ours.cache.path, theirs.cache.path)
 
 
