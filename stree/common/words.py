@@ -14,8 +14,9 @@ _CPU_NAME = "CPU: "
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: 1 prompt, 2 prompts."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Return a count with its noun: 1 prompt, 2 prompts, 2 processes."""
+    plural = "es" if noun.endswith(("s", "ch", "x")) else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def size(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stree.checkpoints.load_save import load_config
+from stree.common.words import counted
 from stree.models.config import HybridConfig
 from stree_pipelines.evaluation.answering.decoders import num_warmup_tokens
 from stree_pipelines.evaluation.answering.drafter_readings import MOST_TOKENS
@@ -177,7 +178,8 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
         f"answers: {len(work.answers):,} to go, {num_trials:,} of them to tune chains by, at most "
         f"{work.num_tokens:,} tokens; {work.num_journalled:,} more are journalled",
         f"calls of the target: {work.fewest_calls:,} where all drafts are accepted to "
-        f"{work.num_tokens:,} where none is, shared by {comparison.workers.count} processes",
+        f"{work.num_tokens:,} where none is, shared by "
+        + counted(comparison.workers.count, "process"),
     ]
     content = {name: value for name, value in asdict(settings).items() if name not in DRAFTING}
     yield from work.describe({**content, "arms": list(map(asdict, comparison.arms))}, facts)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+from stree.common.words import counted
 from stree_pipelines.console.progress import clock
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.micro_batches import MicroBatches
@@ -72,11 +73,13 @@ def describe_training(
     if plan.target is not None:
         yield model_line("target", plan.target)
     if layers := plan.trained.feature_layers:
-        yield f"features of the target: layers {', '.join(map(str, layers))}; {plan.passes} passes"
+        passes = counted(plan.passes, "pass")
+        yield f"features of the target: layers {', '.join(map(str, layers))}; {passes}"
     yield (
         f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
-        + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "
-        f"{data.batch_size} rows × {trainer.accumulate_grad_batches} micro-batches); "
+        + f", each {counted(rows, 'row')} of {length} tokens "
+        f"({counted(trainer.world_size, 'process')} × {counted(data.batch_size, 'row')} × "
+        f"{counted(trainer.accumulate_grad_batches, 'micro-batch')}); "
         f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
         f"{left * rows * length:,} tokens"
     )
