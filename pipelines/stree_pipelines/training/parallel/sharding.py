@@ -100,7 +100,8 @@ def clip_norm(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
         squared = norm.square()
         torch.distributed.all_reduce(squared, group=sharded.device_mesh.get_group())
         norm = squared.sqrt()
-    torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if parts:  # ZeRO keeps the gradients to itself, and clips them
+        torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
