@@ -14,10 +14,6 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
-    def is_there(self) -> bool:
-        """Return whether `tolist` returns without waiting."""
-        return True
-
     def tolist(self) -> list[Any]:
         return self.values.tolist()
 
@@ -30,9 +26,6 @@ class AsyncHostCopy(HostCopy):
         super().__init__(pinned.copy_(values, non_blocking=True))
         self.event = torch.cuda.Event()
         self.event.record()
-
-    def is_there(self) -> bool:
-        return self.event.query()
 
     def tolist(self) -> list[Any]:
         self.event.synchronize()

@@ -179,9 +179,8 @@ class Scheduler:
         return dropped
 
     def _is_useful(self, planned: _Planned) -> bool:
-        return bool(planned.plan.saves) or any(
-            True for _ in (*self._living(planned.rows), *self._beginning(planned))
-        )
+        rows = [*self._living(planned.rows), *self._beginning(planned)]
+        return bool(planned.plan.saves or rows)
 
     def plan_changes(self) -> StepPlan | None:
         """Return a plan of stops, saves and admissions alone; None if there are none."""
@@ -227,8 +226,11 @@ class Scheduler:
             self.sequences[row].finish_reason = "error"
             self.sequences[row].num_read = len(self.sequences[row].prompt)
             self._stops.append(row)
-        for save in plan.saves:
-            self.prefixes.settle(save.prefix, 0, 0)
+        for shared in [self.sequences[read.row].shared for read in plan.reads if read.save]:
+            if shared is not None:
+                shared.end()
+                shared.read_by = None  # another row reads the prompt
+        self.prefixes.clear()  # what the plan was to save may not be there
 
     def _new_plan(
         self, decoding: dict[int, RunningSequence] | None = None,

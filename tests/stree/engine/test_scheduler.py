@@ -188,3 +188,22 @@ def test_a_shared_prompt_is_saved_until_its_last_request_has_it_or_is_gone():
     scheduler.drop_useless()
     del each, shared  # two requests are never admitted
     assert scheduler.prefixes.drops == [second.load]
+
+
+def test_nothing_is_kept_of_a_plan_that_failed():
+    """Its copies may not have been made: another row of the prompt reads it."""
+    scheduler = Scheduler(Limits(3, num_prefixes=2), FixedTree(PLAIN), PLAIN)
+    asked = GenerationConfig(2, temperature=1.0, seed=0, num_return_sequences=3)
+    shared = next(each.shared for each in samples_of(Request([1, 2], asked)))
+    for _ in range(2):
+        each = sequence([1, 2])
+        each.shared, each.num_to_keep = shared, 2
+        scheduler.admit(each)
+    failed = scheduler.plan()
+    scheduler.abandon(failed)
+    assert {each.finish_reason for each in scheduler.sequences.values()} == {"error"}
+    each = sequence([1, 2, 3])
+    each.shared = shared
+    scheduler.admit(each)
+    (read,) = scheduler.plan().reads
+    assert (read.load, read.start, read.stop) == (None, 0, 3)
