@@ -53,7 +53,9 @@ def checked_sequence(decoder: Any, request: Request) -> RunningSequence:
     if deepest.num_nodes > 1 and decoder.drafter is None:
         raise UsageError(f"{deepest} needs a drafter to fill it")
     for each in policy.trees:
-        verifiers.require_tree(decoder.verifier, each)
+        verifiers.require_tree(
+            decoder.verifier, each, decoder.drafter.drawn if decoder.drafter else None
+        )
         if each.widest > (most := decoder.num_drafted):
             raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
     require_room(prompt, generation, deepest, decoder.target.config, decoder.max_length)
@@ -91,7 +93,7 @@ def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree
         raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
     verifiers.require_fit(verifier, drafter)
     for each in trees:
-        verifiers.require_tree(verifier, each)
+        verifiers.require_tree(verifier, each, drafter.drawn if drafter is not None else None)
         if isinstance(each, BeamTree) and not (drafter is not None and drafter.grows):
             raise UsageError(
                 f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "

@@ -28,11 +28,11 @@ class Acceptance:
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self.trees, self.num_new = trees, 0
         self.rates = AcceptanceRates()
-        self._dynamic_rates: dict[tuple[str, int], DynamicAcceptanceRates] = {}
+        self._dynamic_rates: dict[tuple[str | int, ...], DynamicAcceptanceRates] = {}
         dynamic = [tree for tree in trees if isinstance(tree, BeamTree)]
-        for kind in dict.fromkeys(map(_kind, dynamic)):
-            alike = [tree for tree in dynamic if _kind(tree) == kind]
-            self._dynamic_rates[kind] = DynamicAcceptanceRates(
+        for key in dict.fromkeys(tree.alike for tree in dynamic):
+            alike = [tree for tree in dynamic if tree.alike == key]
+            self._dynamic_rates[key] = DynamicAcceptanceRates(
                 max(tree.depth for tree in alike), max(tree.num_nodes for tree in alike)
             )
         self.of_rows(1)
@@ -44,7 +44,7 @@ class Acceptance:
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a row's step of a tree with drafts, given the accepted nodes."""
         if isinstance(tree, BeamTree):
-            self._dynamic_rates[_kind(tree)].learn(tree, path, self._memory)
+            self._dynamic_rates[tree.alike].learn(tree, path, self._memory)
         else:
             self.rates.learn(tree, path[-1], self._memory)
         self.num_new += 1
@@ -58,15 +58,10 @@ class Acceptance:
         for rates in self._dynamic_rates.values():
             rates.revise()
         return {
-            tree: self._dynamic_rates[_kind(tree)].expected_tokens(tree)
+            tree: self._dynamic_rates[tree.alike].expected_tokens(tree)
             if isinstance(tree, BeamTree) else self.rates.expected_tokens(tree)
             for tree in self.trees
         }
-
-
-def _kind(tree: BeamTree) -> tuple[str, int]:
-    """Return a key that two dynamic trees share if one shows what the other accepts."""
-    return tree.kind, tree.width
 
 
 class AcceptanceRates:

@@ -97,8 +97,8 @@ def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:
 
 def _shows_all_of(tree: TokenTree, other: TokenTree) -> bool:
     if isinstance(tree, BeamTree) and isinstance(other, BeamTree):
-        alike = (tree.kind, tree.width) == (other.kind, other.width)
-        return alike and tree.depth >= other.depth and tree.num_nodes >= other.num_nodes
+        larger = tree.depth >= other.depth and tree.num_nodes >= other.num_nodes
+        return larger and tree.alike == other.alike
     if isinstance(tree, BeamTree) or isinstance(other, BeamTree):
         return False
     return _ranks(tree) >= _ranks(other)

@@ -8,11 +8,12 @@ the W best nodes above, in their order.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from stree.trees.token_tree import BeamTree, SlotTree, TokenTree
+from stree.trees.token_tree import BeamSearchTree, BeamTree, SlotTree, TokenTree
 from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
 from stree_kernels.contracts import Topology
@@ -26,6 +27,7 @@ class DynamicTreeBatch(TreeBatch):
     """
 
     pool: Tensor
+    picks_leaves: ClassVar[bool] = False  # the last level's nodes are picked like the others'
 
     def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -39,8 +41,11 @@ class DynamicTreeBatch(TreeBatch):
         self.tokens = filled(0, tree.num_nodes)
         self.parents = filled(-1, tree.num_nodes)
         self.depths = filled(0, tree.num_nodes, dtype=torch.int32)
-        self._drawn = filled(0, 1 + tree.num_inner)  # the nodes of all levels, one after the other
-        self._inner_parents = filled(-1, tree.num_inner)
+        # The picked nodes of all levels, one level after the other, below the root
+        num_picked = tree.num_inner + tree.width * self.picks_leaves
+        self._drawn = filled(0, 1 + num_picked)
+        self._picked_parents = filled(-1, num_picked)
+        self._inner_parents = self._picked_parents[:, : tree.num_inner]
         self._drawn_by, self._pool_depths = _constants(tree, device)
         self._numbers = torch.arange(tree.num_nodes, device=device)
         self._topologies: dict[tuple[int, int], Topology] = {}
@@ -102,10 +107,11 @@ class DynamicTreeBatch(TreeBatch):
         return self._built(self._inner_parents, self.tree.depth - 2, width)
 
     def grow(self, level: int) -> None:
-        start = (level - 1) * self.tree.width
+        start, width = (level - 1) * self.tree.width, self.tree.width
         ops.pick_level(
             self._paths, self._drawn_by, self._first(level), self._first(level + 1),
-            self.levels[level].nodes, self._inner_parents[:, start : start + self.tree.width],
+            self._drawn[:, 1 + start : 1 + start + width],
+            self._picked_parents[:, start : start + width],
         )
 
     def above(self, level: int) -> Tensor:
@@ -144,6 +150,22 @@ class DynamicTreeBatch(TreeBatch):
             )
         ops.build_topology(parents, max_depth, self._topologies[key])
         return self._topologies[key]
+
+
+class BeamSearchTreeBatch(DynamicTreeBatch):
+    """Tree batch of one `BeamSearchTree`: the picked nodes of all levels are the tree."""
+
+    picks_leaves = True
+
+    def __init__(self, tree: BeamSearchTree, batch: int, device: torch.device) -> None:
+        super().__init__(tree, batch, device)
+        self.depths.copy_(torch.tensor(tree.depths))
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        self.grow(self.tree.depth)
+        torch.gather(tokens, 1, self._drawn, out=self.tokens)
+        torch.add(self._picked_parents, 1, out=self.parents[:, 1:])
+        return self.tokens
 
 
 class SlotTreeBatch(DynamicTreeBatch):
@@ -187,6 +209,8 @@ def dynamic_tree_batch(tree: BeamTree, batch: int, device: torch.device) -> Dyna
     """Return the shared tree batch to read sizes from; a step that runs grows its `own`."""
     if isinstance(tree, SlotTree):
         return SlotTreeBatch(tree, batch, device)
+    if isinstance(tree, BeamSearchTree):
+        return BeamSearchTreeBatch(tree, batch, device)
     return DynamicTreeBatch(tree, batch, device)
 
 

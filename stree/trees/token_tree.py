@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
 MAX_CHILDREN = 255  # of a node: one program finds a row's best (kernel `top`)
 # Forms of names that `TokenTree.load` takes
-FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
+FORMS = (
+    "paper, chain-N, expand-K-…, png-N-D, beam-M-N, beam-W-D-N, dyspec-W-D-N or a YAML file"
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ class TokenTree:
     def load(cls, name_or_path: str | Path) -> TokenTree:
         """Return the tree of a name, or of a YAML file such as those in configs/trees/.
 
-        Names are "paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-4-5-16", "dyspec-4-5-16" and
-        so on. A file holds `name` and `parents`. Raises `NotFound` for an unknown name, and
-        `UsageError` for a file that is no tree.
+        Names are "paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-3-4", "beam-4-5-16",
+        "dyspec-4-5-16" and so on. A file holds `name` and `parents`. Raises `NotFound` for an
+        unknown name, and `UsageError` for a file that is no tree.
         """
         name = str(name_or_path)
         if re.fullmatch(r"chain-[0-9]{1,9}", name):
@@ -233,12 +235,7 @@ class BeamTree(TokenTree):
     def of(cls, width: int, depth: int, num_nodes: int) -> Self:
         """Return the tree of these numbers. Raises `UsageError` if there is none."""
         name = f"{cls.kind}-{width}-{depth}-{num_nodes}"
-        pool = 1 + width + width * width * (depth - 1)
-        if min(width, depth) < 1 or pool > cls.most_drawn:
-            raise UsageError(
-                f"{name} draws {pool} nodes in {depth} levels of width {width}, wanted at least "
-                f"one level and at most {cls.most_drawn} nodes"
-            )
+        pool = cls.require_drawn(name, width, depth)
         most = min(pool, MAX_NODES)
         if not depth < num_nodes <= most:
             raise UsageError(
@@ -257,16 +254,37 @@ class BeamTree(TokenTree):
         return cls(tuple(parents), name, width, depth)
 
     @classmethod
-    def named(cls, name: str) -> BeamTree | None:
-        """Return the tree of "KIND-WIDTH-DEPTH-NODES" (beam or dyspec); None for another name.
+    def require_drawn(cls, name: str, width: int, depth: int) -> int:
+        """Return the number of nodes that a tree is chosen from, the root included.
 
-        Raises `UsageError` as `of`.
+        Raises `UsageError` for none, and for more than `most_drawn`.
         """
+        pool = 1 + width + width * width * (depth - 1)
+        if min(width, depth) < 1 or pool > cls.most_drawn:
+            raise UsageError(
+                f"{name} draws {pool} nodes in {depth} levels of width {width}, wanted at least "
+                f"one level and at most {cls.most_drawn} nodes"
+            )
+        return pool
+
+    @classmethod
+    def named(cls, name: str) -> BeamTree | None:
+        """Return the tree of "KIND-WIDTH-DEPTH-NODES" (beam or dyspec) or "beam-WIDTH-DEPTH".
+
+        None for another name. Raises `UsageError` as `of`.
+        """
+        if beams := re.fullmatch(r"beam-([0-9]{1,4})-([0-9]{1,4})", name):
+            return BeamSearchTree.of(*map(int, beams.groups()))
         found = re.fullmatch(r"(beam|dyspec)((?:-[0-9]{1,4}){3})", name)
         if found is None:
             return None
         kind = SlotTree if found[1] == SlotTree.kind else BeamTree
         return kind.of(*map(int, found[2].split("-")[1:]))
+
+    @property
+    def alike(self) -> tuple[str | int, ...]:
+        """Key that two dynamic trees share if one shows what the other accepts."""
+        return self.kind, self.width
 
     @property
     def num_drawn(self) -> int:
@@ -287,6 +305,38 @@ class BeamTree(TokenTree):
 
     def __str__(self) -> str:
         return f"{self.name} (grown in each step)"
+
+
+@dataclass(frozen=True)
+class BeamSearchTree(BeamTree):
+    """STree's dynamic tree (Wu et al. 2025, Appendix C): the tokens of a beam search, `beam-M-N`.
+
+    Each of N = `depth` levels has the M = `width` best continuations of the level above by the
+    path's probability. All of them stay in the tree, also those whose beams end later: 1 + M·N
+    nodes, numbered level by level. Of a `BeamTree` the best drafts are verified instead, wherever
+    they are.
+    """
+
+    __hash__ = TokenTree.__hash__
+
+    kind = "beam search"
+
+    @classmethod
+    def of(cls, width: int, depth: int, num_nodes: int | None = None) -> Self:
+        """Return the tree of `width` beams and `depth` levels, of 1 + width · depth nodes.
+
+        Raises `UsageError` if there is none.
+        """
+        name, wanted = f"beam-{width}-{depth}", 1 + width * depth
+        if num_nodes not in (None, wanted):
+            raise UsageError(f"{name} verifies {num_nodes} nodes, wanted {wanted}")
+        cls.require_drawn(name, width, depth)
+        # An example: the beams are chains
+        return cls(several_chains(depth, width).parents, name, width, depth)
+
+    @property
+    def alike(self) -> tuple[str | int, ...]:
+        return *super().alike, self.depth
 
 
 @dataclass(frozen=True)

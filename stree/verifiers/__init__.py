@@ -28,7 +28,7 @@ class Verifier(Protocol):
         any_dynamic_tree: Whether it judges all dynamic trees, in which the presence of a draft may
             depend on its own token; may be left out for False.
         by_slots: Whether it judges dynamic trees in which the presence of a draft depends on
-            tokens drawn before it only; may be left out for False.
+            tokens drawn before it only, or no draft is drawn; may be left out for False.
     """
 
     accepts: frozenset[SiblingSampling]
@@ -89,19 +89,21 @@ def fits(verifier: Verifier, tree: TokenTree) -> bool:
     return not verifier.chains_only or tree.max_depth + 1 == tree.num_nodes
 
 
-def require_tree(verifier: Verifier, tree: TokenTree) -> None:
+def require_tree(
+    verifier: Verifier, tree: TokenTree, drawn: SiblingSampling | None = None
+) -> None:
     """Raise `UsageError` when a verifier cannot judge a tree.
 
     A verifier of chains cannot judge trees that branch, and some verifiers would be biased by
-    dynamic trees.
+    dynamic trees whose drafts are drawn: `drawn` says how, None for any way.
     """
     if isinstance(tree, BeamTree) and not getattr(verifier, "any_dynamic_tree", False):
-        if not tree.by_slots:
+        if not tree.by_slots and drawn is not SiblingSampling.DETERMINISTIC:
             raise UsageError(
                 f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins "
                 "by how drafts were drawn, and such a tree keeps a draft or not by the token that "
-                "was drawn; take the verifier coupled or naive, dyspec-W-D-N, or a tree of one "
-                "shape"
+                "was drawn; take the verifier coupled or naive, a drafter top:FOLDER (its best "
+                "tokens, not drawn), dyspec-W-D-N, or a tree of one shape"
             )
         if not getattr(verifier, "by_slots", False):
             raise UsageError(

@@ -269,7 +269,7 @@ def _is_end_of(tree: TokenTree, deeper: TokenTree) -> bool:
     if not (isinstance(tree, BeamTree) and isinstance(deeper, BeamTree)):
         return False
     return (
-        (tree.kind, tree.width) == (deeper.kind, deeper.width)
+        tree.alike == deeper.alike
         and tree.depth < deeper.depth
         and tree.num_nodes == min(deeper.num_nodes, tree.num_drawn)
     )

@@ -27,7 +27,8 @@ from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
 BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K"}
 LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
-ALL_BEAMS = "beam-3-4-31"  # M = 3, N = 4, with all that was drawn
+BEAM_SEARCH = "beam-3-4"  # M = 3, N = 4
+ALL_BEAMS = "beam-3-4-31"  # the same beams with all their children, of rows older than `beam-3-4`
 OURS = "ours"
 
 Cells = Sequence[str]
@@ -152,10 +153,12 @@ def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 def stree_8(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     rows = [row for row in _arms(folder) if row.benchmark == "mt_bench" and not row.temperature]
+    named = {_tree_name(row) for row in rows}
+    beams = BEAM_SEARCH if BEAM_SEARCH in named else ALL_BEAMS
     kinds = [
         [row for row in rows if row.tree is None],
         *([row for row in rows if _is_model(row) and _tree_name(row) == tree]
-          for tree in ("chain-4", "paper", ALL_BEAMS)),
+          for tree in ("chain-4", "paper", beams)),
     ]
     return _columns(paper, [_fastest(kind) for kind in kinds])
 

@@ -217,7 +217,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
                 "differ by --num_rows: take the verifier coupled, or name one tree"
             )
         for each in tree_policy.trees:
-            require_tree(named(verifier), each)
+            require_tree(named(verifier), each, identity.name.siblings)
         require_fillable(tree_of(tree_policy), identity.name)
     deepest = tree_policy.deepest
     prompts = read_prompts(

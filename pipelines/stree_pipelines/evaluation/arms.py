@@ -79,8 +79,11 @@ class Arm:
         """Return the arm with its tree of this name. Raises UsageError if no decoder takes it."""
         try:
             tree = tree_named(name)
-            method = Method(self.name, TREE, tree, self.verifier, self.backtracking)
-            require_fillable(tree, DrafterName.parse(self.drafter))
+            drafter = DrafterName.parse(self.drafter)
+            method = Method(
+                self.name, TREE, tree, self.verifier, self.backtracking, drafter.siblings
+            )
+            require_fillable(tree, drafter)
         except UsageError as error:
             raise UsageError(f"arm {self.name}: {error}") from error
         return method

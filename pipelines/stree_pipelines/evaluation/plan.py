@@ -151,7 +151,8 @@ class EvaluationSettings(Sampling):
 class Method:
     """A way to decode, with its name in rows; plain decoding where `tree` is None.
 
-    kind: one of METHODS. The arms of a comparison are all `TREE`.
+    kind: one of METHODS. The arms of a comparison are all `TREE`. drawn: how the drafter draws
+    siblings, None for the default.
 
     Raises UsageError for a tree that the verifier cannot judge.
     """
@@ -161,12 +162,13 @@ class Method:
     tree: TokenTree | None
     verifier: str
     backtracking: str
+    drawn: SiblingSampling | None = None
 
     def __post_init__(self) -> None:
         verifier = named(self.verifier)
         require_backtracking(self.backtracking)
         for each in choices_of(self.tree) if self.tree else ():
-            require_tree(verifier, each)
+            require_tree(verifier, each, self.drawn)
 
 
 def tree_named(name: str) -> TokenTree:

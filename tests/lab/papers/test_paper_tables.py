@@ -43,6 +43,7 @@ def compared(tmp_path_factory):
             {"name": "naive", "drafter": drafter, "verifier": "naive"},
             {"name": "top k", "drafter": f"top:{drafter}", "verifier": "naive"},
             {"name": "beam", "drafter": drafter, "tree": "beam-3-4-31"},
+            {"name": "beam search", "drafter": drafter, "tree": "beam-3-4"},
             {"name": "n-grams", "drafter": "ngram:6", "tree": "png-6-2"},
             {"name": "E", "tree": "configs/trees/stree-e.yaml", **model},
             {"name": "five", "drafter": drafter, "tree": "chain-5"},

@@ -78,7 +78,7 @@ def test_prompts_read_by_graphs_are_as_read_in_fp64(models, dtype):
         torch.testing.assert_close(mine, each, **near)
 
 
-@pytest.mark.parametrize("tree", ["chain-4", "beam-3-4-9"])
+@pytest.mark.parametrize("tree", ["chain-4", "beam-3-4-9", "beam-3-4"])
 def test_graphs_of_a_transformer_that_drafts_for_itself(tree, monkeypatch):
     """Greedy chains are always right, but where the answer ends."""
     model = tiny_model(1, torch.float32, num_layers=2, attn_layers=(0, 1)).cuda()

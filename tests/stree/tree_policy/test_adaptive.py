@@ -177,6 +177,7 @@ def test_a_choice_among_no_drafts_is_refused(trees):
         (["expand-2-2", "expand-2-2"], ["expand-2-2"]),
         (["beam-4-2-16", "chain-1", "beam-4-5-32", "beam-4-5-8"], ["chain-1", "beam-4-5-32"]),
         (["beam-4-2-21", "beam-4-5-16"], ["beam-4-2-21", "beam-4-5-16"]),
+        (["beam-4-2", "beam-4-5"], ["beam-4-2", "beam-4-5"]),
         (["beam-4-5-16", "beam-3-4-16", "dyspec-4-4-16"],) * 2,
     ],
     ids=lambda trees: " ".join(trees),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,24 +22,29 @@ from stree.batching.runners import new_report
 from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.errors import UsageError
-from stree.drafters import Proposal
+from stree.drafters import Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.speculation_profile import Tree
 from stree.tree_policy.adaptive import PLAIN
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
-from stree.trees.dynamic import DynamicTreeBatch
-from stree.trees.token_tree import BeamTree
-from stree.verifiers.rejection import MultiStep, Naive
+from stree.trees.dynamic import dynamic_tree_batch
+from stree.trees.token_tree import BeamSearchTree, BeamTree
+from stree.verifiers import require_tree
+from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 from stree_kernels import naive
 
 NAMES = ["beam-1-3-4", "beam-3-1-4", "beam-2-4-7", "beam-3-4-13", "beam-4-2-12"]
+SEARCHES = ["beam-1-3", "beam-3-1", "beam-2-4", "beam-3-4"]  # STree's: M tokens a level
 CPU = torch.device("cpu")
 
 
 def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
-    """Return tokens and parents by the model's whole-sequence logits, the best node first."""
+    """Return tokens and parents by the model's whole-sequence logits.
+
+    The best node comes first, or those of a beam search level by level.
+    """
 
     def children(path: list[int]) -> list[tuple[float, int]]:
         logits = model(torch.tensor([context + path]))[0, -1].double()
@@ -52,7 +58,7 @@ def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
         return [(float(shares[token]), int(token)) for token in best]
 
     nodes = [(0.0, [], -1)]  # value, path, parent
-    level = [0]
+    level, kept = [0], [0]
     for _ in range(tree.depth):
         start = len(nodes)
         for parent in level:
@@ -60,14 +66,18 @@ def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
             nodes += [(value + share, [*path, token], parent) for share, token in children(path)]
         ranked = sorted(range(start, len(nodes)), key=lambda node: (-nodes[node][0], node))
         level = sorted(ranked[: tree.width])
-    ranked = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))
-    kept = ranked[: tree.num_nodes]
+        kept += level
+    if not isinstance(tree, BeamSearchTree):
+        ranked = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))
+        kept = ranked[: tree.num_nodes]
     parents = [-1] + [kept.index(nodes[node][2]) for node in kept[1:]]
     return [nodes[node][1][-1] for node in kept[1:]], parents
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), list(zip(NAMES, [(1,), (), (), (1,), (1,)], strict=True)), ids=NAMES
+    ("name", "layers"),
+    list(zip(NAMES + SEARCHES, [(1,), (), (), (1,), (1,), (), (1,), (1,), ()], strict=True)),
+    ids=NAMES + SEARCHES,
 )
 def test_the_tree_is_the_best_by_the_drafter(name, layers):
     """Two rows have other prompts and settings, and the drafter has states along the beams."""
@@ -119,7 +129,7 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
     ]
     plain = BatchDecoder(target, num_rows=4, max_length=64).generate(served)
     accepted = 0
-    for name in ("beam-2-4-7", "beam-3-3-13"):
+    for name in ("beam-2-4-7", "beam-3-3-13", "beam-3-3"):
         tree = BeamTree.named(name)
 
         def decode():
@@ -181,7 +191,8 @@ def test_drafts_change_nothing_of_what_is_sampled():
             seed=rng.randrange(2**50),
         )
         wanted = Decoder(target).generate([seed % 3, 1], setting).tokens
-        decoder = Decoder(target, drafter, BeamTree.named(NAMES[seed % len(NAMES)]))
+        names = NAMES + SEARCHES
+        decoder = Decoder(target, drafter, BeamTree.named(names[seed % len(names)]))
         got = decoder.generate([seed % 3, 1], setting)
         assert got.tokens == wanted, seed
         accepted += sum(got.stats.accepted_per_call)
@@ -201,11 +212,12 @@ class InTurn(GrowingInTurn):
 
 
 def block_distribution(
-    table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier
+    table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier, points: bool = False
 ) -> dict:
     """Return the distribution of a row's step, over all draws and coins.
 
-    The verifier is given the drafts in a static tree batch of the shape that has grown.
+    The verifier is given the drafts in a static tree batch of the shape that has grown, or with
+    `points`, which have no logits, in the one that grew.
     """
 
     target = TableTarget(table)
@@ -217,9 +229,13 @@ def block_distribution(
         cache.rows[0].committed = list(CONTEXT[:-1])
         drafter = drafter_of(choose)
         drafter.read(0, torch.tensor(CONTEXT[:-1]))
-        rows, tree_batch = everyone.narrow(0, 1, [setting]), DynamicTreeBatch(tree, 1, CPU)
+        rows, tree_batch = everyone.narrow(0, 1, [setting]), dynamic_tree_batch(tree, 1, CPU).own()
         step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
         proposal = step.draft(rows, tree_batch, 1, 8)
+        if points:
+            report = new_report(rows, tree_batch)
+            step.verify(rows, tree_batch, proposal, 8, report)
+            return tuple(report[0, 2 : 2 + int(report[0, 1])].tolist())
         static = make_tree_batch(tree_batch.trees, CPU)
         logits = torch.zeros(1, static.num_drawn_from, len(table), dtype=torch.float64)
         for node, children in enumerate(static.trees[0].children):
@@ -239,11 +255,37 @@ def block_distribution(
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_naive_keeps_the_targets_distribution_whatever_grew(relation):
     """Given any drafts of real noise, tokens have the target's distribution."""
-    for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2-5"]):
+    for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2"]):
         target, drafter, _, setting = related_case(seed, relation, TREES[:1])
         tree = BeamTree.named(name)
         distribution = block_distribution(
             target, lambda choose, q=drafter: Growing(q), tree, setting, Naive
+        )
+        assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+class Best(Growing):
+    """Grows trees of its best tokens, which are not drawn."""
+
+    drawn = SiblingSampling.DETERMINISTIC
+
+    def draft(self, rows, *given) -> Proposal:
+        return super().draft(replace(rows, asked=rows.asked._replace(sampled=False)), *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [("beam-2-2", MultiStep), ("beam-2-2", Traversal), ("beam-2-2", Naive), ("beam-1-2", Block),
+     ("beam-2-2-4", MultiStep)],
+)
+def test_every_verifier_judges_trees_of_best_tokens(name, verifier):
+    """What a tree keeps depends on no random number if its drafts are not drawn."""
+    for seed, relation in enumerate(RELATIONS):
+        target, drafter, _, setting = related_case(seed, relation, TREES[:1])
+        tree = BeamTree.named(name)
+        require_tree(verifier(), tree, SiblingSampling.DETERMINISTIC)
+        distribution = block_distribution(
+            target, lambda choose, q=drafter: Best(q), tree, setting, verifier, points=True
         )
         assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
 
@@ -292,7 +334,8 @@ def test_a_step_grows_all_trees_alike_or_none():
     [
         ("beam-0-3-4", "at least one level"), ("beam-3-0-1", "at least one level"),
         ("beam-3-4-4", "wanted 5"), ("beam-2-2-8", "to 7"), ("beam-16-16-2049", "to 2048"),
-        ("beam-99-9-20", "at most 4096 nodes"),
+        ("beam-99-9-20", "at most 4096 nodes"), ("beam-0-3", "at least one level"),
+        ("beam-3-0", "at least one level"), ("beam-99-9", "at most 4096 nodes"),
     ],
 )
 def test_numbers_that_no_tree_has_are_refused(name, reason):
@@ -313,6 +356,17 @@ def test_names_say_all_of_it(name):
     assert [tree.depths[tree.end_of(range(n + 1))] for n in range(tree.depth + 1)] == [
         *range(tree.depth + 1)
     ]
+
+
+@pytest.mark.parametrize("name", [*SEARCHES, "beam-5-16"])
+def test_a_beam_search_has_as_many_tokens_in_each_level(name):
+    tree = TokenTree.load(name)
+    assert isinstance(tree, BeamSearchTree) and tree.name == name
+    assert [len(level) for level in tree.levels] == [1] + [tree.width] * tree.depth
+    assert tree.num_nodes == 1 + tree.width * tree.depth
+    assert Tree(name=tree.name, parents=tree.parents).to_token_tree() == tree
+    with pytest.raises(UsageError, match=f"{name} verifies 4096 nodes, wanted {tree.num_nodes}"):
+        BeamSearchTree.of(tree.width, tree.depth, 4096)
 
 
 SIZES = [BeamTree.of(4, 6, size) for size in (8, 16, 32, 64)]
