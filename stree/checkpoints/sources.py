@@ -8,7 +8,7 @@ and shapes were checked: before, sizes are those that an untrusted file claims.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.names import Names
 from stree.models.config import HybridConfig
 from stree_kernels import naive
 
@@ -80,11 +81,6 @@ def as_it_is(values: CheckedJson, config: HybridConfig, stored: Collection[str])
     return lambda name: Source((name,))
 
 
-def translated(name: str, words: Mapping[str, str]) -> str:
-    """Replace words in a parameter's name, in the order given."""
-    return reduce(lambda text, word: text.replace(word, words[word]), words, name)
-
-
 def after_each_other(*steps: Make) -> Make:
     return lambda tensor: reduce(lambda value, step: step(value), steps, tensor)
 
@@ -120,19 +116,33 @@ def half(second: bool) -> Make:
     return lambda tensor: tensor.chunk(2)[second]
 
 
-def of_experts(
-    folder: str, together: str, projections: Sequence[str], shape: tuple[int, ...], count: int,
-    stored: Collection[str],
+def named(
+    names: Names, name: str, config: HybridConfig, stored: Collection[str], make: Make | None = None
 ) -> Source:
-    """Return the source of all experts' weights of a layer.
+    """Return the source of a tensor that is stored as it is in the model, under another name.
 
-    It is one tensor of a folder, as newer versions of transformers have it, or tensors of `shape`
-    of each expert, of which two projections are joined along their outputs.
+    Of several published names the first that is stored counts. The weights of a layer's experts
+    may be stored apart instead: projections that are published for one of ours are joined along
+    their outputs.
+
+    Args:
+        names: The layout's names.
+        name: Ours.
+        config: Config of the model.
+        stored: Names of all stored tensors.
+        make: Makes the parameter of the stored tensor; None takes it as it is.
     """
-    if f"{folder}.{together}" in stored:
-        return Source((f"{folder}.{together}",))
-    names = tuple(
-        f"{folder}.{expert}.{each}.weight" for expert in range(count) for each in projections
+    places = names.published(name)
+    whole = [place for place in places if "*" not in place]
+    found = next((place for place in whole if place in stored), None)
+    projections = [place for place in places if "*" in place]
+    if found is not None or not projections:
+        place = found or whole[0]
+        return Source((place,)) if make is None else Source((place,), make)
+    inner, outer = config.expert_intermediate_size, config.expert_latent_size or config.d_model
+    each = tuple(
+        place.replace("*", str(expert))
+        for expert in range(config.num_experts) for place in projections
     )
 
     def stacked(*tensors: Tensor) -> Tensor:
@@ -142,7 +152,7 @@ def of_experts(
         starts = range(0, len(tensors), step)
         return torch.stack([torch.cat(tensors[start : start + step]) for start in starts])
 
-    return Source(names, stacked, shape)
+    return Source(each, stacked, (outer, inner) if name.endswith(".down") else (inner, outer))
 
 
 def rotary_order(config: HybridConfig) -> Make:

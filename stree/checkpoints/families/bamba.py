@@ -6,15 +6,20 @@ from collections.abc import Collection
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, rotary_order, translated
+from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, Source, named, rotary_order
 from stree.models.config import HybridConfig
 
 ROTARY_SHARE = 0.5  # whatever partial_rotary_factor says beside the table
-WORDS = {
-    "model.norm.": "model.final_layernorm.",
-    ".post_attention_layernorm.": ".pre_ff_layernorm.",
-    ".mlp.": ".feed_forward.",
-}
+NAMES = Names({
+    "model.final_layernorm": "model.norm",
+    **in_layers({
+        "pre_ff_layernorm": "post_attention_layernorm",
+        "feed_forward.gate_proj": "mlp.gate_proj",
+        "feed_forward.up_proj": "mlp.up_proj",
+        "feed_forward.down_proj": "mlp.down_proj",
+    }),
+})
 
 
 def spec(values: CheckedJson) -> HybridConfig:
@@ -40,8 +45,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     order = rotary_order(config)
 
     def source(name: str) -> Source:
-        place = (translated(name, WORDS),)
-        return Source(place, order) if ".q_proj." in name or ".k_proj." in name else Source(place)
+        rotated = ".q_proj." in name or ".k_proj." in name
+        return named(NAMES, name, config, stored, order if rotated else None)
 
     return source
 

@@ -6,14 +6,9 @@ from collections.abc import Collection
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Make, Rename, Source, scaled, scaled_rows, translated
+from stree.checkpoints.families.bamba import NAMES  # Falcon-H1 has the same
+from stree.checkpoints.sources import Layout, Make, Rename, Source, named, scaled, scaled_rows
 from stree.models.config import HybridConfig
-
-WORDS = {
-    "model.norm.": "model.final_layernorm.",
-    ".post_attention_layernorm.": ".pre_ff_layernorm.",
-    ".mlp.": ".feed_forward.",
-}
 
 
 def spec(values: CheckedJson) -> HybridConfig:
@@ -77,8 +72,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     }
 
     def source(name: str) -> Source:
-        make = next((make for end, make in makes.items() if name.endswith(end)), scaled(1))
-        return Source((translated(name, WORDS),), make)
+        make = next((make for end, make in makes.items() if name.endswith(end)), None)
+        return named(NAMES, name, config, stored, make)
 
     return source
 

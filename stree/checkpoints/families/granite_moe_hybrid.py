@@ -10,26 +10,25 @@ from typing import Any
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, half, scaled, translated
+from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, Source, half, named, scaled
 from stree.models.config import HybridConfig
 
 KINDS = {
     "linear_attention": "mamba", "mamba": "mamba",
     "full_attention": "attention", "attention": "attention",
 }
-WORDS = {
-    ".experts.up": ".block_sparse_moe.input_linear.weight",
-    ".experts.down": ".block_sparse_moe.output_linear.weight",
-    ".experts.router.": ".block_sparse_moe.router.layer.",
-    ".mlp.gate_proj.": ".shared_mlp.input_linear.",
-    ".mlp.up_proj.": ".shared_mlp.input_linear.",
-    ".mlp.down_proj.": ".shared_mlp.output_linear.",
-}
-IN_MEMORY = {  # what newer versions call stored experts once they are loaded
-    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
-    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
-    ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
-}
+NAMES = Names(in_layers({
+    "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_mlp.output_linear": "mlp.down_proj",
+    "block_sparse_moe.router.layer": "experts.router",
+    "block_sparse_moe.input_linear.weight": "experts.up",
+    "block_sparse_moe.output_linear.weight": "experts.down",
+    # as newer versions of transformers name them once they are loaded
+    "block_sparse_moe.router": "experts.router",
+    "block_sparse_moe.experts.gate_up_proj": "experts.up",
+    "block_sparse_moe.experts.down_proj": "experts.down",
+}))
 
 
 def spec(values: CheckedJson) -> HybridConfig:
@@ -92,12 +91,9 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     fused = (2 * config.intermediate_size, config.d_model)
 
     def source(name: str) -> Source:
-        place = translated(name, WORDS)
-        if place not in stored and translated(place, IN_MEMORY) in stored:
-            place = translated(place, IN_MEMORY)
         if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
-            return Source((place,), half(".up_proj." in name), fused)
-        return Source((place,), makes.get(name, scaled(1)))
+            return Source(tuple(NAMES.published(name)), half(".up_proj." in name), fused)
+        return named(NAMES, name, config, stored, makes.get(name))
 
     return source
 

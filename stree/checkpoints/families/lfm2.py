@@ -7,22 +7,25 @@ from typing import Any
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, translated
+from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, named
 from stree.models.config import HybridConfig
 
 KINDS = {"conv": "short_conv", "full_attention": "attention", "attention": "attention"}
-WORDS = {
-    "model.norm.": "model.embedding_norm.",
-    ".input_layernorm.": ".operator_norm.",
-    ".post_attention_layernorm.": ".ffn_norm.",
-    ".short_conv.": ".conv.",
-    ".mlp.gate_proj.": ".feed_forward.w1.",
-    ".mlp.up_proj.": ".feed_forward.w3.",
-    ".mlp.down_proj.": ".feed_forward.w2.",
-    ".q_norm.": ".q_layernorm.",
-    ".k_norm.": ".k_layernorm.",
-    ".o_proj.": ".out_proj.",
+LAYER_NAMES = {
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "conv.conv": "short_conv.conv",
+    "conv.in_proj": "short_conv.in_proj",
+    "conv.out_proj": "short_conv.out_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
 }
+NAMES = Names({"model.embedding_norm": "model.norm", **in_layers(LAYER_NAMES)})
 
 
 def spec(values: CheckedJson) -> HybridConfig:
@@ -72,7 +75,7 @@ def _width(values: CheckedJson) -> int:
 
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
-    return lambda name: Source((translated(name, WORDS),))
+    return lambda name: named(NAMES, name, config, stored)
 
 
 LAYOUT = Layout("LFM2", ("lfm2",), spec, rename)

@@ -10,14 +10,23 @@ import torch
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.families import lfm2
-from stree.checkpoints.sources import Layout, Rename, Source, of_experts, translated
+from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, Source, named
 from stree.models.config import HybridConfig
 
-WORDS = {
-    ".experts.router.": ".feed_forward.gate.",
-    ".experts.correction_bias": ".feed_forward.expert_bias",
-    **lfm2.WORDS,
-}
+NAMES = Names({
+    "model.embedding_norm": "model.norm",
+    **in_layers({
+        **lfm2.LAYER_NAMES,
+        "feed_forward.gate": "experts.router",
+        "feed_forward.expert_bias": "experts.correction_bias",
+        "feed_forward.experts.gate_up_proj": "experts.up",
+        "feed_forward.experts.*.w1.weight": "experts.up",
+        "feed_forward.experts.*.w3.weight": "experts.up",
+        "feed_forward.experts.down_proj": "experts.down",
+        "feed_forward.experts.*.w2.weight": "experts.down",
+    }),
+})
 ROUTER_FLOOR = 1e-6  # added to the sum of the chosen experts' scores
 
 
@@ -52,24 +61,14 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
-    d_model, inner = config.d_model, config.expert_intermediate_size
     corrected = values.boolean("use_expert_bias", True)
-    projections = {
-        ".experts.up": ("gate_up_proj", ("w1", "w3"), (inner, d_model)),
-        ".experts.down": ("down_proj", ("w2",), (d_model, inner)),
-    }
 
     def source(name: str) -> Source:
-        place = translated(name, WORDS)
         if name.endswith(".experts.correction_bias") and not corrected:
-            gate = place.replace(".expert_bias", ".gate.weight")
+            gate = NAMES.published(name.replace(".correction_bias", ".router.weight"))
             none = torch.zeros(config.num_experts)
-            return Source((gate,), lambda _: none, (config.num_experts, d_model))
-        for ours, theirs in projections.items():
-            if name.endswith(ours):
-                experts = f"{name.removesuffix(ours)}.feed_forward.experts"
-                return of_experts(experts, *theirs, config.num_experts, stored)
-        return Source((place,))
+            return Source(tuple(gate), lambda _: none, (config.num_experts, config.d_model))
+        return named(NAMES, name, config, stored)
 
     return source
 

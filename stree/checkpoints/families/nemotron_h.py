@@ -12,7 +12,8 @@ from typing import Any
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, of_experts, translated
+from stree.checkpoints.names import MAMBA_AS_MIXER, Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, named
 from stree.models.config import HybridConfig
 
 KINDS = {
@@ -24,19 +25,28 @@ KINDS = {
 }
 PATTERN = "hybrid_override_pattern"
 LAYER_KEYS = ("layers_block_type", "layer_types", PATTERN)
-WORDS = {
-    ".input_layernorm.": ".norm.",
-    "model.embed_tokens.": "backbone.embeddings.",
-    "model.norm.": "backbone.norm_f.",
-    "model.": "backbone.",
-    ".experts.router.": ".mixer.gate.",
-    ".experts.correction_bias": ".mixer.gate.e_score_correction_bias",
-    ".experts.latent_in.": ".mixer.fc1_latent_proj.",
-    ".experts.latent_out.": ".mixer.fc2_latent_proj.",
-    ".shared_mlp.": ".mixer.shared_experts.",
-    ".mamba.": ".mixer.",
-    ".self_attn.": ".mixer.",
-    ".mlp.": ".mixer.",
+TABLE = {
+    "model.embeddings": "model.embed_tokens",
+    "model.norm_f": "model.norm",
+    **in_layers({
+        **MAMBA_AS_MIXER,
+        "mixer.q_proj": "self_attn.q_proj",
+        "mixer.k_proj": "self_attn.k_proj",
+        "mixer.v_proj": "self_attn.v_proj",
+        "mixer.o_proj": "self_attn.o_proj",
+        "mixer.up_proj": "mlp.up_proj",
+        "mixer.down_proj": "mlp.down_proj",
+        "mixer.gate": "experts.router",
+        "mixer.gate.e_score_correction_bias": "experts.correction_bias",
+        "mixer.fc1_latent_proj": "experts.latent_in",
+        "mixer.fc2_latent_proj": "experts.latent_out",
+        "mixer.experts.up_proj": "experts.up",
+        "mixer.experts.*.up_proj.weight": "experts.up",
+        "mixer.experts.down_proj": "experts.down",
+        "mixer.experts.*.down_proj.weight": "experts.down",
+        "mixer.shared_experts.up_proj": "shared_mlp.up_proj",
+        "mixer.shared_experts.down_proj": "shared_mlp.down_proj",
+    }),
 }
 # The dimensions of its Mamba layers say what expand would, the width of the shared MLP the number
 # of shared experts; num_nextn_predict_layers and the like describe weights that no step uses.
@@ -108,19 +118,9 @@ def _experts(values: CheckedJson) -> dict[str, Any]:
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     # Published with one prefix; newer versions may write the other
-    prefix = "backbone." if any(name.startswith("backbone.") for name in stored) else "model."
-    latent = config.expert_latent_size or config.d_model
-    inner = config.expert_intermediate_size
-
-    def source(name: str) -> Source:
-        place = translated(name, WORDS).replace("backbone.", prefix, 1)
-        for ours, shape in (("up", (inner, latent)), ("down", (latent, inner))):
-            if name.endswith(f".experts.{ours}"):
-                experts, proj = place.replace(f".experts.{ours}", ".mixer.experts"), f"{ours}_proj"
-                return of_experts(experts, proj, (proj,), shape, config.num_experts, stored)
-        return Source((place,))
-
-    return source
+    published = any(name.startswith("backbone.") for name in stored)
+    names = Names(TABLE, "backbone." if published else "model.")
+    return lambda name: named(names, name, config, stored)
 
 
 LAYOUT = Layout("NemotronH", ("nemotron_h",), spec, rename, WITHOUT_EFFECT, MULTI_TOKEN_PREDICTION)

@@ -15,29 +15,44 @@ from torch import Tensor
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, translated
+from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, Source, named
 from stree.models.config import HybridConfig
 
 KINDS = {"linear_attention": "gated_delta mlp", "full_attention": "attention>norm mlp>norm"}
 ATTENTION_EVERY = 4  # layers, where no list says it
 GATED_NORM_EPS = 1e-5  # whatever rms_norm_eps says
-WORDS = {
-    ".gated_delta.in_proj_z.": ".linear_attn.g_proj.",
-    ".gated_delta.in_proj_a.": ".linear_attn.a_proj.",
-    ".gated_delta.in_proj_b.": ".linear_attn.b_proj.",
-    ".gated_delta.out_proj.": ".linear_attn.o_proj.",
-    ".gated_delta.norm.": ".linear_attn.o_norm.",
-    ".gated_delta.": ".linear_attn.",
+GATED_DELTA = {
+    "linear_attn.q_proj": "gated_delta.in_proj_qkv",
+    "linear_attn.k_proj": "gated_delta.in_proj_qkv",
+    "linear_attn.v_proj": "gated_delta.in_proj_qkv",
+    "linear_attn.g_proj": "gated_delta.in_proj_z",
+    "linear_attn.a_proj": "gated_delta.in_proj_a",
+    "linear_attn.b_proj": "gated_delta.in_proj_b",
+    "linear_attn.o_proj": "gated_delta.out_proj",
+    "linear_attn.o_norm": "gated_delta.norm",
+    "linear_attn.dt_bias": "gated_delta.dt_bias",
+    "linear_attn.A_log": "gated_delta.A_log",
+    "linear_attn.conv1d": "gated_delta.conv1d",
+    "linear_attn.q_conv1d": "gated_delta.conv1d",  # where transformers has saved the model
+    "linear_attn.k_conv1d": "gated_delta.conv1d",
+    "linear_attn.v_conv1d": "gated_delta.conv1d",
 }
-# Norms before a block, and after one: as newer versions of transformers name them once loaded, and
-# as they are stored
-NORMS_BEFORE = {
-    "input_layernorm": ("input_layernorm", "attention_layer_norm"),
-    "post_attention_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
-}
-NORMS_AFTER = {
-    "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
-    "post_attention_layernorm": ("post_feedforward_layernorm",),
+# Norms are before a block, or after it. Each has the name that newer versions of transformers give
+# it once it is loaded, and that under which it is stored
+NAMES = {
+    "gated_delta mlp": Names(in_layers({
+        **GATED_DELTA,
+        "input_layernorm": "input_layernorm",
+        "attention_layer_norm": "input_layernorm",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    })),
+    "attention>norm mlp>norm": Names(in_layers({
+        "post_attention_layernorm": "input_layernorm",
+        "feedforward_layer_norm": "input_layernorm",
+        "post_feedforward_layernorm": "post_attention_layernorm",
+    })),
 }
 
 
@@ -107,30 +122,27 @@ def _positions(values: CheckedJson) -> dict[str, Any]:
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     shape, d_model = config.gated_delta_shape, config.d_model
 
-    def of_q_k_v(layer: str, ending: str, *splits: Sequence[int]) -> Source:
-        names = tuple(f"{layer}.linear_attn.{each}_{ending}.weight" for each in "qkv")
-        dims = (1, shape.width) if ending == "conv1d" else (d_model,)
+    def of_q_k_v(names: list[str], dims: tuple[int, ...], *splits: Sequence[int]) -> Source:
         return Source(
-            names, _above, splits=tuple(tuple((n, *dims) for n in split) for split in splits)
+            tuple(names), _above, splits=tuple(tuple((n, *dims) for n in each) for each in splits)
         )
 
     def source(name: str) -> Source:
-        layer, _, rest = name.partition(".gated_delta.")
-        if rest == "in_proj_qkv.weight":
-            return of_q_k_v(layer, "proj", shape.conv_dims)
-        place = translated(name, WORDS)
-        if rest == "conv1d.weight" and place not in stored:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None:
+            return Source((name,))
+        names = NAMES[config.layer_type(int(layer[1]))]
+        if name.endswith(".gated_delta.in_proj_qkv.weight"):
+            return of_q_k_v(names.published(name), (d_model,), shape.conv_dims)
+        if name.endswith(".gated_delta.conv1d.weight"):
+            whole, *cut = names.published(name)
             # Where transformers has saved the model, its one conv is cut into three equal parts
             third = -(-shape.num_channels // 3)
             thirds = (third, third, shape.num_channels - 2 * third)
-            return of_q_k_v(layer, "conv1d", shape.conv_dims, thirds)
-        layer, _, norm = name.removesuffix(".weight").rpartition(".")
-        if norm not in NORMS_BEFORE:
-            return Source((place,))
-        kind = config.layer_type(int(layer.rpartition(".")[2]))
-        theirs = NORMS_AFTER if kind == KINDS["full_attention"] else NORMS_BEFORE
-        names = [f"{layer}.{each}.weight" for each in theirs[norm]]
-        return Source((next((each for each in names if each in stored), names[0]),))
+            if whole not in stored:
+                return of_q_k_v(cut, (1, shape.width), shape.conv_dims, thirds)
+            return Source((whole,))
+        return named(names, name, config, stored)
 
     return source
 

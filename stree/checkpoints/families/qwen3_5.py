@@ -12,12 +12,20 @@ from functools import partial
 from stree.checkpoints import config_keys
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.families import qwen3_next
+from stree.checkpoints.names import Names, in_layers
 from stree.checkpoints.sources import Layout, Rename
 from stree.models.config import HybridConfig
 
 TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
 WITH_VISION = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 PREFIX_WITH_VISION = "model.language_model."
+TABLE = in_layers({
+    **qwen3_next.LAYER_NAMES,
+    "linear_attn.in_proj_qkv": "gated_delta.in_proj_qkv",
+    "linear_attn.in_proj_z": "gated_delta.in_proj_z",
+    "linear_attn.in_proj_b": "gated_delta.in_proj_b",
+    "linear_attn.in_proj_a": "gated_delta.in_proj_a",
+})
 DROPPED = re.compile(r"mtp\..*|model\.visual\..*")
 
 
@@ -59,7 +67,8 @@ def _text(values: CheckedJson, kind: str) -> HybridConfig:
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     sees = any(name.startswith(PREFIX_WITH_VISION) for name in stored)
-    return qwen3_next.rename_common(config, stored, PREFIX_WITH_VISION if sees else "model.")
+    names = Names(TABLE, PREFIX_WITH_VISION if sees else "model.")
+    return qwen3_next.rename_common(names, config, stored)
 
 
 LAYOUT = Layout(

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.names import Names, Table, in_layers
 from stree.checkpoints.sources import (
     Layout,
     Make,
     Rename,
     Source,
     after_each_other,
-    of_experts,
+    named,
     plus_one,
     rotary_order,
-    translated,
 )
 from stree.models.config import HybridConfig
 from stree_kernels.contracts import GatedDeltaShape
@@ -31,15 +31,29 @@ from stree_kernels.contracts import GatedDeltaShape
 KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 ROTARY_SHARE = 0.25
 SECTIONS = ("mrope_section", "mrope_interleaved")  # of positions, all equal for text
-WORDS = {
-    ".gated_delta.": ".linear_attn.",
-    ".experts.router.": ".mlp.gate.",
-    ".experts.up": ".mlp.experts.gate_up_proj",
-    ".experts.down": ".mlp.experts.down_proj",
-    ".shared_mlp.gate.": ".mlp.shared_expert_gate.",
-    ".shared_mlp.": ".mlp.shared_expert.",
-    ".self_attn.gate_proj.": ".self_attn.q_proj.",
+LAYER_NAMES: Table = {  # that Qwen3.5 has, too
+    "linear_attn.conv1d": "gated_delta.conv1d",
+    "linear_attn.dt_bias": "gated_delta.dt_bias",
+    "linear_attn.A_log": "gated_delta.A_log",
+    "linear_attn.norm": "gated_delta.norm",
+    "linear_attn.out_proj": "gated_delta.out_proj",
+    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj"),
+    "mlp.gate": "experts.router",
+    "mlp.experts.gate_up_proj": "experts.up",
+    "mlp.experts.*.gate_proj.weight": "experts.up",
+    "mlp.experts.*.up_proj.weight": "experts.up",
+    "mlp.experts.down_proj": "experts.down",
+    "mlp.experts.*.down_proj.weight": "experts.down",
+    "mlp.shared_expert_gate": "shared_mlp.gate",
+    "mlp.shared_expert.gate_proj": "shared_mlp.gate_proj",
+    "mlp.shared_expert.up_proj": "shared_mlp.up_proj",
+    "mlp.shared_expert.down_proj": "shared_mlp.down_proj",
 }
+NAMES = Names(in_layers({
+    **LAYER_NAMES,
+    "linear_attn.in_proj_qkvz": ("gated_delta.in_proj_qkv", "gated_delta.in_proj_z"),
+    "linear_attn.in_proj_ba": ("gated_delta.in_proj_b", "gated_delta.in_proj_a"),
+}))
 PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
 MULTI_TOKEN_PREDICTION = re.compile(r"mtp\..*")
 
@@ -117,26 +131,26 @@ def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     shape = config.gated_delta_shape
-    interleaved = of_key_heads(shape) if config.has("gated_delta") else {}
-    others = rename_common(config, stored, "model.")
+    cuts = of_key_heads(shape) if config.has("gated_delta") else {}
+    others = rename_common(NAMES, config, stored)
     rows = {
         "in_proj_qkvz": 2 * shape.d_inner + 2 * shape.conv_dims[0],
         "in_proj_ba": 2 * shape.num_heads,
     }
 
     def source(name: str) -> Source:
-        layer, _, projection = name.removesuffix(".weight").rpartition(".")
-        if projection not in interleaved:
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if projection not in cuts:
             return others(name)
-        theirs, make = interleaved[projection]
-        place = f"{translated(layer + '.', WORDS)}{theirs}.weight"
-        return Source((place,), make, (rows[theirs], config.d_model))
+        (place,) = NAMES.published(name)
+        theirs = place.removesuffix(".weight").rpartition(".")[2]
+        return Source((place,), cuts[projection], (rows[theirs], config.d_model))
 
     return source
 
 
-def of_key_heads(shape: GatedDeltaShape) -> dict[str, tuple[str, Make]]:
-    """Return the stored projection of each of ours, and the function that takes ours out of it.
+def of_key_heads(shape: GatedDeltaShape) -> dict[str, Make]:
+    """Return the function that takes each of our projections out of the stored one.
 
     The stored rows of q, k, v and z, and of b and a, lie side by side for each key head.
     """
@@ -153,21 +167,16 @@ def of_key_heads(shape: GatedDeltaShape) -> dict[str, tuple[str, Make]]:
     qkvz = parts(shape.key_dim, shape.key_dim, values, values)
     ba = parts(heads_a_key, heads_a_key)
     return {
-        "in_proj_qkv": ("in_proj_qkvz", lambda tensor: torch.cat(qkvz(tensor)[:3])),
-        "in_proj_z": ("in_proj_qkvz", lambda tensor: qkvz(tensor)[3]),
-        "in_proj_b": ("in_proj_ba", lambda tensor: ba(tensor)[0]),
-        "in_proj_a": ("in_proj_ba", lambda tensor: ba(tensor)[1]),
+        "in_proj_qkv": lambda tensor: torch.cat(qkvz(tensor)[:3]),
+        "in_proj_z": lambda tensor: qkvz(tensor)[3],
+        "in_proj_b": lambda tensor: ba(tensor)[0],
+        "in_proj_a": lambda tensor: ba(tensor)[1],
     }
 
 
-def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) -> Rename:
-    """Return the map of the parameters that Qwen3.5 stores alike, after a prefix."""
+def rename_common(names: Names, config: HybridConfig, stored: Collection[str]) -> Rename:
+    """Return the map of the parameters that Qwen3.5 stores alike."""
     order, d_model = rotary_order(config), config.d_model
-    inner = config.expert_intermediate_size
-    experts = {
-        ".experts.up": ("gate_up_proj", ("gate_proj", "up_proj"), (inner, d_model)),
-        ".experts.down": ("down_proj", ("down_proj",), (d_model, inner)),
-    }
 
     def of_each_head(second: bool) -> Make:
         """Take q, or its gate, out of q_proj, where both lie side by side for each head."""
@@ -176,24 +185,20 @@ def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) ->
         ].flatten(0, 1)
 
     def source(name: str) -> Source:
-        place = re.sub(r"^model\.", prefix, translated(name, WORDS))
+        place = tuple(names.published(name))
         if name.endswith(PLUS_ONE):
             of_heads = name.endswith((".q_norm.weight", ".k_norm.weight"))
             make = after_each_other(plus_one, order) if of_heads else plus_one
-            return Source((place,), make, wide=True)
+            return Source(place, make, wide=True)
         if ".k_proj." in name:
-            return Source((place,), order)
+            return Source(place, order)
         if ".self_attn.q_proj." in name or ".self_attn.gate_proj." in name:
             rows = 2 * config.num_heads * config.head_dim
             shape = (rows, d_model) if name.endswith("weight") else (rows,)
             if ".gate_proj." in name:
-                return Source((place,), of_each_head(True), shape)
-            return Source((place,), after_each_other(of_each_head(False), order), shape)
-        for ours, theirs in experts.items():
-            if name.endswith(ours):
-                folder, _, _ = place.rpartition(".")
-                return of_experts(folder, *theirs, config.num_experts, stored)
-        return Source((place,))
+                return Source(place, of_each_head(True), shape)
+            return Source(place, after_each_other(of_each_head(False), order), shape)
+        return named(names, name, config, stored)
 
     return source
 

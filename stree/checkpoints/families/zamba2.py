@@ -8,22 +8,51 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from typing import Any
+from dataclasses import replace
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, half, translated
+from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, Source, half
 from stree.models.config import HybridConfig
 
 KINDS = {"linear_attention": "mamba", "mamba": "mamba", "hybrid": "hybrid"}
 ACTIVATIONS = {"gelu": "geglu", "silu": "swiglu"}
 LONG_CONTEXT = 16384  # what use_long_context makes of max_position_embeddings
-ADAPTERS = {
-    "q_adapter": "self_attn.linear_q_adapter_list",
-    "k_adapter": "self_attn.linear_k_adapter_list",
-    "v_adapter": "self_attn.linear_v_adapter_list",
-    "mlp_adapter": "feed_forward.gate_up_proj_adapter_list",
-}
+NAMES = Names({
+    "model.final_layernorm": "model.norm",
+    # stored with each layer that uses the block
+    "model.layers.*.shared_transformer.input_layernorm": "model.shared.*.input_layernorm",
+    "model.layers.*.shared_transformer.self_attn.q_proj": "model.shared.*.self_attn.q_proj",
+    "model.layers.*.shared_transformer.self_attn.k_proj": "model.shared.*.self_attn.k_proj",
+    "model.layers.*.shared_transformer.self_attn.v_proj": "model.shared.*.self_attn.v_proj",
+    "model.layers.*.shared_transformer.self_attn.o_proj": "model.shared.*.self_attn.o_proj",
+    "model.layers.*.shared_transformer.pre_ff_layernorm": "model.shared.*.post_attention_layernorm",
+    "model.layers.*.shared_transformer.feed_forward.gate_up_proj": (
+        "model.shared.*.mlp.gate_proj", "model.shared.*.mlp.up_proj",
+    ),
+    "model.layers.*.shared_transformer.feed_forward.down_proj": "model.shared.*.mlp.down_proj",
+})
+HYBRID_LAYER = Names(in_layers({
+    "linear": "shared_use.out",
+    "mamba_decoder.input_layernorm": "input_layernorm",
+    "mamba_decoder.mamba.in_proj": "mamba.in_proj",
+    "mamba_decoder.mamba.conv1d": "mamba.conv1d",
+    "mamba_decoder.mamba.dt_bias": "mamba.dt_bias",
+    "mamba_decoder.mamba.A_log": "mamba.A_log",
+    "mamba_decoder.mamba.D": "mamba.D",
+    "mamba_decoder.mamba.norm": "mamba.norm",
+    "mamba_decoder.mamba.out_proj": "mamba.out_proj",
+    # of a use of the block, whose number is the last *
+    "shared_transformer.self_attn.linear_q_adapter_list.*.0": "shared_use.q_adapter.down",
+    "shared_transformer.self_attn.linear_q_adapter_list.*.1": "shared_use.q_adapter.up",
+    "shared_transformer.self_attn.linear_k_adapter_list.*.0": "shared_use.k_adapter.down",
+    "shared_transformer.self_attn.linear_k_adapter_list.*.1": "shared_use.k_adapter.up",
+    "shared_transformer.self_attn.linear_v_adapter_list.*.0": "shared_use.v_adapter.down",
+    "shared_transformer.self_attn.linear_v_adapter_list.*.1": "shared_use.v_adapter.up",
+    "shared_transformer.feed_forward.gate_up_proj_adapter_list.*.0": "shared_use.mlp_adapter.down",
+    "shared_transformer.feed_forward.gate_up_proj_adapter_list.*.1": "shared_use.mlp_adapter.up",
+}))
 
 
 def spec(values: CheckedJson) -> HybridConfig:
@@ -88,42 +117,27 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
     uses = [layer for layer in range(config.num_layers) if config.is_attention(layer)]
-    fused = (2 * config.intermediate_size, config.d_model)
-
-    def of_shared(block: int, rest: str, **made: Any) -> Source:
-        """Return the source in a shared block, stored with its first user's layer, or with all."""
-        first, *others = (
-            f"model.layers.{layer}.shared_transformer.{rest}"
-            for layer in uses[block :: config.num_shared_blocks]
-        )
-        return Source((first,), copies=tuple(others), **made)
+    blocks, fused = config.num_shared_blocks, (2 * config.intermediate_size, config.d_model)
 
     def source(name: str) -> Source:
-        if name == "model.norm.weight":
-            return Source(("model.final_layernorm.weight",))
-        if match := re.fullmatch(r"model\.shared\.(\d+)\.(.*)", name):
-            rest = translated(
-                match[2],
-                {"post_attention_layernorm.": "pre_ff_layernorm.", "mlp.": "feed_forward."},
-            )
-            gate_up = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", rest)
-            if gate_up == rest:
-                return of_shared(int(match[1]), rest)
-            shape = fused if rest.endswith("weight") else fused[:1]
-            is_up = ".up_proj." in rest
-            return of_shared(int(match[1]), gate_up, make=half(is_up), shape=shape)
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
-        if match is None or int(match[1]) not in uses:
-            return Source((name,))
-        layer, rest = int(match[1]), match[2]
-        if rest == "shared_use.out.weight":
-            return Source((f"model.layers.{layer}.linear.weight",))
-        if rest.startswith("shared_use."):
-            _, adapter, step, _ = rest.split(".")
-            use = uses.index(layer)
-            place = f"{ADAPTERS[adapter]}.{use}.{0 if step == 'down' else 1}.weight"
-            return of_shared(use % config.num_shared_blocks, place)
-        return Source((f"model.layers.{layer}.mamba_decoder.{rest}",))
+        numbered = re.match(r"model\.(layers|shared)\.(\d+)\.", name)
+        kind, number = (numbered[1], int(numbered[2])) if numbered else ("", -1)
+        use = uses.index(number) if kind == "layers" and number in uses else None
+        (place,) = (NAMES if use is None else HYBRID_LAYER).published(name)
+        _, is_shared, rest = place.partition(".shared_transformer.")
+        if not is_shared:
+            return Source((place,))
+        # Stored with the block's first user, or with all of them
+        block = number if use is None else use % blocks
+        first, *others = (
+            f"model.layers.{layer}.shared_transformer.{rest.replace('*', str(use))}"
+            for layer in uses[block::blocks]
+        )
+        found = Source((first,), copies=tuple(others))
+        if ".gate_up_proj." not in rest:
+            return found
+        shape = fused if name.endswith("weight") else fused[:1]
+        return replace(found, make=half(".up_proj." in name), shape=shape)
 
     return source
 

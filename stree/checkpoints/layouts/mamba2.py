@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.sources import Layout, Rename, Source, translated
+from stree.checkpoints.names import MAMBA_AS_MIXER, Names, in_layers
+from stree.checkpoints.sources import Layout, Rename, named
 from stree.models.config import HybridConfig
 
 
@@ -69,14 +70,13 @@ def state_spaces_spec(values: CheckedJson) -> HybridConfig:
 
 def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]:
     """Return the map to mamba-ssm's names."""
-    words = {
-        "model.embed_tokens.": f"backbone.{embedding}.",
-        "model.norm.": "backbone.norm_f.",
-        "model.layers.": "backbone.layers.",
-        ".input_layernorm.": ".norm.",
-        ".mamba.": ".mixer.",
+    table = {
+        f"model.{embedding}": "model.embed_tokens",
+        "model.norm_f": "model.norm",
+        **in_layers(MAMBA_AS_MIXER),
     }
-    return lambda values, config, stored: lambda name: Source((translated(name, words),))
+    names = Names(table, "backbone.")
+    return lambda values, config, stored: lambda name: named(names, name, config, stored)
 
 
 # The fields of mamba-ssm's MambaConfig
