@@ -82,6 +82,11 @@ class MixerShape:
         know(num_kept=self.num_channels + self.num_heads, tail=self.width - 1)
         know(largest_dim=max(self.head_dim, self.d_state))
 
+    @property
+    def state_dims(self) -> tuple[int, int, int]:
+        """Dimensions of a sequence's state."""
+        return self.num_heads, self.head_dim, self.d_state
+
     @functools.cached_property
     def scan(self) -> ScanShape:
         x, b, c = (self.num_heads // groups for groups in self.scan_groups)
@@ -118,6 +123,11 @@ class GatedDeltaShape:
     @property
     def d_inner(self) -> int:
         return self.num_heads * self.value_dim
+
+    @property
+    def state_dims(self) -> tuple[int, int, int]:
+        """Dimensions of a sequence's state."""
+        return self.num_heads, self.key_dim, self.value_dim
 
     @property
     def conv_dims(self) -> tuple[int, int, int]:
@@ -189,10 +199,6 @@ class Derived:
     @functools.cached_property
     def args(self) -> NodeArgs:
         return NodeArgs(self.xb, self.xb.stride()[:3], self.steps, self.steps.stride()[:4])
-
-    def narrow(self, first: int, count: int) -> Derived:
-        """Return views of `count` sequences from `first` on."""
-        return Derived(self.xb.narrow(1, first, count), self.steps.narrow(1, first, count))
 
 
 class TreeArgs(NamedTuple):

@@ -8,7 +8,7 @@ Every buffer is static and every length lives on the device, so that calls can b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,22 +20,20 @@ from stree.engine.row_store import SavedRow
 from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
 from stree.models.layer_caches import (
+    CACHES,
     EACH,
     KEYS,
     NODES,
     STATES,
-    AttentionCache,
-    GatedDeltaCache,
+    CacheSizes,
     LayerCache,
-    MambaCache,
-    ShortConvCache,
     Which,
     fill,
 )
 from stree.models.layers.rotary import rotary_angles
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
-from stree_kernels import naive, ops
+from stree_kernels import naive
 from stree_kernels.contracts import CacheState
 
 
@@ -72,16 +70,14 @@ class HybridCache:
         self.dtype = dtype
         # Moving a path's keys touches up to max_nodes slots past the committed ones
         self.num_slots = max_length + 2 * max_nodes
-        self.layers: list[LayerCache] = []
-        state_dtype = naive.accumulation_dtype(dtype)
 
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(batch, *shape, device=device, dtype=dtype)
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(batch, *shape, device=device, dtype=torch.long)
 
-        self.length = zeros(dtype=torch.long)  # (B,) tokens in the state
-        self.path = zeros(max_nodes, dtype=torch.long)  # (B, K) nodes to replay
-        self.path_length = zeros(dtype=torch.long)  # (B,) how many of them count
-        self.variant = zeros(dtype=torch.long)  # (B,) the tree of each sequence, if several
+        self.length = zeros()  # (B,) tokens in the state
+        self.path = zeros(max_nodes)  # (B, K) nodes to replay
+        self.path_length = zeros()  # (B,) how many of them count
+        self.variant = zeros()  # (B,) the tree of each sequence, if several
         self.parity = torch.zeros(1, device=device, dtype=torch.long)
         self.cache_state = CacheState(
             self.length, self.path, self.path_length, self.variant, self.parity
@@ -93,40 +89,15 @@ class HybridCache:
         rotary = None
         if config.attn_layers:
             positions = torch.arange(self.num_slots, device=device)
-            rotary = rotary_angles(config, positions, state_dtype)
+            rotary = rotary_angles(config, positions, naive.accumulation_dtype(dtype))
 
-        def attention() -> AttentionCache:
-            assert rotary is not None
-            dims = (config.num_kv_heads, self.num_slots, config.head_dim)
-            return AttentionCache(zeros(*dims), zeros(*dims), rotary)
-
-        def kept_rows(width: int, channels: int) -> Tensor:
-            rows = (2, batch, width - 1 + max_nodes, channels)
-            return torch.zeros(rows, device=device, dtype=dtype)
-
-        def mamba() -> MambaCache:
-            shape = config.mixer_shape
-            state = zeros(shape.num_heads, shape.head_dim, shape.d_state, dtype=state_dtype)
-            rows = kept_rows(shape.width, shape.num_kept)
-            return MambaCache(rows, self.parity, state, ops.new_derived(shape, rows), shape)
-
-        def short_conv() -> ShortConvCache:
-            rows = kept_rows(config.d_conv, config.d_model)
-            return ShortConvCache(rows, self.parity, config.d_conv)
-
-        def gated_delta() -> GatedDeltaCache:
-            shape = config.gated_delta_shape
-            return GatedDeltaCache.empty(
-                shape, batch, max_nodes, self.parity, device=device, dtype=dtype
-            )
-
-        make: dict[str, Callable[[], LayerCache]] = {
-            "attention": attention, "mamba": mamba, "short_conv": short_conv,
-            "gated_delta": gated_delta,
-        }
+        sizes = CacheSizes(
+            batch, max_nodes, self.num_slots, self.parity, rotary, device, dtype
+        )
+        self.layers: list[LayerCache] = []
         alike: dict[str, Any] = {}
         for kind in chain.from_iterable(map(config.mixers, range(config.num_layers))):
-            layer = make[kind]()
+            layer = CACHES[kind].of(config, sizes)
             if self.last_tree is not None:
                 layer = layer.sharing(alike.setdefault(kind, layer))
             self.layers.append(layer)
@@ -142,10 +113,13 @@ class HybridCache:
 
         The inputs of the nodes of trees are kept to replay the accepted path.
         """
-        held = {id(each): (part, each) for layer in self.layers for part, each in layer.held()}
+        held = {
+            id(each): (buffer.part, each)
+            for layer in self.layers for _, buffer, each in layer.buffers()
+        }
         parts = dict.fromkeys((STATES, KEYS, NODES), 0)
         for part, each in held.values():
-            parts[part] += 0 if each is None else each.nbytes // len(self.length)
+            parts[part] += each.nbytes // len(self.length)
         return parts
 
     def bytes_per_row(self) -> int:

@@ -7,16 +7,18 @@ causal convolution.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.models.config import HybridConfig
 from stree_kernels import naive, ops
-from stree_kernels.contracts import CacheState, Derived, GatedDeltaShape, MixerShape
+from stree_kernels.contracts import CacheState, Derived
 
 Which = int | slice | Tensor  # of the sequences; a tensor of rows, (n,) int64, for graphs
 EACH = slice(None)
@@ -31,9 +33,136 @@ def fill(tensor: Tensor, row: Which, dim: int = 0, value: float = 0) -> None:
         tensor.transpose(0, dim)[row] = value
 
 
-@dataclass
-class AttentionCache:
-    """Keys and values of an attention layer.
+class CacheSizes(NamedTuple):
+    """Sizes that the caches of all layers share, and buffers that they share.
+
+    Attributes:
+        batch: Number of sequences.
+        max_nodes: Most nodes of a tree.
+        num_slots: Slots of keys and values of a sequence.
+        parity: (1,), see `ConvCache`.
+        rotary: Cosines and sines (2, slots, D / 2); None without attention.
+        device: Where the buffers lie.
+        dtype: Of keys, values and conv inputs.
+    """
+
+    batch: int
+    max_nodes: int
+    num_slots: int
+    parity: Tensor
+    rotary: Tensor | None
+    device: torch.device | str
+    dtype: torch.dtype
+
+    def zeros(self, *dims: int) -> Tensor:
+        """Return zeros of some dimensions in the model's dtype."""
+        return torch.zeros(dims, device=self.device, dtype=self.dtype)
+
+    def new_state(self, *dims: int) -> Tensor:
+        """Return zeros (B, …) of a state: fp32, or fp64 in an fp64 model."""
+        dtype = naive.accumulation_dtype(self.dtype)
+        return torch.zeros(self.batch, *dims, device=self.device, dtype=dtype)
+
+
+class Buffer(NamedTuple):
+    """Declaration of a cache's buffer: its part of `HybridCache.sequence_bytes`, and its dims."""
+
+    part: str
+    sequences: int = 0  # dimension of the sequences
+    nodes: int = 1  # dimension of a tree's nodes, in a buffer of that part
+
+
+@dataclass(kw_only=True)
+class LayerCache:
+    """Buffers of one mixer, declared by the names of their fields; a buffer may be None.
+
+    Attributes:
+        max_nodes: N.
+    """
+
+    BUFFERS: ClassVar[dict[str, Buffer]] = {}
+    max_nodes: int
+
+    @classmethod
+    def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
+        """Return the cache of sequences without tokens."""
+        raise NotImplementedError
+
+    def buffers(self, part: str | None = None) -> Iterator[tuple[str, Buffer, Tensor]]:
+        """Yield name, declaration and tensor of each buffer, or of those of one part."""
+        for name, buffer in self.BUFFERS.items():
+            tensor = getattr(self, name)
+            if tensor is not None and part in (None, buffer.part):
+                yield name, buffer, tensor
+
+    def _with(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def narrow(self, first: int, count: int) -> Self:
+        """Return a view of `count` sequences from `first` on."""
+        return self._with(**{
+            name: tensor.narrow(buffer.sequences, first, count)
+            for name, buffer, tensor in self.buffers()
+        })
+
+    def for_chunk(self, num_nodes: int) -> Self:
+        """Return scratch buffers for one sequence that reads a chunk of `num_nodes` tokens.
+
+        `taken` fills in the states.
+        """
+        scratch: dict[str, Any] = {}
+        for name, buffer, tensor in self.buffers(NODES):
+            dims = list(tensor.shape)
+            dims[buffer.sequences] = 1
+            dims[buffer.nodes] += num_nodes - self.max_nodes
+            scratch[name] = tensor.new_zeros(dims)
+        return replace(self, max_nodes=num_nodes, **scratch)
+
+    def taken(self, row: Tensor, scratch: Self) -> Self:
+        """Copy a sequence's states, row (1,), into scratch buffers; `put_back` writes them back."""
+        return scratch._with(**{
+            name: state if len(state) == 1 else state.index_select(0, row)  # alone: nothing to copy
+            for name, _, state in self.buffers(STATES)
+        })
+
+    def put_back(self, row: Tensor, taken: Self) -> None:
+        """Write the states that a call has left in `taken` back to the row."""
+        for name, _, state in self.buffers(STATES):
+            if getattr(taken, name) is not state:
+                state.index_copy_(0, row, getattr(taken, name))
+
+    def clear(self, row: Which = EACH) -> None:
+        """Empty the states of some sequences. What is kept of nodes is never read before a tree."""
+        for _, _, state in self.buffers(STATES):
+            fill(state, row)
+
+    def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
+        """Return copies of a sequence's states after its committed tokens."""
+        return tuple(state[row].clone() for _, _, state in self.buffers(STATES))
+
+    def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
+        """Write the copies that `save` returned into a row."""
+        for (_, _, state), each in zip(self.buffers(STATES), saved, strict=True):
+            state[row] = each
+
+    def sharing(self, other: Self) -> Self:
+        """Return this cache with what another layer's keeps of nodes."""
+        return self._with(**{name: tensor for name, _, tensor in other.buffers(NODES)})
+
+    def begin_joint(self) -> None:
+        """Begin a layer's ops over [accepted path, tree]."""
+
+    def end_joint(self) -> None:
+        """End these ops."""
+
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
+        """Advance the states along the accepted path."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class AttentionCache(LayerCache):
+    """Keys and values of an attention layer; slots from the committed length on are never read.
 
     Attributes:
         keys: (B, Hkv, slots, D); the nodes of a tree follow the committed tokens.
@@ -41,48 +170,35 @@ class AttentionCache:
         rotary: Cosines and sines (2, slots, D / 2), shared by all layers.
     """
 
+    BUFFERS: ClassVar = {"keys": Buffer(KEYS), "values": Buffer(KEYS)}
     keys: Tensor
     values: Tensor
     rotary: Tensor
 
-    def narrow(self, first: int, count: int) -> AttentionCache:
-        keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
-        return AttentionCache(keys, values, self.rotary)
-
-    def clear(self, row: Which = EACH) -> None:
-        """Do nothing: slots from the committed length on are never read."""
+    @classmethod
+    def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
+        assert sizes.rotary is not None
+        dims = sizes.batch, config.num_kv_heads, sizes.num_slots, config.head_dim
+        return cls(
+            max_nodes=sizes.max_nodes, keys=sizes.zeros(*dims), values=sizes.zeros(*dims),
+            rotary=sizes.rotary,
+        )
 
     def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
         """Return copies of the keys and values of a sequence's first `length` tokens."""
         return self.keys[row, :, :length].clone(), self.values[row, :, :length].clone()
 
     def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
-        """Write the copies that `save` returned into a row."""
         for cache, each in zip((self.keys, self.values), saved, strict=True):
             cache[row, :, : each.shape[1]] = each
 
-    def for_chunk(self, num_nodes: int) -> AttentionCache:
+    def for_chunk(self, num_nodes: int) -> Self:
         """Return this cache with angles for the padding of a chunk after the last slot."""
         return replace(self, rotary=F.pad(self.rotary, (0, 0, 0, num_nodes)))
 
-    def taken(self, row: Tensor, scratch: AttentionCache) -> AttentionCache:
+    def taken(self, row: Tensor, scratch: Self) -> Self:
         """Return the cache for one row's prefill; `CacheState.rows` names the row's keys."""
         return replace(self, rotary=scratch.rotary)
-
-    def put_back(self, row: Tensor, taken: AttentionCache) -> None: ...
-
-    def sharing(self, other: AttentionCache) -> AttentionCache:
-        """Return this cache: keys and values are never shared among layers."""
-        return self
-
-    def begin_joint(self) -> None: ...
-
-    def end_joint(self) -> None: ...
-
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield each buffer with its part of `HybridCache.sequence_bytes`."""
-        yield KEYS, self.keys
-        yield KEYS, self.values
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Move the keys and values of the accepted path to the slots after the committed ones."""
@@ -92,8 +208,8 @@ class AttentionCache:
             )
 
 
-@dataclass
-class ConvCache:
+@dataclass(kw_only=True)
+class ConvCache(LayerCache):
     """Raw inputs of a layer's conv, in two halves of [conv state, nodes of the last tree].
 
     A call writes the new tree into the half that does not hold the last one (`CacheState.parity`).
@@ -105,9 +221,10 @@ class ConvCache:
         own_conv_state: (B, W − 1, C) with joint attainment, else None.
     """
 
+    BUFFERS: ClassVar = {"own_conv_state": Buffer(STATES), "rows": Buffer(NODES, 1, 2)}
     rows: Tensor
     parity: Tensor
-    own_conv_state: Tensor | None = field(default=None, kw_only=True)
+    own_conv_state: Tensor | None = None
 
     def conv_state_shape(self) -> tuple[int, int]:
         """Return W − 1 and C."""
@@ -127,63 +244,42 @@ class ConvCache:
         else:
             self.own_conv_state.copy_(conv_state)
 
-    def narrow(self, first: int, count: int) -> Self:
-        conv_state = self.own_conv_state
-        return replace(
-            self, rows=self.rows.narrow(1, first, count),
-            own_conv_state=None if conv_state is None else conv_state.narrow(0, first, count),
-        )
-
     def for_chunk(self, num_nodes: int) -> Self:
-        """Return scratch buffers for one sequence that reads a chunk of `num_nodes` tokens.
-
-        `taken` fills in the conv state and the state.
-        """
-        length, _ = self.conv_state_shape()
-        rows = self.rows.new_zeros(2, 1, length + num_nodes, self.rows.shape[3])
-        return replace(self, rows=rows, parity=torch.zeros_like(self.parity), own_conv_state=None)
+        scratch = super().for_chunk(num_nodes)
+        return replace(scratch, parity=torch.zeros_like(self.parity), own_conv_state=None)
 
     def taken(self, row: Tensor, scratch: Self) -> Self:
-        """Copy a sequence's states, row (1,), into scratch buffers; `put_back` writes them back."""
+        taken = super().taken(row, scratch)
         if self.own_conv_state is not None:
-            return replace(scratch, own_conv_state=self.own_conv_state.index_select(0, row))
-        return replace(scratch, own_conv_state=self._lent_conv_states[self.parity, row])
+            return taken
+        return replace(taken, own_conv_state=self._lent_conv_states[self.parity, row])
 
     def put_back(self, row: Tensor, taken: Self) -> None:
-        """Write the states that a call has left in `taken` back to the row."""
-        assert taken.own_conv_state is not None
-        if self.own_conv_state is not None:
-            self.own_conv_state.index_copy_(0, row, taken.own_conv_state)
-        else:
+        super().put_back(row, taken)
+        if self.own_conv_state is None:
+            assert taken.own_conv_state is not None
             self._lent_conv_states[self.parity, row] = taken.own_conv_state
 
     def clear(self, row: Which = EACH) -> None:
+        super().clear(row)
         fill(self.rows[:, :, : self.conv_state_shape()[0]], row, 1)
-        if self.own_conv_state is not None:
-            fill(self.own_conv_state, row)
 
     def sharing(self, other: Self) -> Self:
-        """Return this cache with the rows of another layer, and a conv state of its own."""
+        """Return this cache with what another layer's keeps of nodes, and its own conv state."""
         conv_state = torch.zeros_like(self.conv_state, memory_format=torch.contiguous_format)
-        return replace(self, rows=other.rows, own_conv_state=conv_state)
-
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        yield NODES, self.rows
-        yield STATES, self.own_conv_state
+        return replace(super().sharing(other), own_conv_state=conv_state)
 
     def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
-        """Return copies of a sequence's states after its committed tokens."""
+        saved = super().save(length, row)
         if self.own_conv_state is not None:
-            return (self.own_conv_state[row].clone(),)
-        return (self._lent_conv_states[:, row].index_select(0, self.parity)[0],)
+            return saved
+        return self._lent_conv_states[:, row].index_select(0, self.parity)[0], *saved
 
     def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
-        """Write the copies that `save` returned into a row."""
-        (conv_state,) = saved
-        if self.own_conv_state is not None:
-            self.own_conv_state[row] = conv_state
-        else:
+        if self.own_conv_state is None:
+            conv_state, *saved = saved  # type: ignore[assignment]
             self._lent_conv_states[:, row].index_copy_(0, self.parity, conv_state[None])
+        super().load(saved, row)
 
     @property
     def _lent_conv_states(self) -> Tensor:
@@ -202,83 +298,19 @@ class ConvCache:
         self.own_conv_state.copy_(self._lent_conv_states[0])
 
 
-@dataclass
-class RecurrentCache(ConvCache):
-    """Cache of a recurrent layer: its state, and in `rows` also the inputs of its gates.
-
-    Attributes:
-        state: (B, …), fp32 or fp64.
-        derived: Values of nodes that a kernel keeps for the replay (`ops.new_derived`), or None.
-        shape: Dimensions of the mixer.
-    """
-
-    state: Tensor
-    derived: Derived | None
-    shape: Any
-
-    def conv_state_shape(self) -> tuple[int, int]:
-        return self.shape.tail, self.shape.num_channels
-
-    def narrow(self, first: int, count: int) -> Self:
-        return replace(
-            super().narrow(first, count), state=self.state.narrow(0, first, count),
-            derived=self.derived and self.derived.narrow(first, count),
-        )
-
-    def for_chunk(self, num_nodes: int) -> Self:
-        scratch = super().for_chunk(num_nodes)
-        return replace(scratch, derived=ops.new_derived(self.shape, scratch.rows))
-
-    def taken(self, row: Tensor, scratch: Self) -> Self:
-        alone = len(self.state) == 1  # nothing to copy
-        state = self.state if alone else self.state.index_select(0, row)
-        return replace(super().taken(row, scratch), state=state)
-
-    def put_back(self, row: Tensor, taken: Self) -> None:
-        super().put_back(row, taken)
-        if taken.state is not self.state:
-            self.state.index_copy_(0, row, taken.state)
-
-    def clear(self, row: Which = EACH) -> None:
-        super().clear(row)
-        fill(self.state, row)
-
-    def sharing(self, other: Self) -> Self:
-        return replace(super().sharing(other), derived=other.derived)
-
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        yield from super().held()
-        yield STATES, self.state
-        if self.derived is not None:
-            yield NODES, self.derived.xb
-            yield NODES, self.derived.steps
-
-    def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
-        return self.state[row].clone(), *super().save(length, row)
-
-    def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
-        state, *conv_state = saved
-        self.state[row] = state
-        super().load(tuple(conv_state), row)
-
-
-@dataclass
-class MambaCache(RecurrentCache):
-    """Cache of a Mamba-2 layer: a state (B, H, P, S), conv inputs and dt."""
-
-    shape: MixerShape
-
-    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
-        """Advance state and conv state along the accepted path."""
-        kept = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, cache_state)
-        self.conv_state = kept[..., : self.shape.num_channels]
-
-
-@dataclass
+@dataclass(kw_only=True)
 class ShortConvCache(ConvCache):
     """Cache of a short convolution: its inputs of [conv state, last tree], and no other state."""
 
     width: int  # of the convolution
+
+    @classmethod
+    def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
+        slots = config.d_conv - 1 + sizes.max_nodes
+        rows = sizes.zeros(2, sizes.batch, slots, config.d_model)
+        return cls(
+            max_nodes=sizes.max_nodes, rows=rows, parity=sizes.parity, width=config.d_conv
+        )
 
     def conv_state_shape(self) -> tuple[int, int]:
         return self.width - 1, self.rows.shape[-1]
@@ -288,49 +320,75 @@ class ShortConvCache(ConvCache):
         self.conv_state = naive.short_conv_replay(self.rows, self.width - 1, cache_state)
 
 
-@dataclass
+@dataclass(kw_only=True)
+class RecurrentCache(ConvCache):
+    """Cache of a recurrent layer: its state, and in `rows` also the inputs of its gates.
+
+    Attributes:
+        state: (B, …), fp32 or fp64.
+        xb: Values of nodes that the kernels keep for the replay (`Derived`), or None.
+        steps: The same.
+        shape: Dimensions of the mixer.
+    """
+
+    BUFFERS: ClassVar = {
+        **ConvCache.BUFFERS,
+        "state": Buffer(STATES), "xb": Buffer(NODES, 1, 2), "steps": Buffer(NODES, 1, 3),
+    }
+    state: Tensor
+    xb: Tensor | None
+    steps: Tensor | None
+    shape: Any
+
+    @classmethod
+    def empty(cls, shape: Any, sizes: CacheSizes, **more: Any) -> Self:
+        """Return the cache of sequences without tokens, for a mixer of some dimensions."""
+        rows = sizes.zeros(2, sizes.batch, shape.tail + sizes.max_nodes, shape.num_kept)
+        derived = ops.new_derived(shape, rows)
+        return cls(
+            max_nodes=sizes.max_nodes, rows=rows, parity=sizes.parity, shape=shape,
+            state=sizes.new_state(*shape.state_dims),
+            xb=derived.xb if derived else None, steps=derived.steps if derived else None, **more,
+        )
+
+    @functools.cached_property
+    def derived(self) -> Derived | None:
+        """Buffers of nodes as the kernels take them."""
+        return None if self.xb is None or self.steps is None else Derived(self.xb, self.steps)
+
+    def conv_state_shape(self) -> tuple[int, int]:
+        return self.shape.tail, self.shape.num_channels
+
+
+@dataclass(kw_only=True)
+class MambaCache(RecurrentCache):
+    """Cache of a Mamba-2 layer: a state (B, H, P, S), conv inputs and dt."""
+
+    @classmethod
+    def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
+        return cls.empty(config.mixer_shape, sizes)
+
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
+        """Advance state and conv state along the accepted path."""
+        kept = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, cache_state)
+        self.conv_state = kept[..., : self.shape.num_channels]
+
+
+@dataclass(kw_only=True)
 class GatedDeltaCache(RecurrentCache):
     """Cache of a gated delta layer: state (B, H, K, V), conv inputs, a, and the tree's updates."""
 
-    shape: GatedDeltaShape
+    BUFFERS: ClassVar = {**RecurrentCache.BUFFERS, "updates": Buffer(NODES)}
     updates: Tensor  # (B, N, H, V)
 
     @classmethod
-    def empty(
-        cls,
-        shape: GatedDeltaShape,
-        batch: int,
-        max_nodes: int,
-        parity: Tensor,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> GatedDeltaCache:
-        """Return a cache of sequences without tokens; states are fp32, or fp64 in an fp64 model."""
-        wide = naive.accumulation_dtype(dtype)
+    def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
+        return cls.empty(config.gated_delta_shape, sizes)
 
-        def zeros(*dims: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(dims, device=device, dtype=dtype)
-
-        heads = shape.num_heads
-        rows = zeros(2, batch, shape.tail + max_nodes, shape.num_kept)
-        state = zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide)
-        updates = zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide)
-        return cls(rows, parity, state, ops.new_derived(shape, rows), shape, updates)
-
-    def narrow(self, first: int, count: int) -> Self:
-        return replace(super().narrow(first, count), updates=self.updates.narrow(0, first, count))
-
-    def for_chunk(self, num_nodes: int) -> Self:
-        updates = self.updates.new_zeros(1, num_nodes, *self.updates.shape[2:])
-        return replace(super().for_chunk(num_nodes), updates=updates)
-
-    def sharing(self, other: Self) -> Self:
-        return replace(super().sharing(other), updates=other.updates)
-
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        yield from super().held()
-        yield NODES, self.updates
+    @classmethod
+    def empty(cls, shape: Any, sizes: CacheSizes, **more: Any) -> Self:
+        updates = sizes.new_state(sizes.max_nodes, shape.num_heads, shape.value_dim)
+        return super().empty(shape, sizes, updates=updates, **more)
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance state and conv state along the accepted path."""
@@ -340,4 +398,7 @@ class GatedDeltaCache(RecurrentCache):
         self.conv_state = kept[..., : self.shape.num_channels]
 
 
-LayerCache = AttentionCache | MambaCache | ShortConvCache | GatedDeltaCache
+CACHES: dict[str, type[LayerCache]] = {
+    "attention": AttentionCache, "mamba": MambaCache, "short_conv": ShortConvCache,
+    "gated_delta": GatedDeltaCache,
+}  # of each kind of mixer

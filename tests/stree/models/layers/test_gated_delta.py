@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, cache_state_of, topology_of
 
 from stree.models.config import HybridConfig
-from stree.models.layer_caches import GatedDeltaCache
+from stree.models.layer_caches import NODES, CacheSizes, GatedDeltaCache
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.part import TreePass
 from stree.trees.token_tree import TokenTree
@@ -48,9 +48,8 @@ def test_through_the_kernels(monkeypatch, tree):
         monkeypatch.setattr(ops, "fused", lambda *_, fused=fused: fused)
         mixer.pack()
         parity = torch.zeros(1, dtype=torch.long, device=DEVICE)
-        cache = GatedDeltaCache.empty(
-            SHAPE, 1, num_nodes, parity, device=DEVICE, dtype=torch.float32
-        )
+        sizes = CacheSizes(1, num_nodes, 0, parity, None, DEVICE, torch.float32)
+        cache = GatedDeltaCache.empty(SHAPE, sizes)
         calls = []
         for number, path in enumerate([[], tree.path_to(num_nodes - 1)]):
             cache_state = cache_state_of([0], [path], 1, num_nodes, parity=number)
@@ -69,12 +68,11 @@ def test_memory_of_a_node(monkeypatch):
     monkeypatch.setattr(ops, "fused", lambda *_: True)
 
     def num_bytes(num_nodes):
-        cache = GatedDeltaCache.empty(
-            shape, 1, num_nodes, torch.zeros(1), device="meta", dtype=torch.bfloat16
-        )
-        assert cache.derived is not None
-        kept = (cache.rows, cache.updates, cache.derived.xb, cache.derived.steps)
-        return sum(each.nbytes for each in kept), cache.state.nbytes
+        sizes = CacheSizes(1, num_nodes, 0, torch.zeros(1), None, "meta", torch.bfloat16)
+        cache = GatedDeltaCache.empty(shape, sizes)
+        kept = {name: each.nbytes for name, _, each in cache.buffers(NODES)}
+        assert set(kept) == {"rows", "xb", "steps", "updates"}
+        return sum(kept.values()), cache.state.nbytes
 
     (more, state), (fewer, _) = num_bytes(17), num_bytes(16)
     assert state == 48 * 128 * 128 * 4
