@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
@@ -220,12 +221,24 @@ class Topology:
         windows: (Z, N, W) int32, inputs of a causal conv at each node, oldest first, as indices
             into [the W − 1 last committed inputs, the nodes].
         written: Whether launches of the same step write the trees (`launch.py`).
+        chains: Whether all trees are chains, known before the step.
     """
 
     ancestors: Tensor
     depths: Tensor
     windows: Tensor
     written: bool = False
+    chains: bool = False
+
+    def comes_in_steps(self, first: int) -> bool:
+        """Return whether a recurrence takes a call's new nodes one after the other.
+
+        So it does in an ordinary step, of one token a sequence. With `STREE_CHAINS=multi_step` in
+        the environment it does so for all chains, as vanilla speculative decoding in STree (Wu et
+        al. 2025) has it, where the scan of trees is faster. first: nodes of the trees before.
+        """
+        by_updates = self.chains and os.environ.get("STREE_CHAINS") == "multi_step"
+        return first == 0 and (by_updates or self.depths.shape[1] == 1)
 
     @functools.cached_property
     def args(self) -> TreeArgs:

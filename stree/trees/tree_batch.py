@@ -391,7 +391,10 @@ def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) ->
         ancestors[row, : tree.num_nodes, : tree.num_nodes] = tree.ancestors
         depths[row, : tree.num_nodes] = torch.tensor(tree.depths)
         windows[row, : tree.num_nodes] = tree.windows(width)
-    return Topology(ancestors.to(device), depths.to(device), windows.to(device))
+    return Topology(
+        ancestors.to(device), depths.to(device), windows.to(device),
+        chains=all(tree.max_depth + 1 == tree.num_nodes for tree in trees),
+    )
 
 
 @kept_by_trees

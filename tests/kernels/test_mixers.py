@@ -225,10 +225,15 @@ def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
 
 
-@pytest.mark.parametrize("num_nodes, first, steps", [(1, 0, True), (2, 0, False), (2, 1, False)])
+@pytest.mark.parametrize(
+    "num_nodes, first, updates, steps",
+    [(1, 0, False, True), (2, 0, False, False), (2, 1, False, False), (2, 0, True, True),
+     (2, 1, True, False)],
+)
 @each_kind
-def test_one_token_is_a_step_of_a_chain(monkeypatch, name, num_nodes, first, steps):
-    """The chain's kernel takes one token, but not where a tree grows by one node."""
+def test_one_token_is_a_step_of_a_chain(monkeypatch, name, num_nodes, first, updates, steps):
+    """The chain's kernel takes one token, and chains if asked to, but not where a tree grows."""
+    monkeypatch.setenv("STREE_CHAINS", "multi_step" if updates else "")
     asked, shape = [], SHAPES[name]
     for module, chain, tree in (
         (tree_scan, "scan_chain", "_scan_tree"),
@@ -237,7 +242,7 @@ def test_one_token_is_a_step_of_a_chain(monkeypatch, name, num_nodes, first, ste
         monkeypatch.setattr(module, chain, lambda *_: asked.append(True))
         monkeypatch.setattr(module, tree, lambda *_: asked.append(False))
     case = make(shape, num_nodes, torch.float32, as_chain=None)
-    topology = topology_of([TokenTree.chain(num_nodes - 1)])
+    topology = replace(topology_of([TokenTree.chain(num_nodes - 1)]), chains=True)
     cache_state = cache_state_of([0, 0], [[], []], 1, 4)
     case.call(0, shape, topology, cache_state, first, slice(first, num_nodes))
     assert asked == [steps]

@@ -58,10 +58,10 @@ def gated_delta_tree(
     """Compute `naive.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype.
 
     More than `FEW` and at most `MOST_PAIRED` nodes take three launches. With `as_chain` trees are
-    chains, whose nodes come step by step; None: in an ordinary step, of one token a sequence.
+    chains, whose nodes come step by step; None: as `Topology.comes_in_steps` says.
     """
     if as_chain is None:
-        as_chain = first == 0 and topology.depths.shape[1] == 1
+        as_chain = topology.comes_in_steps(first)
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     v = convolve(kept, rows, derived, None, weights, shape, topology, cache_state, first)
     y = torch.empty_like(v)

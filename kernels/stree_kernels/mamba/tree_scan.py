@@ -41,12 +41,12 @@ def mamba_tree(
 ) -> Tensor:
     """Compute `naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype.
 
-    With `as_chain` trees are chains, whose nodes come step by step; None: in an ordinary step, of
-    one token a sequence.
+    With `as_chain` trees are chains, whose nodes come step by step; None: as
+    `Topology.comes_in_steps` says.
     """
     batch, num_new, _ = projected.shape
     if as_chain is None:
-        as_chain = first == 0 and topology.depths.shape[1] == 1
+        as_chain = topology.comes_in_steps(first)
     streamed, kept = streams(state, num_new, first), projected[..., shape.d_inner :]
     replayed = None if streamed else state  # else the scan advances the state
     C = convolve(kept, rows, derived, replayed, weights, shape, topology, cache_state, first)

@@ -38,8 +38,8 @@ def compared(tmp_path_factory):
         "benchmarks": [str(root / "mt_bench.jsonl")], "temperatures": [0.0, 0.6, 1.0],
         "max_new_tokens": 4, "limit": 1,
         "arms": [
-            {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
-            {"name": "chain", "tree": "chain-4", **model}, {"name": "tree", **model},
+            {"name": "tuned chain", "drafter": drafter, "tree": "chain-tuned"},
+            {"name": "vanilla_sd", "tree": "chain-4", **model}, {"name": "stree", **model},
             {"name": "naive", "drafter": drafter, "verifier": "naive"},
             {"name": "top k", "drafter": f"top:{drafter}", "verifier": "naive"},
             {"name": "beam", "drafter": drafter, "tree": "beam-3-4-31"},
@@ -114,18 +114,23 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
 def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
     rows = {(row.method, row.temperature): row for row in ResultStore(compared).results()}
     text = printed(capsys, "stree-table-8", "--rows", compared)
-    methods = ("autoregressive", "chain", "tree", "beam")
+    methods = ("autoregressive", "vanilla_sd", "stree", "beam search")
     # Greedily, τ does not depend on the verifier
     assert line_of(text, "τ, paper") == ["1", "2.04", "2.47", "2.60"]
     taus = [f"{rows[method, 0.0].acceptance_length:.2f}" for method in methods]
     assert line_of(text, "τ, ours") == taus
+    text = printed(capsys, "stree-table-3", "--rows", compared)
+    labels = {"Vanilla SD": "vanilla_sd", "STree": "stree", "Tuned chain": "tuned chain"}
+    for label, method in labels.items():
+        tau = f"{rows[method, 1.0].acceptance_length:.2f}"
+        assert line_of(text, f"T = 1, {label}, ours")[1] == tau
     text = printed(capsys, "stree-figure-4", "--rows", compared)
-    for at, method in enumerate(("chain", "tree", "naive", "top k")):
+    for at, method in enumerate(("vanilla_sd", "stree", "naive", "top k")):
         tau = f"{rows[method, 0.6].acceptance_length:.2f}"
         assert line_of(text, "0.6")[2 * at + 1] == tau
     text = printed(capsys, "stree-table-4", "--rows", compared)
     taus = line_of(text, "τ, ours")
-    assert taus[0] == f"{rows['tree', 1.0].acceptance_length:.2f}" and taus[1:4] == ["–"] * 3
+    assert taus[0] == f"{rows['stree', 1.0].acceptance_length:.2f}" and taus[1:4] == ["–"] * 3
     assert taus[4] == f"{rows['E', 1.0].acceptance_length:.2f}"
     text = printed(capsys, "drafters-table-5", "--rows", compared)
     row = rows["five", 0.0]

@@ -18,6 +18,17 @@ def test_a_forest_pads_what_its_smaller_trees_lack():
     topology = tree_batch.topology(tiny_config().d_conv)
     assert topology.ancestors[0].equal(torch.eye(4, dtype=torch.bool))
     assert topology.depths.tolist() == [[0, 0, 0, 0], [0, 1, 2, 1]]
+    assert not topology.chains
+
+
+def test_a_topology_says_that_all_its_trees_are_chains():
+    """A shorter chain is padded behind its end; a static tree batch holds chains only."""
+    chains, device = [TokenTree.chain(3), TokenTree.chain(1)], torch.device("cpu")
+    for tree_batch in (make_tree_batch(chains, device), make_tree_batch(chains, device).static()):
+        assert tree_batch.topology(4).chains
+    assert make_tree_batch(chains, device).shape != make_tree_batch(
+        [TokenTree.paper(), TokenTree.chain(1)], device
+    ).shape
 
 
 def test_trees_of_one_shape_take_each_other_s_place():
