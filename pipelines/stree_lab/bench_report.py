@@ -25,7 +25,7 @@ from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.tables.tables import MISSING, Table
 
 Row = dict[str, Any]
-CHAIN_NODES = 5  # a tree has to beat a chain of four drafts
+CHAIN_NODES = 5  # STree's N1: a tree has to beat a chain of four drafts
 
 # Name, bar, fields of the rows it is for, and the field with the value in the bar's unit
 BARS: list[tuple[str, float, dict[str, Any], str]] = [
@@ -60,8 +60,8 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "op": ("Kernels, µs a layer", "op shape num_nodes context",
            "us_naive us_fused us_multi_step us_mamba_ssm_updates"),
     "target call": ("Target calls", "shape num_nodes context",
-                    "us_floor us_tree over_floor over_step step_over_floor"),
-    "fit": ("Fits of a target call's µs over N", "shape", "us_call"),
+                    "us_floor us_tree us_chain over_floor over_step step_over_floor"),
+    "fit": ("Fits of a target call's µs over N", "shape", "us_call us_chain"),
     "orders": ("Tree attention by the order of nodes", "shape num_nodes order",
                "blocks_read blocks_below us_sparse us_dense"),
     "draft": ("Drafts", "shape drafter tree num_nodes", "us_draft us_draft_sampled"),
@@ -222,25 +222,43 @@ def kinds_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
         if row["context"] == 1024:
             calls.setdefault(row["shape"], []).append(row)
     for shape, some in calls.items():
-        fits = fit(some)
-        if fits is not None:
-            kinds.setdefault("fit", []).append(dict(shape=shape, us_call=in_words(fits)))
-            kinds.setdefault("required τ", []).extend(
-                dict(shape=shape, num_nodes=nodes, tau_over_chain=fits(nodes) / fits(CHAIN_NODES))
-                for nodes in range(CHAIN_NODES, max(row["num_nodes"] for row in some) + 1)
+        of_tree, of_chain = fit(some), fit(some, "us_chain")
+        if of_tree is None:
+            continue
+        words = {"us_call": of_tree, "us_chain": of_chain}
+        kinds.setdefault("fit", []).append({
+            "shape": shape, **{name: in_words(each) for name, each in words.items() if each},
+        })
+        kinds.setdefault("required τ", []).extend(
+            dict(
+                shape=shape, num_nodes=nodes,
+                tau_over_chain=required_tau(of_tree, of_chain or of_tree, nodes),
             )
+            for nodes in range(CHAIN_NODES, max(row["num_nodes"] for row in some) + 1)
+        )
     return kinds
 
 
-def fit(rows: list[Row]) -> np.poly1d | None:
-    """Fit a call's time in µs over N (STree, section 4.3); None with too few rows.
+def required_tau(of_tree: np.poly1d, of_chain: np.poly1d, num_nodes: int) -> float:
+    """Return t2(N2) / t1(N1), the least τ2 / τ1 at which a tree of N2 nodes pays.
 
-    Attention's part grows with N², a pure Mamba-2's with N.
+    So STree's section 4.3 has it: t1 is the time of a chain of N1 = 5 nodes by the multi-step
+    update, and t2 that of a tree by the tree scan.
+    """
+    return float(of_tree(num_nodes) / of_chain(CHAIN_NODES))
+
+
+def fit(rows: list[Row], field: str = "us_tree") -> np.poly1d | None:
+    """Fit a call's time in µs over N; None with too few rows that have the field.
+
+    STree's Eq. 7, t = kN + C, for shapes without attention, and its Eq. 8, t = aN² + bN + c, for
+    hybrids.
     """
     degree = 1 if rows[0]["shape"].startswith("mamba2") else 2
-    if len(rows) <= degree:
+    points = [(row["num_nodes"], row[field]["median"]) for row in rows if field in row]
+    if len(points) <= degree:
         return None
-    nodes, times = zip(*((row["num_nodes"], row["us_tree"]["median"]) for row in rows), strict=True)
+    nodes, times = zip(*points, strict=True)
     return np.poly1d(np.polyfit(nodes, times, degree))
 
 

@@ -13,6 +13,34 @@ from stree_lab.benches import batches, calls, models, profiles, steps, timing
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 
+def call_rows(shape: str, tree, chain) -> list[dict]:
+    return [
+        dict(what="target call", shape=shape, num_nodes=nodes, context=1024,
+             us_tree=dict(median=tree(nodes)), us_chain=dict(median=chain(nodes)))
+        for nodes in (1, 2, 5, 8, 13, 16, 32)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tree", "chain", "fitted"),
+    [
+        ("mamba2-2.7b", lambda n: 2000 + 10 * n, lambda n: 1900 + 60 * n,
+         ("10·N + 2e+03", "60·N + 1.9e+03")),
+        ("8b", lambda n: 4000 + 5 * n + 0.5 * n * n, lambda n: 3900 + 80 * n + 2 * n * n,
+         ("0.5·N² + 5·N + 4e+03", "2·N² + 80·N + 3.9e+03")),
+    ],
+)
+def test_a_tree_pays_by_the_papers_equations(shape, tree, chain, fitted):
+    """STree's Eq. 7 and 8: a tree's time over that of a chain of 5 nodes by updates."""
+    rows = call_rows(shape, tree, chain)
+    kinds = bench_report.kinds_of(rows)
+    (found,) = kinds["fit"]
+    assert (found["us_call"], found["us_chain"]) == fitted
+    needed = {row["num_nodes"]: row["tau_over_chain"] for row in kinds["required τ"]}
+    assert min(needed) == 5 and needed[15] == pytest.approx(tree(15) / chain(5))
+    assert needed[32] == pytest.approx(tree(32) / chain(5))
+
+
 def test_a_profile_is_saved_and_printed(tmp_path, capsys):
     row = dict(what="profile", us=2.5, kernels={"norm_kernel": dict(us=2.5, count=1.0)})
     timing.write_rows(tmp_path / "rows.jsonl", [row], CPU)

@@ -41,7 +41,10 @@ BEAMS, BEAM_STEPS = (2, 3, 4, 5), (4, 8, 16)  # of STree's Table 2
 
 
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> Iterator[Row]:
-    """Time a target call over N nodes, one step and the floor, in µs."""
+    """Time a target call over N nodes, one step and the floor, in µs.
+
+    With kernels, a chain of N nodes by the multi-step update, too: STree's t1 (Eq. 7 and 8).
+    """
     floor = Floor(target, max(nodes))
     for num_nodes in nodes:
         functions = {
@@ -50,6 +53,9 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
             "step": _tree_call(target, TokenTree.chain(0), context),
             "tree": _tree_call(target, _star(num_nodes), context),
         }
+        if ops.fused(target.device, target.dtype):
+            chain = _tree_call(target, TokenTree.chain(num_nodes - 1), context)
+            functions["chain"] = _by_multi_step_updates(chain)
         times = side_by_side(functions, target.device, repeats)
         medians = {name: each["median"] for name, each in times.items()}
         yield dict(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.trees.token_tree import balanced
-from stree_lab.bench_report import read_rows
+from stree_lab.bench_report import fit, in_words, read_rows
 from stree_lab.benches.models import ATTENTION, OWN
 from stree_lab.papers.node_order import num_blocks
 from stree_lab.papers.order_bench import BLOCK, ORDERS, random_tree
@@ -47,11 +47,14 @@ def stree_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
             continue
         tree, chain = calls[shape][TREE_NODES], calls[shape][CHAIN_NODES]
         used += [tree, chain]
-        columns.append((
-            f"{name}, {OURS}", figure(_ms(tree, "us_step")),
-            *(f"{figure(_ms(call, 'us_tree'))} ({call['over_step']:.2f}x)"
-              for call in (tree, chain)),
-        ))
+        plain, cells = _ms(tree, "us_step"), []
+        for call, key in ((tree, "us_tree"), (chain, _chain_key(chain))):
+            ms = _ms(call, key)
+            over = f"{ms / plain:.2f}x" if key == "us_chain" and ms and plain else (
+                f"{call['over_step']:.2f}x"
+            )
+            cells.append(f"{figure(ms)} ({over})")
+        columns.append((f"{name}, {OURS}", figure(plain), *cells))
     return [
         (*line, *ours) for line, *ours in zip(paper, *columns, strict=True)
     ], used
@@ -61,15 +64,29 @@ def stree_figure_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], R
     found = _calls(folder)
     shapes = ("8b", "mamba2-2.7b")  # the paper's
     calls = {shape: found[shape] for shape in shapes if CHAIN_NODES in found.get(shape, {})}
-    heads = [f"{shape}, {what}" for shape in calls for what in ("ms", "τ that it needs")]
-    lines: list[Cells] = [("N", *heads)]
+    columns = ("ms", "ms, chain by updates", "τ that it needs")
+    lines: list[Cells] = [("N", *(f"{shape}, {what}" for shape in calls for what in columns))]
     for count in sorted({count for each in calls.values() for count in each}):
         cells = []
         for each in calls.values():
-            ms, ms_chain = (_ms(each.get(nodes), "us_tree") for nodes in (count, CHAIN_NODES))
-            cells += [figure(ms), figure(ms / ms_chain if ms and ms_chain else None, unit="×")]
+            ms, ms_chain = _ms(each.get(count), "us_tree"), _ms(each.get(count), "us_chain")
+            base = each[CHAIN_NODES]
+            over = _ms(base, _chain_key(base))
+            cells += [
+                figure(ms), figure(ms_chain), figure(ms / over if ms and over else None, unit="×")
+            ]
         lines.append((str(count), *cells))
+    fits = []
+    for each in calls.values():
+        both = (fit(list(each.values()), field) for field in ("us_tree", "us_chain"))
+        fits += [*(in_words(found) if found else MISSING for found in both), MISSING]
+    lines.append(("µs, fitted", *fits))
     return lines, [row for each in calls.values() for row in each.values()]
+
+
+def _chain_key(row: Row) -> str:
+    """Return the field of a chain's time: by the multi-step update, in older rows by the scan."""
+    return "us_chain" if "us_chain" in row else "us_tree"
 
 
 def _calls(folder: Path) -> dict[str, dict[int, Row]]:
@@ -125,22 +142,27 @@ def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
 
 
 def stree_figure_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    rows = {row["num_nodes"]: row for row in bench_rows(folder, what="unrolled")}
+    found = bench_rows(folder, what="unrolled")
+    of_paper_shape = [row for row in found if row["shape"] == "mamba2-2.7b"]
+    rows = {row["num_nodes"]: row for row in of_paper_shape or found}
     (*labels, states, tokens, runtime), *lines_of_paper = paper
-    lines: list[Cells] = [(*labels, states, OURS, tokens, OURS, runtime, OURS)]
+    lines: list[Cells] = [
+        (*labels, states, OURS, tokens, OURS, runtime, OURS, f"{OURS}, by chunk scan")
+    ]
     used: list[Row | None] = []
     for depth, way, states, tokens, runtime in lines_of_paper:
         tree = balanced([2] * (int(depth) - 1))
         row = rows.get(tree.num_nodes)
-        leaves, computed, key = 1, tree.num_nodes, "us_tree"
+        leaves, computed, key, scanned = 1, tree.num_nodes, "us_tree", MISSING
         if way == "Unrolled":
             leaves, key = len(tree.levels[-1]), "us_unrolled"
             computed = leaves * int(depth)
             if row and f"{key}_multi_step" in row:
                 key = f"{key}_multi_step"
+            scanned = figure(_ms(row, "us_unrolled_chunk_scan"))
         used.append(row)
-        ours = figure(_ms(row, key))
-        lines.append((depth, way, states, str(leaves), tokens, str(computed), runtime, ours))
+        ours = str(leaves), tokens, str(computed), runtime, figure(_ms(row, key)), scanned
+        lines.append((depth, way, states, *ours))
     return lines, used
 
 

@@ -213,6 +213,33 @@ def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
     assert memory[3:5] == ["1.10 (1.10×)", "1.30 (1.30×)"] and least[3:5] == ["1.00"] * 2
 
 
+def test_calls_over_nodes_beside_chains_by_updates(tmp_path, capsys):
+    """STree's Table 1 and Figures 2 and 3: chains are those of the multi-step update."""
+    of = {"what": "target call", "shape": "mamba2-2.7b", "context": 1024}
+    calls = [
+        {**of, "num_nodes": nodes, "over_step": 9.0,
+         **times(step=2e3, tree=2e3 + 20 * nodes, chain=2e3 + 100 * nodes)}
+        for nodes in (1, 5, 13, 15)
+    ]
+    other = {"what": "unrolled", "num_nodes": 15, "shape": "8b", **times(tree=9e3)}
+    unrolled = {**other, "shape": "mamba2-2.7b", **times(
+        tree=3e3, unrolled=4e3, unrolled_multi_step=3.5e3, unrolled_chunk_scan=8e3
+    )}
+    folder = rows_of(tmp_path, *calls, unrolled, other)
+    text = printed(capsys, "stree-figure-2", "--rows", folder)
+    assert line_of(text, "15") == ["2.30", "3.50", "0.92×"]  # over 2.5 ms of a chain of 5
+    assert line_of(text, "µs, fitted") == ["20·N + 2e+03", "100·N + 2e+03", "–"]
+    text = printed(capsys, "stree-table-1", "--rows", folder)
+    (vanilla,) = [cell for cell in line_of(text, "Vanilla SD") if "2.50" in cell]
+    assert vanilla == "2.50 (1.25x)"
+    text = printed(capsys, "stree-figure-3", "--rows", folder)
+    packed, in_paths = [
+        [cell.strip() for cell in line.split("|")[-3:-1]]
+        for line in text.splitlines() if line.startswith("| 4 ")
+    ]
+    assert packed == ["3.00", "–"] and in_paths == ["3.50", "8.00"]
+
+
 def test_attention_s_share_and_beams(tmp_path, capsys):
     """Speed-up/τ is a plain step over a drafted one; speed follows from the paper's τ."""
     step = {"what": "graphs", "temperature": 1.0, "num_rows": 1, "verifier": "multi_step"}

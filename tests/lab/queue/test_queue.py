@@ -90,6 +90,12 @@ def test_a_queue_is_cleared_when_it_is_full_or_its_first_request_waited_long_eno
     assert figures_of(traffic)["occupancy"] == pytest.approx(12 / (2 * 26))
 
 
+def test_a_queue_waits_from_its_first_request_whatever_comes_later():
+    """Neither queue fills: one has its first at 1 s, the other at 10 s."""
+    traffic, _ = served([2] * 4, [1.0, 3.0, 10.0, 13.5], Policy("clearing", 3, 4.0), num_rows=3)
+    assert [r.admitted for r in traffic.requests] == [5, 5, 14, 14]
+
+
 def test_a_cleared_queue_is_a_batch_of_its_own():
     """The row that is free early stays empty, and what waits too long waits for the batch."""
     traffic, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], Policy("clearing", 2, 2.0))
