@@ -12,10 +12,10 @@ CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers
 
 __all__ = [
     "CUSTOM_GENERATE", "AdaptiveTrees", "BadData", "BanditTrees", "BatchDecoder", "CannotWrite",
-    "CheckpointRefused", "Decoder", "GenerationConfig", "GenerationOutput", "HybridConfig",
-    "HybridModel", "InvariantBroken", "NotFound", "OutOfMemory", "Request", "StepTimes",
-    "StreeError", "TextStream", "TokenLogprobs", "TokenTree", "TransformersDecoder", "UsageError",
-    "__version__", "from_transformers", "generate", "load",
+    "CheckpointRefused", "Decoder", "Engine", "GenerationConfig", "GenerationOutput", "Handle",
+    "HybridConfig", "HybridModel", "InvariantBroken", "NotFound", "OutOfMemory", "QueueFull",
+    "Request", "StepTimes", "StreeError", "TextStream", "TokenLogprobs", "TokenTree",
+    "TransformersDecoder", "UsageError", "__version__", "from_transformers", "generate", "load",
 ]
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
         InvariantBroken,
         NotFound,
         OutOfMemory,
+        QueueFull,
         StreeError,
         UsageError,
     )
     from stree.decoder import Decoder, generate
+    from stree.engine.engine import Engine, Handle
     from stree.generation import GenerationConfig, GenerationOutput
     from stree.hf_model import TransformersDecoder, from_transformers
     from stree.loading import load
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 else:
     _ERRORS = (
         "BadData", "CannotWrite", "CheckpointRefused", "InvariantBroken", "NotFound",
-        "OutOfMemory", "StreeError", "UsageError",
+        "OutOfMemory", "QueueFull", "StreeError", "UsageError",
     )
     _PLACES = {
         **dict.fromkeys(_ERRORS, "common.errors"),
@@ -54,6 +56,8 @@ else:
         "BatchDecoder": "batching.batch_decoder",
         "StepTimes": "tree_policy.step_times",
         "Decoder": "decoder",
+        "Engine": "engine.engine",
+        "Handle": "engine.engine",
         "GenerationConfig": "generation",
         "GenerationOutput": "generation",
         "TokenLogprobs": "logits.log_probs",

@@ -8,6 +8,7 @@ rows of the batch.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
@@ -30,8 +31,8 @@ from stree.common.errors import UsageError
 from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
-from stree.engine.plan import StepPlan
-from stree.engine.scheduler import Limits, Scheduler
+from stree.engine.plan import Limits, StepPlan
+from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import StepOutput
 from stree.engine.worker import Worker
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
@@ -189,8 +190,9 @@ class BatchDecoder(RequestServer):
 
         Returns the outputs of rows that have new tokens or end, in order: a row has two outputs in
         a call that reports both its first token and a step. With CUDA graphs a step's outputs come
-        with the next call. Logits that are not finite end their row with the
-        finish_reason "error"; other rows go on.
+        with the next call. What goes wrong in a row (logits that are not finite, an error of its
+        own processors or of reading its prompt) ends the row with the finish_reason "error" and
+        the error; an error of the step itself ends all rows that decode in it. Other rows go on.
         """
         scheduler = self.scheduler
         with for_decoding(self.target):
@@ -202,9 +204,13 @@ class BatchDecoder(RequestServer):
                 while scheduler.awaits_steps < scheduler.limits.num_in_flight and not reads_alone:
                     if (plan := scheduler.plan()) is None:
                         break
-                    self._execute(plan)
+                    try:
+                        self._execute(plan)
+                    except Exception as error:
+                        is_told = self._end(scheduler.abandon(plan), error)
+                        break
                     reads_alone = not plan.trees  # the first tokens come before any step
-                if not scheduler.awaits_reports:
+                if is_told or not scheduler.awaits_reports:
                     break
                 scheduler.look_ahead()
                 is_told = self._take_report()
@@ -216,24 +222,42 @@ class BatchDecoder(RequestServer):
     def _execute_changes(self) -> None:
         if (plan := self.scheduler.plan_changes()) is not None:
             with for_decoding(self.target):
-                self._execute(plan)
+                try:
+                    self._execute(plan)
+                except Exception:
+                    self.scheduler.abandon(plan)
+                    raise
 
     def _execute(self, plan: StepPlan) -> None:
         try:
             self.worker.execute(plan)
-        except BaseException:
+        except Exception:
+            raise
+        except BaseException:  # the user stops it
             self.scheduler.abandon(plan)
             raise
 
     def _take_report(self) -> bool:
         """Wait for the oldest report and keep its outputs; return whether it tells of any row."""
-        report = self.worker.report()
+        try:
+            report = self.worker.report()
+        except Exception as error:
+            return self._end(self.scheduler.abandon(), error)
         for output in self.scheduler.take(report):
-            if output.culprit:
+            if output.finish_reason == "error":
                 sequence = self.scheduler.taken(output.row)
-                output.error = not_finite(output.culprit, self.worker.step.models(), sequence)
+                output.error = self.worker.error_of(output.row) or not_finite(
+                    output.culprit, self.worker.step.models(), sequence
+                )
             self._outputs.append(output)
-        return bool(report.rows or report.firsts)
+        return bool(report.rows or report.firsts or report.failed)
+
+    def _end(self, rows: list[int], error: Exception) -> bool:
+        """Keep the outputs of rows that an error has ended; raise it if it has ended none."""
+        if not rows:
+            raise error
+        self._outputs += [StepOutput(row, [], "error", error=error) for row in rows]
+        return True
 
     @one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
@@ -243,11 +267,14 @@ class BatchDecoder(RequestServer):
             row: The number that `admit` returned.
             keep: Whether to keep the tokens of the row (nearly all of them) as a prefix: prompts
                 that begin with them do not read them again. A request that ended with an error is
-                not kept, nor is anything with `num_prefixes` = 0.
+                not kept, nor is anything with `num_prefixes` = 0, or what does not fit in memory.
         """
         sequence = self.scheduler.release(row, keep)
         self._outputs = [each for each in self._outputs if each.row != row]
-        self._execute_changes()
+        try:
+            self._execute_changes()
+        except torch.OutOfMemoryError as error:
+            warnings.warn(f"no prefix is kept of row {row}: {error}", stacklevel=2)
         asked = sequence.generation
         return GenerationOutput(
             list(sequence.stop.tokens), sequence.finish_reason or "released", sequence.stats,

@@ -71,9 +71,9 @@ class EagerRunner:
         """Return what the oldest step not yet collected reports to the host (`Step.verify`)."""
         return self.reports.popleft().tolist()
 
-    def drop(self) -> None:
-        """Forget the oldest report, without waiting for it."""
-        self.reports.popleft()
+    def drop(self, newest: bool = False) -> None:
+        """Forget the oldest report, or the newest, without waiting for it."""
+        self.reports.pop() if newest else self.reports.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
         """Run a task of a request between steps, and return its result.
@@ -179,9 +179,9 @@ class GraphRunner:
         arrived.synchronize()
         return report.tolist()
 
-    def drop(self) -> None:
-        """Forget the oldest report, without waiting for it."""
-        self.launched.popleft()
+    def drop(self, newest: bool = False) -> None:
+        """Forget the oldest report, or the newest, without waiting for it."""
+        self.launched.pop() if newest else self.launched.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
         """Run a task as `EagerRunner.run` does, captured when its key is first asked for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,8 @@ from stree.prompts import EncodedPrompt, chat_prompt, is_several_chats, text_pro
 from stree.settings import asked_of_texts
 
 
-class BatchDecoderLike(Protocol):
-    """The rows that `serve` gives to requests: a `BatchDecoder`, or one under a clock."""
+class Rows(Protocol):
+    """Protocol of what gives rows to requests: a `BatchDecoder`, or one under a clock."""
 
     @property
     def num_free_rows(self) -> int: ...
@@ -30,7 +30,7 @@ class BatchDecoderLike(Protocol):
     def release(self, row: int, keep: bool = False) -> GenerationOutput: ...
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Served:
     """A request under way.
 
@@ -59,7 +59,85 @@ class Served:
         return self.output
 
 
-class RequestServer(BatchDecoderLike):
+class RequestLoop:
+    """Requests in rows, of which nobody else takes any: admit, step, hand out, release.
+
+    Attributes:
+        under_way: What is served now, by row.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.under_way, self._number = rows, dict[int, Served](), 0
+
+    def admit(self, request: Request) -> Served:
+        """Give a request a row; raises as `BatchDecoder.admit`."""
+        row = self.rows.admit(request)
+        served = Served(self._number, request, row, StepOutput(row, []), _release=self._release)
+        self.under_way[row] = served
+        self._number += 1
+        return served
+
+    def step(self) -> Iterator[Served]:
+        """Step once, and yield each request that the step tells of, with its report.
+
+        A request that has ended is released after it was yielded, unless its `release` was called.
+        Raises `UsageError` for a row that another caller has admitted.
+        """
+        before = dict(self.under_way)
+        for report in self.rows.step():
+            if report.row not in before:
+                raise UsageError(
+                    f"row {report.row} was admitted by another caller, wanted none while "
+                    "requests are served: give it to serve, too"
+                )
+            served = before[report.row]
+            if served.output is not None:
+                continue  # released by the caller between two reports
+            served.report = report
+            yield served
+            if report.finish_reason:
+                served.release()
+
+    def _release(self, served: Served) -> GenerationOutput:
+        del self.under_way[served.row]
+        return self.rows.release(served.row, keep=served.request.keep_prompt)
+
+    def close(self) -> None:
+        """Free the rows of all that is under way; their answers are dropped."""
+        for row in list(self.under_way):
+            del self.under_way[row]
+            self.rows.release(row)
+
+
+def serve(
+    rows: Rows, requests: Iterable[Request | None],
+    on_admitted: Callable[[int], object] = lambda row: None,
+) -> Generator[Served, None, None]:
+    """Serve requests by the rows, all of which are free, as `RequestServer.serve` says."""
+    loop, drawn, is_drained = RequestLoop(rows), iter(requests), False
+    try:
+        while loop.under_way or not is_drained:
+            while not is_drained and rows.num_free_rows:
+                try:
+                    request = next(drawn)
+                except StopIteration:
+                    is_drained = True
+                    break
+                if request is None:
+                    break
+                on_admitted(loop.admit(request).row)
+            if not loop.under_way:
+                continue
+            for served in loop.step():
+                yield served
+                if served.report.error is not None and served.output is None:
+                    served.release()
+                    raise served.report.error
+    finally:
+        loop.close()
+
+
+class RequestServer(Rows):
     """Methods of a batch decoder that serve whole requests, by its rows and steps.
 
     A batch decoder inherits them; it brings the attributes and what raises NotImplementedError.
@@ -98,7 +176,7 @@ class RequestServer(BatchDecoderLike):
             UsageError: When rows are taken, or a request cannot be served.
             StreeError: The error of a request that ends with one.
         """
-        self._require_free()
+        self.require_free()
         requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
         answers = {served.number: served for served in self.serve(requests)}
         return [answers[number].release() for number in range(len(requests))]
@@ -162,7 +240,7 @@ class RequestServer(BatchDecoderLike):
         It serves the request once in each row; nothing is learned or kept of that. Raises
         `UsageError` while rows are taken.
         """
-        self._require_free()
+        self.require_free()
         request = replace(request, keep_prompt=False)
         with self.forgetting():
             self.generate([request] * self.num_rows)
@@ -207,52 +285,11 @@ class RequestServer(BatchDecoderLike):
             0 2
             1 2
         """
-        self._require_free()
-        under_way: dict[int, Served] = {}
+        self.require_free()
+        yield from serve(self, requests, on_admitted)
 
-        def release(served: Served) -> GenerationOutput:
-            del under_way[served.row]
-            return self.release(served.row, keep=served.request.keep_prompt)
-
-        drawn, number, is_drained = iter(requests), 0, False
-        try:
-            while under_way or not is_drained:
-                while not is_drained and self.num_free_rows:
-                    try:
-                        request = next(drawn)
-                    except StopIteration:
-                        is_drained = True
-                        break
-                    if request is None:
-                        break
-                    row = self.admit(request)
-                    nothing = StepOutput(row, [])
-                    under_way[row] = Served(number, request, row, nothing, _release=release)
-                    number += 1
-                    on_admitted(row)
-                if not under_way:
-                    continue
-                before = dict(under_way)
-                for report in self.step():
-                    if report.row not in before:
-                        raise UsageError(
-                            f"row {report.row} was admitted by another caller, wanted none while "
-                            "requests are served: give it to serve, too"
-                        )
-                    served = before[report.row]
-                    if served.output is not None:
-                        continue  # released by the caller between two reports
-                    served.report = report
-                    yield served
-                    if report.finish_reason and served.output is None:
-                        served.release()
-                        if report.error is not None:
-                            raise report.error
-        finally:
-            for row in under_way:
-                self.release(row)
-
-    def _require_free(self) -> None:
+    def require_free(self) -> None:
+        """Raise `UsageError` while rows are taken."""
         if taken := self.num_rows - self.num_free_rows:
             raise UsageError(
                 f"rows are taken ({taken}): release them, or go on with admit and step"

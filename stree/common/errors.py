@@ -113,6 +113,12 @@ class CannotWrite(StreeError):
     exit_code = 73
 
 
+class QueueFull(StreeError):
+    """As many requests wait as may: ask again later."""
+
+    exit_code = 75
+
+
 class Preempted(StreeError):
     """Stopped from outside with everything saved: run the same command to go on."""
 

@@ -1,4 +1,4 @@
-"""Plans of steps and the reports of them: all that a scheduler and a worker tell each other.
+"""Plans of steps, reports of them, and a worker's limits: all that scheduler and worker exchange.
 
 Both are plain data without tensors, so that they can be logged, replayed and sent to other ranks.
 """
@@ -10,6 +10,36 @@ from typing import Any
 
 from stree.generation import GenerationConfig
 from stree.trees.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a worker.
+
+    Attributes:
+        num_rows: Sequences at once.
+        rounds_rows: Whether a step has a power of two of rows, so that few graphs serve any number.
+        num_in_flight: Steps that are planned before the report of the first of them is read.
+        chunk: Prompt tokens that a row reads between two steps of other rows.
+        prompt_tokens_per_step: Most prompt tokens of such a step, the chunk that passes it
+            excepted; None for one chunk of each row.
+        num_prefixes: Prefixes to keep.
+        has_drafter: Whether there is a drafter.
+        saves_drafter: Whether the drafter's part of a row can be saved.
+    """
+
+    num_rows: int
+    rounds_rows: bool = False
+    num_in_flight: int = 1
+    chunk: int = 512
+    prompt_tokens_per_step: int | None = None
+    num_prefixes: int = 0
+    has_drafter: bool = False
+    saves_drafter: bool = False
+
+    def step_rows(self, taken: int) -> int:
+        """Return the number of rows of a step in which the first `taken` rows take part."""
+        return min(1 << (taken - 1).bit_length(), self.num_rows) if self.rounds_rows else taken
 
 
 @dataclass(frozen=True)
@@ -174,6 +204,7 @@ class Report:
             drafter whose cache was not copied.
         drafter_s: Seconds that the drafter has read prompts and missed tokens of a row so far, of
             rows whose reads are timed; None where it read none.
+        failed: Rows whose prompts could not be read, or whose own processors failed.
     """
 
     number: int
@@ -182,6 +213,7 @@ class Report:
     firsts: dict[int, tuple[int, bool, list[float]]] = field(default_factory=dict)
     saved: dict[int, tuple[int, int]] = field(default_factory=dict)
     drafter_s: dict[int, tuple[float | None, float | None]] = field(default_factory=dict)
+    failed: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as values that JSON can hold."""
@@ -195,7 +227,8 @@ class Report:
             name: {int(key): tuple(each) for key, each in given[name].items()}
             for name in ("firsts", "saved", "drafter_s")
         }
-        return cls(given["number"], given["ended"], by_row, **others)
+        failed = tuple(given["failed"])
+        return cls(given["number"], given["ended"], by_row, **others, failed=failed)
 
 
 def _plain(value: Any) -> Any:

@@ -6,56 +6,33 @@ plans, so that a run can be replayed without a model, and other ranks can follow
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stree.common.errors import UsageError
-from stree.engine.plan import Admit, CatchUp, Read, Report, RowReport, Save, StepPlan
-from stree.engine.prefix_index import Prefix, PrefixIndex
-from stree.engine.sequence import RunningSequence, SharedPrompt, StepOutput
+from stree.engine.plan import Admit, CatchUp, Limits, Report, RowReport, Save, StepPlan
+from stree.engine.prefix_index import PrefixIndex
+from stree.engine.prompt_reads import PromptReads
+from stree.engine.sequence import RunningSequence, StepOutput
 from stree.tree_policy.policy import TreeChoice, TreePolicy
 from stree.trees.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a worker.
+class _Planned:
+    """A plan without a report.
 
     Attributes:
-        num_rows: Sequences at once.
-        rounds_rows: Whether a step has a power of two of rows, so that few graphs serve any number.
-        num_in_flight: Steps that are planned before the report of the first of them is read.
-        chunk: Prompt tokens that a row reads between two steps of other rows.
-        prompt_tokens_per_step: Most prompt tokens of such a step, the chunk that passes it
-            excepted; None for one chunk of each row.
-        num_prefixes: Prefixes to keep.
-        has_drafter: Whether there is a drafter.
-        saves_drafter: Whether the drafter's part of a row can be saved.
+        plan: The plan.
+        rows: Sequences and trees of the rows that decode.
+        reads: Sequences of the rows whose prompts are read.
+        drafted: Whether the drafter ran.
     """
-
-    num_rows: int
-    rounds_rows: bool = False
-    num_in_flight: int = 1
-    chunk: int = 512
-    prompt_tokens_per_step: int | None = None
-    num_prefixes: int = 0
-    has_drafter: bool = False
-    saves_drafter: bool = False
-
-    def step_rows(self, taken: int) -> int:
-        """Return the number of rows of a step in which the first `taken` rows take part."""
-        return min(1 << (taken - 1).bit_length(), self.num_rows) if self.rounds_rows else taken
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A plan without a report: its sequences and trees by row, and whether the drafter ran."""
 
     plan: StepPlan
     rows: dict[int, tuple[RunningSequence, TokenTree]]
-    begins: dict[int, RunningSequence]
+    reads: dict[int, RunningSequence]
     drafted: bool
 
 
@@ -72,6 +49,7 @@ class Scheduler:
         self.limits, self.tree_policy, self.tree = limits, tree_policy, tree
         self.sequences: dict[int, RunningSequence] = {}  # by row, in the order of admission
         self.prefixes = PrefixIndex(limits.num_prefixes)
+        self.prompts = PromptReads(limits, tree_policy, self.prefixes)
         self.choice = TreeChoice(tree_policy)
         self._planned: deque[_Planned] = deque()  # plans whose reports are awaited
         self._number = 0
@@ -124,7 +102,7 @@ class Scheduler:
         if keep and may_keep and not sequence.is_stale and sequence.num_read:
             number, tokens = self.prefixes.new_number(), sequence.tokens
             self.prefixes.await_lengths(number, tokens, sequence.num_read)
-            self._saves.append(self._save(number, row, sequence, len(tokens)))
+            self._saves.append(self.prompts.save(number, row, sequence, len(tokens)))
         return sequence
 
     def forget_prefixes(self) -> None:
@@ -146,7 +124,7 @@ class Scheduler:
         read, drafted = sequence.num_read, sequence.num_drafted_from
         if read == 0 and (found := self.prefixes.longest_of(sequence.prompt)):
             read, drafted = found.target, found.drafter
-        return self._pieces(sequence, read, len(sequence.prompt)), drafted
+        return self.prompts.pieces(sequence, read, len(sequence.prompt)), drafted
 
     def steps_to_prepare(self) -> Iterator[tuple[int, dict[int, TokenTree], int, int]]:
         """Yield `num_rows`, trees, `longest` and `position` of the steps that may follow now."""
@@ -216,21 +194,30 @@ class Scheduler:
         timed = sequence.tree is None
         return CatchUp(row, tuple(missed), known, sequence.position, root, timed)
 
-    def abandon(self, plan: StepPlan) -> None:
-        """Forget a plan whose execution has failed: its rows end with "error"."""
-        if self._planned and self._planned[-1].plan is plan:
-            for each, tree in self._planned.pop().rows.values():
-                each.in_flight -= tree.max_depth + 1
-        begun = (*(each.row for each in plan.reads), *(each.row for each in plan.admits))
-        for row in {*plan.trees, *begun}:
-            self.sequences[row].finish_reason = "error"
-            self.sequences[row].num_read = len(self.sequences[row].prompt)
-            self._stops.append(row)
-        for shared in [self.sequences[read.row].shared for read in plan.reads if read.save]:
-            if shared is not None:
-                shared.end()
-                shared.read_by = None  # another row reads the prompt
+    def abandon(self, plan: StepPlan | None = None) -> list[int]:
+        """Forget a plan whose execution has failed; return its rows, which end with "error".
+
+        Without a plan it is the oldest without a report, whose report could not be read.
+        """
+        if plan is None:
+            planned = self._planned.popleft()
+        elif plan.is_reported:
+            planned = self._planned.pop()
+        else:
+            planned = _Planned(plan, {}, self._reading(plan), False)
+        rows = dict(planned.reads)
+        for row, (each, tree) in planned.rows.items():
+            each.in_flight -= tree.max_depth + 1
+            rows[row] = each
+        rows |= {
+            each.row: self.sequences[each.row] for each in planned.plan.admits
+            if each.row in self.sequences
+        }
+        ended = [row for row, each in rows.items() if self._is_there(row, each)]
+        for row in ended:
+            self._fail(row, rows[row])
         self.prefixes.clear()  # what the plan was to save may not be there
+        return ended
 
     def _new_plan(
         self, decoding: dict[int, RunningSequence] | None = None,
@@ -248,7 +235,9 @@ class Scheduler:
             each.longest = tree.max_depth + 1
             each.in_flight += each.longest
             each.is_behind = each.is_behind or not drafted
-        reads = [] if decoding is None else list(self._reads(whole=not decoding))
+        reads = [] if decoding is None else list(
+            self.prompts.next(self.sequences, whole=not decoding)
+        )
         if not (any(changes) or trees or reads or self.prefixes.drops):
             return None
         self._number += 1
@@ -259,9 +248,11 @@ class Scheduler:
             self._number, *changes, tuple(catch_ups), trees, *step, tuple(reads), drops
         )
         if plan.is_reported:
-            begins = {row: self.sequences[row] for row in plan.begins}
-            self._planned.append(_Planned(plan, rows, begins, drafted))
+            self._planned.append(_Planned(plan, rows, self._reading(plan), drafted))
         return plan
+
+    def _reading(self, plan: StepPlan) -> dict[int, RunningSequence]:
+        return {read.row: self.sequences[read.row] for read in plan.reads}
 
     def _step_of(self, trees: dict[int, TokenTree]) -> tuple[int, int, int]:
         """Return `num_rows`, `longest` and `position` of a step.
@@ -293,110 +284,6 @@ class Scheduler:
         if self._decoding and self.sequences:
             self._chosen_tree(self._decoding)
 
-    def _reads(self, whole: bool) -> Iterator[Read]:
-        """Yield the parts of prompts to read, in the order in which the rows were admitted.
-
-        With `whole` each row reads its whole prompt, else one chunk; all chunks together stay
-        within `prompt_tokens_per_step`. A row begins to decode after its last chunk.
-        """
-        left: float = math.inf if whole else self.limits.prompt_tokens_per_step or math.inf
-        for row, each in self.sequences.items():
-            if not each.is_prefilling or left <= 0:
-                continue
-            if each.num_read == 0:
-                if self.prefixes.may_grow(each.prompt):
-                    continue  # until the report tells what was saved
-                if each.tree is None:
-                    each.is_behind = not self.tree_policy.drafts
-            for read in self._reads_of(row, each, whole):
-                left -= read.stop - read.start
-                yield read
-
-    def _reads_of(self, row: int, sequence: RunningSequence, whole: bool) -> Iterator[Read]:
-        """Yield what a row reads next; nothing while another row reads the prompt for it.
-
-        Drafters whose rows cannot be saved read a prompt again.
-        """
-        shared, prompt = sequence.shared, sequence.prompt
-        load, with_drafter = None, False
-        if sequence.num_read == 0 and shared is not None:
-            if shared.prefix is not None:
-                yield self._take_over(row, sequence, shared)
-                return
-            if shared.read_by not in (None, sequence):
-                return
-            shared.read_by = sequence
-        if sequence.num_read == 0 and (prefix := self.prefixes.longest_of(prompt)):
-            self.prefixes.use(prefix)
-            load, with_drafter = prefix.number, prefix.drafter > 0
-            sequence.num_read, sequence.num_drafted_from = prefix.target, prefix.drafter
-            sequence.stats.num_reused_tokens = prefix.target
-        drafts = self.limits.has_drafter and not sequence.is_behind
-        last = len(prompt) if whole else min(len(prompt), sequence.num_read + self.limits.chunk)
-        for start, stop in self._pieces(sequence, sequence.num_read, last):
-            drafted = sequence.num_drafted_from if drafts else None
-            sequence.num_read = stop
-            if drafts:
-                sequence.num_drafted_from = stop
-            sequence.has_begun = stop == len(prompt)
-            yield Read(
-                row, start, stop, drafted, load, with_drafter, self._saved_after(row, sequence),
-                sequence.has_begun, sequence.tree is None,
-            )
-            load = None
-
-    def _pieces(
-        self, sequence: RunningSequence, start: int, stop: int
-    ) -> list[tuple[int, int]]:
-        """Divide the tokens from `start` to `stop` where a prefix to keep ends between them."""
-        end = sequence.num_to_keep
-        is_inside = self.limits.num_prefixes and start < end < stop
-        return [(start, end), (end, stop)] if is_inside else [(start, stop)]
-
-    def _take_over(self, row: int, sequence: RunningSequence, shared: SharedPrompt) -> Read:
-        """Return the read of a prompt that another row has read: a copy of its caches."""
-        length, prefix = len(sequence.prompt), shared.prefix
-        assert prefix is not None
-        shared.left -= 1
-        if not shared.left:
-            shared.end()
-        drafts = self.limits.has_drafter and not sequence.is_behind
-        with_drafter = drafts and shared.drafter == length
-        sequence.num_read = sequence.stats.num_reused_tokens = length
-        drafted = length if with_drafter else 0
-        if drafts:
-            sequence.num_drafted_from = length
-        sequence.has_begun = True
-        return Read(
-            row, length, length, drafted if drafts else None, prefix, with_drafter,
-            begins=True, is_timed=sequence.tree is None,
-        )
-
-    def _saved_after(self, row: int, sequence: RunningSequence) -> Save | None:
-        """Return what is saved of a row that has just read a piece of its prompt; None if nothing.
-
-        Saved are the tokens to keep, and at the prompt's end what other rows wait for.
-        """
-        shared, read = sequence.shared, sequence.num_read
-        keep = read == sequence.num_to_keep and self.prefixes.most and not sequence.is_stale
-        waiting = sequence.has_begun and shared is not None and shared.left > 0
-        if not (keep or waiting):
-            return None
-        number = self.prefixes.new_number(bool(waiting) + bool(keep))
-        save = self._save(number, row, sequence, read)
-        drafter = sequence.num_drafted_from if save.with_drafter else 0
-        if keep:
-            self.prefixes.add(Prefix(number, tuple(sequence.prompt[:read]), read, drafter))
-        if waiting:
-            assert shared is not None
-            shared.prefix, shared.drafter = number, drafter
-            shared.drop_at_end(self.prefixes.drop)
-        return save
-
-    def _save(self, number: int, row: int, sequence: RunningSequence, most: int) -> Save:
-        with_drafter = self.limits.saves_drafter and sequence.num_drafted_from > 0
-        return Save(number, row, most, with_drafter)
-
     # Reports
 
     def take(self, report: Report) -> list[StepOutput]:
@@ -411,11 +298,15 @@ class Scheduler:
         for row, seconds in report.drafter_s.items():
             if row in self.sequences:
                 self.sequences[row].drafter_s = seconds
+        failed = [
+            self._fail(row, each) for row, each in planned.reads.items()
+            if row in report.failed and self._is_there(row, each)
+        ]
         blocks = [
             self._account(row, *planned.rows[row], planned.drafted, report)
             for row in self._living(planned.rows)
         ]
-        return [
+        return failed + [
             self._begin(row, self.sequences[row], report) for row in self._beginning(planned)
         ] + blocks
 
@@ -427,14 +318,14 @@ class Scheduler:
 
     def _living(self, rows: dict[int, tuple[RunningSequence, TokenTree]]) -> list[int]:
         """Return the rows whose sequences are still there and unfinished."""
-        return [
-            row for row, (each, _) in rows.items()
-            if self.sequences.get(row) is each and not each.finish_reason
-        ]
+        return [row for row, (each, _) in rows.items() if self._is_there(row, each)]
+
+    def _is_there(self, row: int, sequence: RunningSequence) -> bool:
+        return self.sequences.get(row) is sequence and not sequence.finish_reason
 
     def _beginning(self, planned: _Planned) -> list[int]:
         """Return the rows whose first token a plan chooses and whose sequences are still there."""
-        return [row for row, each in planned.begins.items() if self.sequences.get(row) is each]
+        return [row for row in planned.plan.begins if self._is_there(row, planned.reads[row])]
 
     def _begin(self, row: int, sequence: RunningSequence, report: Report) -> StepOutput:
         """Take a row's first token."""
@@ -476,7 +367,12 @@ class Scheduler:
                 self.tree_policy.learn_answer(*sequence.drafter_s)
         return StepOutput(row, kept, sequence.finish_reason, logprobs=logprobs)
 
-    def _fail(self, row: int, sequence: RunningSequence, who: str) -> StepOutput:
+    def _fail(self, row: int, sequence: RunningSequence, who: str = "") -> StepOutput:
         sequence.finish_reason = "error"
+        sequence.num_read = len(sequence.prompt)  # it is not read any further
         self._stops.append(row)
+        shared = sequence.shared
+        if shared is not None and shared.read_by is sequence:
+            shared.end()
+            shared.read_by = None  # another row reads the prompt
         return StepOutput(row, [], "error", culprit=who)

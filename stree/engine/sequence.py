@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stree.common.errors import StreeError
 from stree.generation import DecodingStats, GenerationConfig, StopRule
 from stree.logits.log_probs import TokenLogprobs
 from stree.trees.token_tree import TokenTree
@@ -51,7 +50,8 @@ class StepOutput:
         row: The row.
         tokens: New tokens of the row.
         finish_reason: Why the sequence ends; "" while it goes on.
-        error: The error of a sequence that ends with "error", else None.
+        error: The error of a sequence that ends with "error", else None; any exception of a
+            request's own processors, of the device or of PyTorch among them.
         num_accepted: Accepted drafts, which are the first of the new tokens.
         logprobs: Log-probabilities of the new tokens; empty unless the request wants them.
         culprit: The model whose logits were not finite, "target" or "drafter"; "" for none.
@@ -60,7 +60,7 @@ class StepOutput:
     row: int
     tokens: list[int]
     finish_reason: str = ""
-    error: StreeError | None = None
+    error: Exception | None = None
     num_accepted: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     culprit: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -53,12 +53,14 @@ class _Launched:
         size: M, the tokens that the step yields at most.
         firsts: What `Worker.begin` returns, by row.
         saved: Lengths (S, 2) of the plan's `saves`.
+        failed: Rows whose reads have failed by then.
     """
 
     plan: StepPlan
     size: int = 0
     firsts: dict[int, HostCopy] = field(default_factory=dict)
     saved: HostCopy | None = None
+    failed: tuple[int, ...] = ()
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Worker:
         state: Settings and next tokens of the rows on the device.
         clock: Told of the phases of each step, if one is given.
         prefill_time: Time that the device has spent on prompts.
+        errors: What the reads of a row's prompt have raised, until the row's next request.
     """
 
     def __init__(self, step: Step, num_rows: int, max_nodes: int) -> None:
@@ -106,6 +109,7 @@ class Worker:
         self.state = BatchState.new(num_rows, max_nodes, step.target.device)
         self.clock: PhaseClock | None = None
         self.prefill_time = Stopwatch()
+        self.errors: dict[int, Exception] = {}
         self._rows: dict[int, _Row] = {}
         self._saved: dict[int, _Saved] = {}
         self._launched: deque[_Launched] = deque()
@@ -117,8 +121,22 @@ class Worker:
     # Plans
 
     def execute(self, plan: StepPlan) -> None:
-        """Start what a plan says, without waiting for the device."""
+        """Start what a plan says, without waiting for the device.
+
+        What a row's read raises is kept in `errors`, and the report names the row; the row is not
+        read any further. Other errors are raised, and nothing of the plan is reported.
+        """
         launched = _Launched(plan)
+        try:
+            self._execute(plan, launched)
+        except BaseException:
+            if launched.size:
+                self.runner.drop(newest=True)
+            raise
+        if plan.is_reported:
+            self._launched.append(launched)
+
+    def _execute(self, plan: StepPlan, launched: _Launched) -> None:
         for row in plan.stops:
             self.state.active[row] = False
         lengths = [self._save(save) for save in plan.saves]
@@ -131,16 +149,20 @@ class Worker:
         if plan.trees:
             launched.size = self._launch(plan)
         for read in plan.reads:
-            with self.prefill_time.running(self.state.position.device):
-                logits = self.read(read)
-                if read.save is not None:
-                    self._save(read.save, logits)
-                if read.begins:
-                    launched.firsts[read.row] = self.begin(read.row, logits)
+            if read.row in self.errors:
+                continue
+            try:
+                with self.prefill_time.running(self.state.position.device):
+                    logits = self.read(read)
+                    if read.save is not None:
+                        self._save(read.save, logits)
+                    if read.begins:
+                        launched.firsts[read.row] = self.begin(read.row, logits)
+            except Exception as error:
+                self.errors[read.row] = error
+        launched.failed = tuple(self.errors)
         for number in plan.drops:
             self._saved.pop(number, None)
-        if plan.is_reported:
-            self._launched.append(launched)
 
     def report(self) -> Report:
         """Wait for the oldest plan without a report, and return its report."""
@@ -159,7 +181,13 @@ class Worker:
             for save, (target, drafter) in zip(plan.saves, lengths, strict=True)
         }
         self.prefill_time.drain()
-        return Report(plan.number, time.perf_counter(), rows, firsts, saved, self._drafter_s())
+        ended, drafter_s = time.perf_counter(), self._drafter_s()
+        return Report(plan.number, ended, rows, firsts, saved, drafter_s, launched.failed)
+
+    def error_of(self, row: int) -> Exception | None:
+        """Return what reading the row's prompt or its own processors have raised; None for none."""
+        text = self.state.rules.texts.get(row)
+        return self.errors.get(row) or (None if text is None else text.error)
 
     def _drafter_s(self) -> dict[int, tuple[float | None, float | None]]:
         """Return the drafter's times of the rows in which the device has done them all."""
@@ -178,6 +206,7 @@ class Worker:
     def _admit(self, admit: Admit) -> None:
         """Clear what the last request left in a row, and write the settings of the next."""
         row, drafter = admit.row, self.step.drafter
+        self.errors.pop(row, None)
         self._rows[row] = _Row(admit)
         self._give(row, bits_of(admit.generation))
         self.runner.run("admit", self._clear)
@@ -247,7 +276,13 @@ class Worker:
     # Prompts
 
     def read(self, read: Read) -> Tensor:
-        """Read the next tokens of a row's prompt; return the logits (1, V) after them."""
+        """Read the next tokens of a row's prompt; return the logits (1, V) after them.
+
+        A prefix that is not there, since what was to save it failed, is read again.
+        """
+        if read.load is not None and read.load not in self._saved:
+            drafted = None if read.drafter_start is None else 0
+            read = replace(read, start=0, drafter_start=drafted, load=None)
         row, logits = read.row, None if read.load is None else self._load(read)
         prompt = self._rows[row].admit.prompt
         drafter, drafted = self.step.drafter, read.drafter_start

@@ -38,6 +38,7 @@ class ProcessedText:
         eos_ids: Tokens that end the answer; no processor is called after one.
         vocabulary: V of the target.
         tokens: Prompt and answer up to the root.
+        error: What a processor has raised; from then on the row's logits are NaN, which ends it.
 
     Where the processors leave no token, the answer ends: all tokens but those of `eos_ids` are left
     out.
@@ -47,6 +48,7 @@ class ProcessedText:
     eos_ids: frozenset[int]
     vocabulary: int
     tokens: list[int]
+    error: Exception | None = None
     # Tokens (V,) that were left out after drafts, in the trees that are drafted or verified now
     _barred: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
@@ -57,9 +59,14 @@ class ProcessedText:
         """
         if [] in paths:
             self._barred.clear()
-        for node, path in enumerate(paths):
-            if self._may_come(path):
-                logits[node] = self._processed(logits[node].clone(), path, ids)
+        try:
+            for node, path in enumerate(paths):
+                if self.error is None and self._may_come(path):
+                    logits[node] = self._processed(logits[node].clone(), path, ids)
+        except Exception as error:
+            self.error = error
+        if self.error is not None:
+            logits.fill_(torch.nan)
 
     def _may_come(self, path: list[int]) -> bool:
         """Return whether the processors let the drafts of a path through, and none ends it."""

@@ -13,8 +13,8 @@ from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import AdaptiveTrees, BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.batching.sequences import samples_of
-from stree.engine.plan import Report, StepPlan
-from stree.engine.scheduler import Limits, Scheduler
+from stree.engine.plan import Limits, Report, StepPlan
+from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import RunningSequence
 from stree.generation import DecodingStats, StopRule
 from stree.tree_policy.policy import FixedTree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from stree import metrics
 from stree.batching.sequences import Request
+from stree.batching.serve import serve
 from stree.batching.state import BatchState
-from stree.common.errors import InvariantBroken, StreeError
+from stree.common.errors import InvariantBroken
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree_kernels import naive
-from stree_pipelines.evaluation.answering.batching import Batch
+from stree_pipelines.evaluation.answering.batching import TimedRows
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.plan import ChosenTree, Job, prompt_seed
@@ -93,45 +94,55 @@ class Answerer:
         """Yield conversations of a batch; a free row takes the next turn of its conversation or
         a prompt."""
         waiting = deque(map(Conversation, prompts))
-        under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
-        failure: StreeError | None = None
-        batch = Batch(self.decoders.warm(job, self.decoders.prompt_ids(prompts[0])))
-        try:
-            while waiting or under_way:
-                while waiting and not batch.is_full:
-                    prompt_ids = self.decoders.prompt_ids(waiting[0].prompt, waiting[0].turns)
-                    if not self.decoders.has_room(job, len(prompt_ids)):
-                        if under_way:
-                            break  # they still need the decoder
-                        del batch  # two decoders may not fit
-                        batch = Batch(self.decoders.warm(job, prompt_ids))
-                    conversation = waiting.popleft()
-                    request = Request(
-                        prompt_ids, self._generation(job, conversation),
-                        keep_prompt=conversation.goes_on,
+        failure: Exception | None = None
+        while waiting:
+            prompt_ids = self.decoders.prompt_ids(waiting[0].prompt, waiting[0].turns)
+            rows = TimedRows(self.decoders.warm(job, prompt_ids))
+            under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's tokens
+            with closing(serve(rows, self._requests(job, waiting, under_way))) as reports:
+                for served in reports:
+                    if not served.report.finish_reason:
+                        continue
+                    output, (conversation, num_tokens) = (
+                        served.release(), under_way.pop(served.number)
                     )
-                    under_way[batch.admit(request)] = conversation, len(prompt_ids)
-                for report in batch.step():
-                    if not report.finish_reason:
+                    if served.report.error is not None:
+                        failure = failure or _named(served.report.error, job, conversation)
+                        for each in [each for each in waiting if not each.turns]:
+                            waiting.remove(each)
                         continue
-                    conversation, num_prompt_tokens = under_way.pop(report.row)
-                    output, share = batch.release(report.row, keep=conversation.goes_on)
-                    if report.error is not None:
-                        failure = failure or _named(report.error, job, conversation)
-                        waiting = deque(each for each in waiting if each.turns)
-                        continue
-                    output.stats.prefill_s, output.stats.decode_s = share.prefill_s, share.decode_s
-                    conversation.call_shares.append(share.num_calls)
-                    self._add_turn(conversation, num_prompt_tokens, output)
+                    conversation.call_shares.append(rows.shares[served.row].num_calls)
+                    self._add_turn(conversation, num_tokens, output)
                     if conversation.is_over:
                         yield self._sample(job, conversation)
                     else:
                         waiting.appendleft(conversation)
-            if failure is not None:
-                raise failure
-        finally:
-            for row in under_way:
-                batch.release(row)
+            del rows, reports  # two decoders may not fit
+        if failure is not None:
+            raise failure
+
+    def _requests(
+        self, job: Job, waiting: deque[Conversation],
+        under_way: dict[int, tuple[Conversation, int]],
+    ) -> Iterator[Request | None]:
+        """Yield the next turns of the conversations that wait, until one needs a larger decoder.
+
+        Each is noted in under_way by its number; None says that it depends on those.
+        """
+        number = 0
+        while waiting or under_way:
+            if not waiting:
+                yield None
+                continue
+            prompt_ids = self.decoders.prompt_ids(waiting[0].prompt, waiting[0].turns)
+            if not self.decoders.has_room(job, len(prompt_ids)):
+                return
+            conversation = waiting.popleft()
+            under_way[number] = conversation, len(prompt_ids)
+            number += 1
+            yield Request(
+                prompt_ids, self._generation(job, conversation), keep_prompt=conversation.goes_on
+            )
 
     def with_baseline(
         self, job: Job, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow
@@ -279,7 +290,7 @@ def _naming(job: Job, conversation: Conversation) -> Iterator[None]:
         raise _named(error, job, conversation) from error
 
 
-def _named(error: StreeError, job: Job, conversation: Conversation) -> StreeError:
+def _named(error: Exception, job: Job, conversation: Conversation) -> Exception:
     if not isinstance(error, InvariantBroken):
         return error
     prompt, turn = conversation.prompt, len(conversation.turns)

@@ -32,25 +32,29 @@ class Share:
     num_calls: float = 0.0
 
 
-class Batch:
-    """A `BatchDecoder` under a clock: `admit`, `step` and `release` are the decoder's."""
+class TimedRows:
+    """A `BatchDecoder` under a clock: `admit`, `step` and `release` are the decoder's.
+
+    Attributes:
+        shares: By row, of its request or the last that it had.
+    """
 
     def __init__(self, decoder: BatchDecoder) -> None:
         self.decoder = decoder
-        self._shares: dict[int, Share] = {}
+        self.shares: dict[int, Share] = {}
         self._reading: set[int] = set()  # rows without a token yet
         self._read_s = 0.0  # spent on prompts, and not yet added to a share
         self._waited_s = 0.0  # for a step in flight, between steps
 
     @property
-    def is_full(self) -> bool:
-        return self.decoder.num_free_rows == 0
+    def num_free_rows(self) -> int:
+        return self.decoder.num_free_rows
 
     def admit(self, request: Request) -> int:
         started = time.perf_counter()
         row = self.decoder.admit(request)
         admitted = time.perf_counter()
-        self._shares[row] = Share(prefill_s=admitted - started)
+        self.shares[row] = Share(prefill_s=admitted - started)
         # Waits for the step in flight, for the last turn's prefix; that time is the other rows'
         self.decoder.num_reusable(list(request.prompt_ids))
         self._waited_s += time.perf_counter() - admitted
@@ -74,17 +78,18 @@ class Batch:
             else:
                 decoded.add(report.row)
         for row in reading:
-            self._shares[row].prefill_s += read_s / len(reading)
+            self.shares[row].prefill_s += read_s / len(reading)
         if decoded:
             self._waited_s = 0.0
         for row in decoded:
-            self._shares[row].decode_s += (step_s - read_s) / len(decoded)
-            self._shares[row].num_calls += 1 / len(decoded)
+            self.shares[row].decode_s += (step_s - read_s) / len(decoded)
+            self.shares[row].num_calls += 1 / len(decoded)
         return reports
 
-    def release(self, row: int, keep: bool = False) -> tuple[GenerationOutput, Share]:
+    def release(self, row: int, keep: bool = False) -> GenerationOutput:
         self._reading.discard(row)
-        started, share = time.perf_counter(), self._shares.pop(row)
+        started, share = time.perf_counter(), self.shares[row]
         output = self.decoder.release(row, keep=keep)
         share.prefill_s += time.perf_counter() - started
-        return output, share
+        output.stats.prefill_s, output.stats.decode_s = share.prefill_s, share.decode_s
+        return output

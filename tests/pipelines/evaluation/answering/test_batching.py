@@ -10,7 +10,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.engine.worker import Worker
 from stree.generation import GenerationConfig
-from stree_pipelines.evaluation.answering.batching import Batch, Share
+from stree_pipelines.evaluation.answering.batching import Share, TimedRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,13 +28,14 @@ class HandMadeClock:
         return self.now
 
 
-def decoded(batch: Batch, *requests: Request) -> list[Share]:
+def decoded(batch: TimedRows, *requests: Request) -> list[Share]:
     """Decode the requests to their ends, and return the share of each."""
     rows, shares = [batch.admit(each) for each in requests], {}
     while len(shares) < len(rows):
         for report in batch.step():
             if report.finish_reason:
-                shares[report.row] = batch.release(report.row)[1]
+                batch.release(report.row)
+                shares[report.row] = batch.shares[report.row]
     return [shares[row] for row in rows]
 
 
@@ -52,7 +53,7 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
 
     read = Worker.read
     monkeypatch.setattr(Worker, "read", timed_read)
-    batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
+    batch = TimedRows(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
     lengths = (GenerationConfig(n, ignore_eos=True) for n in (3, 5))
     shares = decoded(batch, *(Request([1, 2], each) for each in lengths))
     # The first token is the prompt's; two calls side by side, and two of the longer one alone.
@@ -79,7 +80,7 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
             clock.now += 5
             return super().release(row, keep)
 
-    batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
+    batch = TimedRows(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
     first = batch.admit(Request([1, 2], GenerationConfig(4, ignore_eos=True)))
     assert len(batch.step()) == 1  # the first token
     second = batch.admit(Request([1, 2], GenerationConfig(1, ignore_eos=True)))
@@ -88,7 +89,8 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
         for report in batch.step():
             if report.finish_reason:
                 left.remove(report.row)
-                shares[report.row] = batch.release(report.row)[1]
+                batch.release(report.row)
+                shares[report.row] = batch.shares[report.row]
     assert (shares[first].prefill_s, shares[second].prefill_s) == (5, 5)
     assert (shares[first].decode_s, shares[second].decode_s) == (33, 0)
     assert clock.now == 43
@@ -130,7 +132,7 @@ def late(monkeypatch):
 
 
 def test_prompt_work_that_ends_between_steps_counts_for_the_prompt(late):
-    batch = Batch(BatchDecoder(tiny_model(0, 64), num_rows=2, max_length=64))
+    batch = TimedRows(BatchDecoder(tiny_model(0, 64), num_rows=2, max_length=64))
     first = batch.admit(Request([1, 2], GenerationConfig(8, ignore_eos=True)))
     batch.step()  # the device is not done with the prompt
     assert batch.decoder.worker.prefill_time.seconds == 0
@@ -138,7 +140,9 @@ def test_prompt_work_that_ends_between_steps_counts_for_the_prompt(late):
     second = batch.admit(Request([1, 2], GenerationConfig(8, ignore_eos=True)))
     batch.step()
     batch.step()
-    shares = [batch.release(row)[1] for row in (first, second)]
+    for row in (first, second):
+        batch.release(row)
+    shares = [batch.shares[row] for row in (first, second)]
     assert batch.decoder.worker.prefill_time.seconds == 1  # the second prompt's end is not seen yet
     assert sum(share.prefill_s for share in shares) == 1
 
@@ -156,7 +160,7 @@ def test_nobody_has_to_read_the_time_of_prompts(late):
 def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, monkeypatch):
     clock = HandMadeClock(monkeypatch)
     target = tiny_model(0, 64)
-    batch = Batch(BatchDecoder(target, target, "chain-1", num_rows=2, max_length=64))
+    batch = TimedRows(BatchDecoder(target, target, "chain-1", num_rows=2, max_length=64))
     requests = [Request([1] * n, GenerationConfig(6, ignore_eos=True)) for n in (2, 3, 30, 40)]
     batch.decoder.generate(requests[:2])
 

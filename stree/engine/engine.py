@@ -1,0 +1,243 @@
+"""Engine: serve requests of many threads with one batch decoder, in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from threading import Condition, Event, Thread, current_thread
+from typing import Self
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request
+from stree.batching.serve import RequestLoop, Served
+from stree.common.errors import QueueFull, UsageError
+from stree.engine.sequence import StepOutput
+from stree.generation import DecodingStats, GenerationOutput
+
+LOG = logging.getLogger(__name__)
+Listener = Callable[["Handle", StepOutput], object]
+
+
+class Handle:
+    """A request's answer as it comes; any thread may read it.
+
+    Iterate over it for the reports of the steps that gave it tokens, or call `result` for the whole
+    answer. Its last report has a finish_reason: the decoder's, "released" after `Engine.cancel`, or
+    "error".
+
+    Attributes:
+        request: The request.
+        output: The answer with its statistics so far; all of it once it has ended, tokens that came
+            before an error or a cancellation included.
+        error: What ended it, None if nothing went wrong.
+    """
+
+    def __init__(self, request: Request, listener: Listener | None = None) -> None:
+        self.request = request
+        self.output = GenerationOutput([], "", DecodingStats(tree_max_depth=0), None)
+        self.error: Exception | None = None
+        self._listener = listener
+        self._reports: SimpleQueue[StepOutput] = SimpleQueue()
+        self._ended = Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once its last report is there."""
+        return self._ended.is_set()
+
+    def __iter__(self) -> Iterator[StepOutput]:
+        """Yield its reports as they come, once each; raise `error` at its end."""
+        while not (self.has_ended and self._reports.empty()):
+            report = self._reports.get()
+            if report.error is None:
+                yield report
+            if report.finish_reason:
+                break
+        if self.error is not None:
+            raise self.error
+
+    def result(self, timeout: float | None = None) -> GenerationOutput:
+        """Wait for its end, and return `output`.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: When it has not ended by then; it goes on.
+            Exception: Its `error`.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"no answer after {timeout} s: wait longer, or cancel the request")
+        if self.error is not None:
+            raise self.error
+        return self.output
+
+    def _tell(self, report: StepOutput) -> None:
+        self._reports.put(report)
+        if report.finish_reason:
+            self._ended.set()
+        if self._listener is not None:
+            try:
+                self._listener(self, report)
+            except Exception:  # the others' answers go on
+                LOG.exception("a listener of an answer has failed")
+
+
+class Engine:
+    """Serves requests that any thread submits, as they come, with a batch decoder.
+
+    One thread steps the decoder while there is work, and sleeps while there is none. Requests get
+    rows in the order in which they came. What goes wrong with one ends its handle alone.
+
+    Args:
+        decoder: All its rows are the engine's until `close`.
+        max_waiting: The most requests that wait for a row; None for any number.
+
+    Raises:
+        UsageError: When rows of the decoder are taken.
+
+    Example:
+        >>> import stree
+        >>> sizes = dict(attn_layers=(0,), num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> config = stree.HybridConfig(64, d_model=16, num_layers=1, **sizes)
+        >>> batch = stree.BatchDecoder(stree.HybridModel(config), num_rows=2, max_length=64)
+        >>> settings = stree.GenerationConfig(max_new_tokens=4)
+        >>> with stree.Engine(batch) as engine:
+        ...     handles = [engine.submit(stree.Request([5, each], settings)) for each in range(3)]
+        ...     print([len(each.result().tokens) for each in handles])
+        [4, 4, 4]
+    """
+
+    def __init__(self, decoder: BatchDecoder, max_waiting: int | None = None) -> None:
+        decoder.require_free()
+        self.decoder, self.max_waiting = decoder, max_waiting
+        self._loop = RequestLoop(decoder)
+        self._running: dict[Served, Handle] = {}
+        self._changed = Condition()  # guards what follows; told of every request and cancellation
+        self._waiting: deque[Handle] = deque()
+        self._cancelled: set[Handle] = set()
+        self._is_closed = self._is_stopped = False
+        self._thread = Thread(target=self._run, name="stree-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that have rows."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for rows."""
+        return len(self._waiting)
+
+    def submit(self, request: Request, listener: Listener | None = None) -> Handle:
+        """Let a request wait for a row, and return its handle at once.
+
+        Args:
+            request: For one answer: of several (`num_return_sequences`), submit each of
+                `stree.batching.sequences.samples_of`; they share the prompt.
+            listener: Called with the handle and each of its reports by the engine's thread, which
+                waits for its return.
+
+        Raises:
+            UsageError: For a request that cannot be served (`BatchDecoder.check`), and after
+                `close`.
+            QueueFull: When `max_waiting` requests wait.
+        """
+        self.decoder.check(request)
+        handle = Handle(request, listener)
+        with self._changed:
+            if self._is_closed:
+                raise UsageError("the engine is closed, and takes no more requests: make another")
+            if self.max_waiting is not None:
+                room = self.max_waiting + self.decoder.num_free_rows
+                if len(self._waiting) >= room:
+                    raise QueueFull(
+                        f"{len(self._waiting)} requests wait for a row, wanted at most "
+                        f"{self.max_waiting}: ask again later"
+                    )
+            self._waiting.append(handle)
+            self._changed.notify_all()
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request: its row is free before the next step. Nothing happens after its end."""
+        with self._changed:
+            if not handle.has_ended:
+                self._cancelled.add(handle)
+                self._changed.notify_all()
+
+    def close(self, drain: bool = True) -> None:
+        """Take no more requests, and end the thread; the decoder's rows are free again then.
+
+        Args:
+            drain: Whether to wait for all answers; otherwise they are cancelled.
+        """
+        with self._changed:
+            self._is_closed, self._is_stopped = True, self._is_stopped or not drain
+            self._changed.notify_all()
+        if self._thread is not current_thread():
+            self._thread.join()
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        while self._has_work():
+            try:
+                self._end_cancelled()
+                self._admit()
+                for served in self._loop.step():
+                    if served.report.finish_reason:
+                        self._end(served, served.report)
+                    else:
+                        self._running[served]._tell(served.report)
+            except Exception as error:  # of nobody in particular, so of all
+                LOG.exception("a step of the engine has failed")
+                for served in list(self._running):
+                    self._end(served, StepOutput(served.row, [], "error", error=error))
+
+    def _has_work(self) -> bool:
+        """Wait until there is work; return False once the engine is closed and has none."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._waiting or self._running or self._cancelled or self._is_closed
+            )
+            return bool(self._waiting or self._running or self._cancelled)
+
+    def _end_cancelled(self) -> None:
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            if self._is_stopped:
+                cancelled = {*self._waiting, *self._running.values()}
+            unserved = [each for each in self._waiting if each in cancelled]
+            for handle in unserved:
+                self._waiting.remove(handle)
+        for handle in unserved:
+            handle.output.finish_reason = "released"
+            handle._tell(StepOutput(-1, [], "released"))
+        for served in [each for each, handle in self._running.items() if handle in cancelled]:
+            self._end(served, StepOutput(served.row, [], "released"))
+
+    def _admit(self) -> None:
+        while self._waiting and self.decoder.num_free_rows:
+            with self._changed:
+                handle = self._waiting.popleft()
+            try:
+                self._running[self._loop.admit(handle.request)] = handle
+            except Exception as error:
+                handle.error = error
+                handle._tell(StepOutput(-1, [], "error", error=error))
+
+    def _end(self, served: Served, report: StepOutput) -> None:
+        """Free a request's row, and tell its handle that it has ended."""
+        handle = self._running.pop(served)
+        handle.output, handle.error = served.release(), report.error
+        handle._tell(report)

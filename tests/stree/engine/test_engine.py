@@ -1,0 +1,246 @@
+"""Requests of many threads: each has the answer that it would have alone, whatever ends others."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from toys import mixed_requests, right_now_and_then, tiny_model
+
+from stree import (
+    BatchDecoder,
+    Decoder,
+    Engine,
+    GenerationConfig,
+    InvariantBroken,
+    QueueFull,
+    Request,
+    TokenTree,
+    UsageError,
+)
+from stree.batching.sequences import samples_of
+from stree.trees.token_tree import balanced
+
+TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3, 2]), None]
+SETTINGS = GenerationConfig(9, ignore_eos=True)
+
+
+def batch(num_rows: int = 3, **options) -> BatchDecoder:
+    target = tiny_model(1)
+    options = {"max_length": 64, "max_nodes": 13, **options}
+    return BatchDecoder(
+        target, right_now_and_then(target), TokenTree.paper(), num_rows=num_rows, **options
+    )
+
+
+def requests_with_stops(count: int, seed: int) -> list[Request]:
+    """Return requests of all settings; some end at a token, some are samples of one prompt."""
+    draw, requests = random.Random(seed), []
+    for each in mixed_requests(count, TREES, seed):
+        ends = dict(eos_token_id=draw.sample(range(61), 4)) if draw.random() < 0.5 else {}
+        each = replace(each, generation=replace(each.generation, **ends))
+        if each.generation.temperature and draw.random() < 0.2:
+            several = replace(each.generation, num_return_sequences=3)
+            requests += samples_of(replace(each, generation=several))
+        else:
+            requests.append(replace(each, keep_prompt=draw.random() < 0.3))
+    return requests
+
+
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(2000, marks=pytest.mark.long)], ids=["some", "many"]
+)
+def test_many_threads_get_what_each_would_get_alone(count):
+    requests = requests_with_stops(count, seed=5)
+    decoder = batch(5, num_prefixes=6, prompt_tokens_per_step=8)
+    alone = Decoder(decoder.target, max_length=64)
+    wanted = [alone.generate(list(each.prompt_ids), each.generation).tokens for each in requests]
+
+    def ask(place: int) -> list[tuple[int, list[int], str]]:
+        draw, under_way, answers = random.Random(place), {}, []
+        for number in range(place, len(requests), 4):
+            under_way[number] = engine.submit(requests[number])
+            if draw.random() < 0.3:
+                time.sleep(0.002)
+            if draw.random() < 0.2:
+                engine.cancel(under_way[draw.choice(list(under_way))])
+        for number, handle in under_way.items():
+            told = [token for report in handle for token in report.tokens]
+            output = handle.result()
+            assert told == output.tokens
+            answers.append((number, output.tokens, output.finish_reason))
+        return answers
+
+    with Engine(decoder) as engine, ThreadPoolExecutor(4) as pool:
+        answers = sorted(each for some in pool.map(ask, range(4)) for each in some)
+    assert [number for number, _, _ in answers] == list(range(len(requests)))
+    released = 0
+    for number, tokens, reason in answers:
+        if reason == "released":
+            released += 1
+            assert tokens == wanted[number][: len(tokens)]
+        else:
+            assert tokens == wanted[number]
+    assert 0 < released < len(requests) / 2
+    assert decoder.num_free_rows == 5
+
+
+@pytest.mark.long
+def test_memory_is_flat_over_many_requests():
+    requests = mixed_requests(500, TREES, seed=8)
+    process = psutil.Process()
+    sizes = []
+    with Engine(batch(8, num_prefixes=4), max_waiting=1000) as engine:
+        for _ in range(40):
+            handles = [engine.submit(replace(each, keep_prompt=True)) for each in requests]
+            for handle in handles:
+                handle.result()
+            del handles, handle
+            gc.collect()
+            sizes.append(process.memory_info().rss)
+    assert max(sizes[20:]) - sizes[10] < 2**24, sizes
+
+
+def test_a_processor_that_fails_ends_its_own_answer_alone():
+    def fails_later(ids, scores):
+        if ids.shape[1] > 6:
+            raise ZeroDivisionError("of the processor")
+        return scores
+
+    decoder = batch(3)
+    wanted = Decoder(decoder.target, max_length=64).generate([4, 2], SETTINGS).tokens
+    with Engine(decoder) as engine:
+        good = [engine.submit(Request([4, 2], SETTINGS)) for _ in range(2)]
+        bad = engine.submit(Request([7, 5, 3], replace(SETTINGS, logits_processor=fails_later)))
+        with pytest.raises(ZeroDivisionError, match="of the processor"):
+            bad.result()
+        assert len(bad.output.tokens) > 0 and bad.output.finish_reason == "error"
+        with pytest.raises(ZeroDivisionError):
+            list(bad)
+        assert [each.result().tokens for each in good] == [wanted] * 2
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("place", ["read", "runner.launch", "runner.collect"])
+def test_a_worker_that_raises_ends_the_rows_of_its_plan_and_goes_on(place, graphs, request):
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    decoder = batch(3, num_prefixes=2)
+    wanted = Decoder(decoder.target, max_length=64).generate([4, 2], SETTINGS).tokens
+    asked = Request([4, 2], SETTINGS, keep_prompt=True)
+    plain = replace(asked, tree=TokenTree.chain(0))
+    owner = decoder.worker
+    *path, name = place.split(".")
+    for each in path:
+        owner = getattr(owner, each)
+    work, left = getattr(owner, name), iter([False, False, True])
+
+    def fail(*arguments):
+        failing = next(left, False)
+        if failing and name != "collect":
+            raise RuntimeError("of the device")
+        result = work(*arguments)
+        if failing:
+            raise RuntimeError("of the device")
+        return result
+
+    setattr(owner, name, fail)
+    with Engine(decoder) as engine:
+        handles = [engine.submit(each) for each in (asked, plain, asked, plain, asked)]
+        errors = []
+        for handle in handles:
+            try:
+                assert handle.result(60).tokens == wanted
+            except RuntimeError as error:
+                errors.append(str(error))
+        assert errors == ["of the device"] * len(errors)
+        assert 0 < len(errors) < 5
+        assert engine.submit(asked).result(60).tokens == wanted
+    assert decoder.num_free_rows == 3
+
+
+def test_a_model_that_is_not_finite_ends_one_answer():
+    target = tiny_model(1, tie_embeddings=False)
+    target.model.embed_tokens.weight.data[60] = torch.nan
+    decoder = BatchDecoder(target, num_rows=2, max_length=64)
+    with Engine(decoder) as engine:
+        bad, good = (engine.submit(Request(each, SETTINGS)) for each in ([5, 60, 7], [4, 2]))
+        with pytest.raises(InvariantBroken, match="not finite"):
+            bad.result()
+        assert len(good.result().tokens) == 9
+
+
+def test_requests_that_cannot_be_served_are_refused_at_once():
+    with Engine(batch(1)) as engine:
+        with pytest.raises(UsageError, match="max_length"):
+            engine.submit(Request([1] * 60, SETTINGS))
+        with pytest.raises(UsageError, match="empty"):
+            engine.submit(Request([], SETTINGS))
+        assert engine.num_waiting == engine.num_running == 0
+    with pytest.raises(UsageError, match="closed"):
+        engine.submit(Request([1], SETTINGS))
+
+
+def test_a_full_queue_refuses_and_a_cancelled_request_makes_room():
+    gate = threading.Event()
+
+    def waits(ids, scores):
+        gate.wait(60)
+        return scores
+
+    with Engine(batch(1), max_waiting=1) as engine:
+        first = engine.submit(Request([1], replace(SETTINGS, logits_processor=waits)))
+        while not engine.num_running:
+            time.sleep(0.001)
+        second = engine.submit(Request([2], SETTINGS))
+        with pytest.raises(QueueFull, match="1 requests wait"):
+            engine.submit(Request([3], SETTINGS))
+        engine.cancel(second)
+        gate.set()
+        assert second.result(60).finish_reason == "released" and second.output.tokens == []
+        assert len(first.result(60).tokens) == 9
+        assert len(engine.submit(Request([3], SETTINGS)).result(60).tokens) == 9
+
+
+def test_closing_waits_for_answers_or_ends_them():
+    long = Request([1], GenerationConfig(50, ignore_eos=True))
+    engine = Engine(batch(1))
+    handles = [engine.submit(long) for _ in range(2)]
+    engine.close()
+    assert [len(each.output.tokens) for each in handles] == [50, 50]
+    decoder = batch(1)
+    engine = Engine(decoder)
+    handles = [engine.submit(long) for _ in range(3)]
+    engine.close(drain=False)
+    assert {each.output.finish_reason for each in handles} == {"released"}
+    assert decoder.num_free_rows == 1
+
+
+def test_a_listener_hears_every_report_and_its_error_is_its_own():
+    heard = []
+
+    def listen(handle, report):
+        heard.append((handle, list(report.tokens), report.finish_reason))
+        raise ValueError("of the listener")
+
+    with Engine(batch(2)) as engine:
+        handle = engine.submit(Request([4, 2], SETTINGS), listen)
+        other = engine.submit(Request([4, 2], SETTINGS))
+        assert handle.result().tokens == other.result().tokens
+    assert [token for _, tokens, _ in heard for token in tokens] == other.output.tokens
+    assert [reason for _, _, reason in heard][-1] == "length"
+
+
+def test_an_idle_engine_uses_no_processor():
+    with Engine(batch(1)) as engine:
+        engine.submit(Request([1], SETTINGS)).result()
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1
