@@ -40,7 +40,8 @@ from stree_lab.benches.command import (
 from stree_lab.benches.models import OWN_SHAPES, random_model
 from stree_lab.benches.timing import Row, spread
 from stree_lab.benches.training_step import step_row
-from stree_pipelines.console.command_line import CommandParser, read_yaml
+from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.console.config_files import read_yaml
 from stree_pipelines.data.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parallel.sharding import require_supported

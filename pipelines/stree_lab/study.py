@@ -36,7 +36,8 @@ from stree_lab.studies.plan import (
 )
 from stree_lab.studies.training import require_as_trained, train
 from stree_pipelines.console import input_checks as inputs
-from stree_pipelines.console.command_line import PlainParser, input_path, read_yaml
+from stree_pipelines.console.command_line import PlainParser, input_path
+from stree_pipelines.console.config_files import read_yaml, require_type
 from stree_pipelines.console.input_checks import require_there
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data.held_out_prompts import held_out_prompts, sourced_rows
@@ -149,6 +150,7 @@ def _value(
     for part in key.split("."):
         config = config.get(part) if isinstance(config, Mapping) else None
     found = arm.options.get(key, config)
+    require_type(found, str | list[str] | None, f"{key} of arm {arm.name}")
     if not isinstance(found, list):
         return None if found is not None and Path(found) in made else found
     return [each for each in found if Path(each) not in made]

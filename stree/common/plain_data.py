@@ -74,12 +74,15 @@ def parse_yaml(text: str) -> Any:
     require_plain_yaml(text)
     try:
         return yaml.load(text, Loader=_SafeLoader)
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except yaml.YAMLError as error:
+        raise ValueError(_mistake(error)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
 def require_plain_yaml(text: str) -> None:
-    """Raise `ValueError` for text that is no YAML, nested too deep, or too large when expanded.
+    """Raise `ValueError` for text that is no YAML, gives a key twice, is nested too deep, or is too
+    large when expanded.
 
     The limits are `MAX_DEPTH` and `MAX_YAML_NODES`: a few lines of aliases can stand for 10^9
     values.
@@ -116,7 +119,37 @@ def require_plain_yaml(text: str) -> None:
         # The scanner is ahead of the events, and since PyYAML 6.0.4 it has a limit of its own
         if "nesting depth" in str(error):
             raise ValueError("it is nested too deep") from None
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(_mistake(error)) from error
+    _require_unique_keys(yaml.compose(text, Loader=_SafeLoader), set())
+
+
+def _require_unique_keys(node: yaml.Node | None, done: set[int]) -> None:
+    """Raise `ValueError` when a mapping inside `node` gives a key twice.
+
+    done: the `id` of each node that was looked at, since aliases share nodes.
+    """
+    if not isinstance(node, yaml.CollectionNode) or id(node) in done:
+        return
+    done.add(id(node))
+    lines: dict[tuple[str, str], int] = {}  # of each key
+    for child in node.value:
+        key, value = child if isinstance(node, yaml.MappingNode) else (None, child)
+        if isinstance(key, yaml.ScalarNode):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(
+                    f"key {key.value[:80]!r} is given twice, in lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        _require_unique_keys(key, done)
+        _require_unique_keys(value, done)
+
+
+def _mistake(error: yaml.YAMLError) -> str:
+    """Return what PyYAML says is wrong with a text, and the place as people count it."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

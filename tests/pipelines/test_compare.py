@@ -384,7 +384,7 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
         ({"methods": ["stree"]}, "no options of a comparison"),
         ({"widht": 3}, "no options of a comparison"),
         ({"target": None}, "does not say target"),
-        ({"max_new_tokens": "many"}, "wrong type"),
+        ({"max_new_tokens": "many"}, "max_new_tokens is .many., wanted a whole number"),
     ],
 )
 def test_a_file_that_is_no_comparison_is_one_line(world, tmp_path, changes, said):

@@ -16,7 +16,7 @@ from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.models.slicing import headed
-from stree_pipelines.console.command_line import read_yaml
+from stree_pipelines.console.config_files import read_yaml
 
 _HERE = Path(__file__).parent
 PUBLISHED = read_yaml(_HERE / "published.yaml")

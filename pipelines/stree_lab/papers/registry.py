@@ -9,7 +9,8 @@ from pathlib import Path
 from stree.common.errors import NotFound
 from stree_lab.papers import benches, tables
 from stree_lab.papers.tables import Builder, Cells, Made
-from stree_pipelines.console.command_line import input_path, read_yaml
+from stree_pipelines.console.command_line import input_path
+from stree_pipelines.console.config_files import read_yaml
 from stree_pipelines.evaluation.result_store import RESULTS_NAME
 
 BUILDERS: dict[str, Builder] = {

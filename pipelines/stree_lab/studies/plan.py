@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from stree.common.errors import UsageError
-from stree_pipelines.console.command_line import input_path, read_yaml
+from stree_pipelines.console.command_line import input_path
+from stree_pipelines.console.config_files import (
+    dotted,
+    read_yaml,
+    require_keys,
+    require_own,
+    require_type,
+)
 
-_KEYS = ("out", "distil", "arms", "seeds", "set", "hold_back", "trees", "compare")
+# Keys of a study's file and of an arm in it, with their types
+KEYS: dict[str, Any] = {
+    "out": str, "distil": str, "arms": list, "seeds": list[int], "set": dict,
+    "hold_back": dict | None, "trees": list[str], "compare": dict,
+}
+_ARM_KEYS: dict[str, Any] = {"name": str, "distil": str, "seeds": list[int], "set": dict}
 DONE = "trained"  # file in a run's folder that says that all of its steps are done
-_ARM_KEYS = ("name", "distil", "seeds", "set")
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,9 @@ class HeldBack:
     prompts: str
     limit: int = 20
     turns: int = 2
+
+
+_HELD = get_type_hints(HeldBack)
 
 
 @dataclass(frozen=True)
@@ -150,47 +164,45 @@ def folder_name(arm: str) -> str:
 def read_study(path: str) -> Study:
     """Read a study's file. Raises UsageError for a file that is none."""
     file = Path(input_path(path))
-    content = _mapping(read_yaml(file), f"{file} holds", _KEYS)
+    content = require_keys(read_yaml(file), str(file))
+    if not content.keys() >= {"arms", "distil"}:
+        require_own(file, dotted(content), [key for key in KEYS if key != "arms"])
+    require_keys(content, str(file), KEYS)
     missing = [key for key in ("out", "distil", "arms", "trees", "compare") if not content.get(key)]
     if missing:
         raise UsageError(f"{file} does not say {', '.join(missing)}")
-    compare = _mapping(content["compare"], f"{file}: compare is")
+    for key, value in content.items():
+        require_type(value, KEYS[key], f"{file}: {key}")
+    compare = content["compare"]
     if not compare.get("target") or not compare.get("benchmarks"):
         raise UsageError(f"{file}: compare must say target and benchmarks, as compare.py's configs")
-    for key, lists in (("arms", content), ("trees", content), ("benchmarks", compare)):
-        if not isinstance(lists[key], list):
-            raise UsageError(f"{file}: {key} is {lists[key]!r:.80}, wanted a list")
-    common = _mapping(content.get("set", {}), f"{file}: set is")
+    require_type(compare["benchmarks"], list[str], f"{file}: benchmarks of compare")
+    common = require_keys(content.get("set", {}), f"{file}: set")
     arms = []
     for number, each in enumerate(content["arms"], start=1):
-        given = _mapping(each, f"{file}: arm {number} is", _ARM_KEYS)
+        given = require_keys(each, f"{file}: arm {number}", _ARM_KEYS)
+        for key, value in given.items():
+            require_type(value, _ARM_KEYS[key], f"{file}: {key} of arm {number}")
         name = given.get("name")
-        if not isinstance(name, str) or not name or "/" in name or "," in name:
+        if not name or "/" in name or "," in name:
             raise UsageError(f"{file}: arm {number} has the name {name!r}, wanted one without / ,")
-        seeds = given.get("seeds", content.get("seeds", [0]))
-        if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds or [""]):
-            raise UsageError(f"{file}: seeds are {seeds!r}, wanted a list of whole numbers")
-        options = {**common, **_mapping(given.get("set", {}), f"{file}: set of {name} is")}
+        options = {**common, **require_keys(given.get("set", {}), f"{file}: set of {name}")}
         if "seed_everything" in options:
             raise UsageError(f"{file}: set of {name} has seed_everything: give the arm `seeds`")
+        seeds = given.get("seeds", content.get("seeds", [0]))
+        if not seeds:
+            raise UsageError(f"{file}: arm {name} has no seeds, wanted at least one")
         distil = input_path(given.get("distil", content["distil"]))
         arms.append(StudyArm(name, distil, options, tuple(seeds)))
     if len({folder_name(arm.name) for arm in arms}) < len(arms):
         raise UsageError(f"{file} has two arms of one name, or whose folders are called alike")
-    held_back = None
-    if content.get("hold_back"):
-        try:
-            held_back = HeldBack(**_mapping(content["hold_back"], f"{file}: hold_back is"))
-        except TypeError as error:
-            raise UsageError(f"{file}: hold_back: {error}") from error
+    held_back = content.get("hold_back") or None
+    if held_back is not None:
+        needed = {each.name for each in fields(HeldBack) if each.default is MISSING}
+        if missing := sorted(needed - require_keys(held_back, f"{file}: hold_back", _HELD).keys()):
+            raise UsageError(f"{file}: hold_back does not say {', '.join(missing)}")
+        for key, value in held_back.items():
+            require_type(value, _HELD[key], f"{file}: {key} of hold_back")
+        held_back = HeldBack(**held_back)
     out = Path(content["out"])
     return Study(out, tuple(arms), tuple(content["trees"]), dict(compare), held_back)
-
-
-def _mapping(value: Any, what: str, keys: Sequence[str] = ()) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{what} {value!r:.80}, wanted keys with values")
-    unknown = sorted(map(str, value.keys() - set(keys))) if keys else []
-    if unknown:
-        raise UsageError(f"{what} {unknown}, wanted some of {', '.join(keys)}")
-    return {str(key): each for key, each in value.items()}

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -109,9 +109,11 @@ def _resolved(run: StudyRun, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration that distill.py makes of a run's arguments."""
     from stree_pipelines.commands.distill import main  # brings the trainer along
 
-    said = io.StringIO()
-    with redirect_stdout(said), suppress(SystemExit):  # it prints, and leaves
+    said, refused = io.StringIO(), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(refused), suppress(SystemExit):  # it prints, leaves
         main([*run.arguments(more), "--print_config"])
+    if not said.getvalue():
+        raise UsageError(f"{run.name}: {refused.getvalue().strip().removeprefix('error: ')}")
     return parse_yaml(said.getvalue())
 
 

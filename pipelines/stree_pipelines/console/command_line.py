@@ -23,7 +23,8 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_l
 
 from stree.common.errors import StreeError, UsageError
 from stree.common.errors import one_line as shortened
-from stree.common.plain_data import parse_yaml, read_text, require_plain_yaml
+from stree.common.plain_data import require_plain_yaml
+from stree_pipelines.console.config_files import WORDS, listed, read_yaml, require_options
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Where configs/ ships: in a wheel with this package, in a clone at its root.
@@ -34,13 +35,16 @@ _FILLER = re.compile(
     r"(Does not validate|Subtypes:|Errors:|Given value type:|Expected a <class 'None)"
 )
 _ARCHITECTURES = ("model.drafter", "model.architecture")
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-_WRONG_TYPE = re.compile(rf"Expected a <class '({'|'.join(_TYPES)})'>\. Got value: (.*)$")
+_WANTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])")
+_GOT = re.compile(r"(?:Got|Given) value: (.*)$", re.MULTILINE)
+_TYPES = {kind.__name__: words for kind, words in WORDS.items()}
 _KEY = re.compile(r'(?:Parser key|Configuration key|key) "([\w.]+)"')
 _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does|Subcommand '\w+' does|Option)\b.*?'([^']+)'")
 _UNKNOWN_OPTIONS = "unrecognized arguments: "
 _REQUIRED = "the following arguments are required: "
+_KEY_AT_START = re.compile(r"(?:there is no option )?([\w.]+)\b")
 _NO_FILE = "File does not exist: "
+_NO_KEYS = {"help", "help_all", "config", "print_config"}  # options that are no keys of a YAML file
 SUBCOMMAND = "fit"  # the only one
 
 
@@ -50,6 +54,8 @@ class _Typed(NamedTuple):
 
 
 _typed: ContextVar[_Typed | None] = ContextVar("typed", default=None)
+# The YAML file that an option comes from, by its dotted name, while a command line is parsed
+_file_of_key: ContextVar[Mapping[str, str] | None] = ContextVar("file_of_key", default=None)
 
 
 @contextmanager
@@ -64,14 +70,6 @@ def typed_as(program: str, programs: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         _typed.reset(token)
-
-
-def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Raises UsageError for a file that is missing or cannot be read."""
-    try:
-        return parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as YAML: {error}") from error
 
 
 def program_name() -> str:
@@ -139,10 +137,18 @@ class OneLineErrors:
 
     def parse_args(self, *arguments: Any, **options: Any) -> Any:
         first, *more = arguments or (options.pop("args", None),)
-        given = list(sys.argv[1:] if first is None else first)
+        given: list[str] = []
+        for each in sys.argv[1:] if first is None else first:
+            given += each.split("=", 1) if each.startswith("--config=") else [each]
+        files: dict[str, str] = {}
         for index, each in enumerate(given[:-1]):
             if each == "--config":
                 given[index + 1] = input_path(given[index + 1])
+                if (path := Path(given[index + 1])).is_file():
+                    values = require_options(read_yaml(path), path, self._kinds())
+                    files |= dict.fromkeys(values, str(path))
+        files = {key: path for key, path in files.items() if f"--{key}" not in given}
+        token = _file_of_key.set(files)
         try:
             return super().parse_args(given, *more, **options)  # type: ignore[misc]
         except StreeError:
@@ -151,6 +157,18 @@ class OneLineErrors:
             raise  # by `error` below, for jsonargparse
         except Exception as error:  # a file that is no text; values that jsonargparse cannot handle
             self.error(f"{type(error).__name__}: {error}", error)
+        finally:
+            _file_of_key.reset(token)
+
+    def _kinds(self) -> dict[str, Any]:
+        """Return the types of the options in a YAML file; None where the parser looks at values."""
+        of_subcommand = getattr(getattr(self, "_subcommands_action", None), "choices", {})
+        kinds: dict[str, Any] = {}
+        for action in of_subcommand.get(SUBCOMMAND, self)._actions:
+            is_yaml_s = not action.dest.endswith(".help") and action.dest not in _NO_KEYS
+            if is_yaml_s:
+                kinds[action.dest] = {"+": list, "*": list, 0: bool}.get(action.nargs)
+        return kinds
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # jsonargparse tries alternatives with parsers of its own
@@ -158,6 +176,9 @@ class OneLineErrors:
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
         line = shortened(one_line(message, parser.known_options()))
+        if key := _KEY_AT_START.match(line):
+            file = (_file_of_key.get() or {}).get(key[1])
+            line = line if file is None else f"{file}: {line}"
         if self.example and message.startswith(_REQUIRED):
             line += f", as in: {self.example}"
         print(f"error: {line}; see {program} --help", file=sys.stderr)
@@ -256,13 +277,21 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
         return f"there is no option {name}{closest}"
     if _NO_FILE in message:
         return f"--{key[1] if key else 'config'} names no file: {message.partition(_NO_FILE)[2]}"
-    if key and (wrong := _WRONG_TYPE.search(message)) is not None:
-        given = "null" if wrong[2] == "None" else wrong[2]
-        return f"{key[1]} is {given}, wanted {_TYPES[wrong[1]]}"
-    if key and "Got value: None" in message:
-        return _missing([key[1]])
+    if key and (got := _GOT.search(message)) is not None:
+        wanted = _wanted(message)
+        if got[1] == "None" and wanted in (_TYPES["str"], _TYPES["dict"]):  # without a default
+            return _missing([key[1]])
+        return f"{key[1]} is {'null' if got[1] == 'None' else got[1]}, wanted {wanted}"
     lines = (line.strip().removeprefix("- ") for line in message.splitlines())
     return "; ".join(line.rstrip(";:") for line in lines if line and not _FILLER.match(line))
+
+
+def _wanted(message: str) -> str:
+    """Return the types that jsonargparse wants for a value in plain words."""
+    words: list[str] = []
+    for kind, choices in _WANTED.findall(message):
+        words += [_TYPES.get(kind, kind)] if kind else choices.replace("'", "").split(", ")
+    return listed(dict.fromkeys(each for each in words if each != "null") or [_TYPES["dict"]])
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

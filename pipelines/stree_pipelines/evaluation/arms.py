@@ -6,12 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from stree.common.errors import UsageError
 from stree.drafters.names import DrafterName
 from stree_pipelines.console import input_checks as inputs
-from stree_pipelines.console.command_line import input_path, read_yaml
+from stree_pipelines.console.command_line import input_path
+from stree_pipelines.console.config_files import (
+    dotted,
+    read_yaml,
+    require_keys,
+    require_own,
+    require_type,
+)
 from stree_pipelines.console.input_checks import require_there
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.evaluate import Evaluation
@@ -27,6 +34,7 @@ from stree_pipelines.evaluation.plan import (
 )
 from stree_pipelines.evaluation.records import ResultRow
 
+_TYPES = get_type_hints(EvaluationSettings)
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm with the fastest length of chain
 TRIED_CHAINS = tuple(f"chain-{length}" for length in range(1, 7))
@@ -106,7 +114,11 @@ def comparison_of(
     `more` overrides. Raises UsageError when it is no comparison, has an unknown option, or arms of
     one name.
     """
-    if not isinstance(content, dict) or not isinstance(content.get("arms"), list):
+    content = require_keys(content, str(path))
+    known = [each.name for each in fields(EvaluationSettings) if each.name != "methods"]
+    if "arms" not in content or "distil" in content:
+        require_own(path, dotted(content), known)
+    if not isinstance(content.get("arms"), list):
         raise UsageError(f"{path} must hold `arms: [{{name: …, drafter: …}}, …]`")
     options = {**content, **{name: value for name, value in more.items() if value is not None}}
     given, drafter = options.pop("arms"), options.pop("drafter", None)
@@ -117,18 +129,15 @@ def comparison_of(
             f"{path} has the arms {names}, wanted at least one, each name once, and none that is "
             f"called {AUTOREGRESSIVE}: plain decoding takes part anyhow"
         )
-    known = {each.name for each in fields(EvaluationSettings)}
-    unknown = sorted(map(str, options.keys() - known | options.keys() & {"methods", *_KEYS}))
+    unknown = sorted(options.keys() - set(known) | options.keys() & set(_KEYS))
     if unknown:
         raise UsageError(f"{path} has {unknown}, which are no options of a comparison")
     missing = [name for name in ("target", "benchmarks", "out") if not options.get(name)]
     if missing:
         raise UsageError(f"{path} does not say {', '.join(missing)}")
-    try:
-        settings = EvaluationSettings(**{**options, "methods": (AUTOREGRESSIVE,)})
-    except TypeError as error:
-        raise UsageError(f"{path} has a value of a wrong type: {error}") from error
-    return settings, arms
+    for name, value in options.items():
+        require_type(value, _TYPES[name], f"{path}: {name}")
+    return EvaluationSettings(**{**options, "methods": (AUTOREGRESSIVE,)}), arms
 
 
 @dataclass(frozen=True)
