@@ -24,7 +24,7 @@ def test_examples_run(name, monkeypatch):
 def test_public_classes_and_functions_have_examples():
     assert {
         "stree.batching.batch_decoder", "stree.batching.sequences", "stree.decoder",
-        "stree.generation", "stree.hf_model", "stree.loading", "stree.models.config",
+        "stree.generation", "stree.hf_model", "stree.loading", "stree.models.config.hybrid",
         "stree.models.model", "stree.tree_policy.adaptive", "stree.tree_policy.bandit",
         "stree.text_stream", "stree.tree_policy.step_times", "stree.trees.token_tree",
     } <= set(WITH_EXAMPLES)

@@ -100,25 +100,27 @@ def assert_same_model(ours, other):
 
 MAMBA = {"num_ssm_heads": 4, "ssm_head_dim": 8, "d_state": 8}
 SHARED = {"num_x_groups": 2, "num_b_groups": 2, "num_c_groups": 4, "gated_norm_groups": 4}
+MLP = {"intermediate_size": 20}
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
 ROUND_TRIPS = {
     "hybrid": HybridConfig(
-        50, 24, 2, (1,), 20, eos_token_ids=(3,), pad_token_id=0, **MAMBA, **SHARED, **ATTENTION
+        50, 24, 2, (1,), eos_token_ids=(3,), pad_token_id=0,
+        **MLP, **MAMBA, **SHARED, **ATTENTION,
     ),
     "pure-mamba-drafter": HybridConfig(
-        50, 24, 2, (), 20, tie_embeddings=True, eos_token_ids=(3, 4), **MAMBA, **SHARED
+        50, 24, 2, (), **MLP, tie_embeddings=True, eos_token_ids=(3, 4), **MAMBA, **SHARED
     ),
     "repeat-before-conv": HybridConfig(
-        50, 24, 2, (), 20, repeat_before_conv=True, chunk_size=16, **MAMBA, **SHARED
+        50, 24, 2, (), **MLP, repeat_before_conv=True, chunk_size=16, **MAMBA, **SHARED
     ),
     "no-mlp-mamba2": HybridConfig(
         50, 24, 2, (), num_ssm_heads=6, ssm_head_dim=3, d_state=10, num_x_groups=6,
         num_b_groups=3, num_c_groups=3, gated_norm_groups=3, gated_norm_eps=1e-3, d_conv=3,
         conv_bias=False, dt_limit=(0.1, math.inf), rms_norm_eps=1e-4,
     ),
-    "dt-limit": HybridConfig(50, 24, 1, (), 20, dt_limit=(0.1, 0.5), **MAMBA, **SHARED),
+    "dt-limit": HybridConfig(50, 24, 1, (), **MLP, dt_limit=(0.1, 0.5), **MAMBA, **SHARED),
     "attention-only": HybridConfig(
-        50, 24, 2, (0, 1), 20, bos_token_id=1, rope_theta=5e5, max_position_embeddings=77,
+        50, 24, 2, (0, 1), **MLP, bos_token_id=1, rope_theta=5e5, max_position_embeddings=77,
         **ATTENTION,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,30 @@ def test_more_layers_than_can_be_are_refused_before_they_are_described(model_typ
     )
     with pytest.raises(CheckpointRefused, match="num_hidden_layers"):
         checkpoint_config_of(CheckedJson(given, Path("config.json")))
+
+
+KEYS = """
+    vocab_size d_model num_layers attn_layers intermediate_size rms_norm_eps tie_embeddings
+    head_vocab_size head_rank num_heads num_kv_heads head_dim rope_theta rope_scaling
+    max_position_embeddings layer_types rotary_dim attention_scale attention_bias qk_norm
+    qk_norm_whole attention_gate mlp_kind mlp_bias shared_intermediate_size shared_gate
+    num_experts experts_per_token expert_intermediate_size expert_latent_size router
+    router_groups router_top_groups router_normalised router_scale router_floor
+    num_shared_blocks adapter_rank attention_adapters num_delta_heads num_delta_key_heads
+    delta_key_dim delta_value_dim negative_eigenvalues num_ssm_heads ssm_head_dim d_state
+    num_x_groups num_b_groups num_c_groups repeat_before_conv d_conv conv_bias
+    gated_norm_groups gated_norm_eps gated_norm mamba_in_bias mamba_out_bias short_conv_bias
+    chunk_size dt_limit feature_layers target_width target_num_layers own_features
+    eos_token_ids bos_token_id pad_token_id
+"""  # of exported config.json files and of drafters in YAML
+
+
+def test_keys_of_files_stay():
+    assert {each.name for each in fields(HybridConfig)} >= set(KEYS.split())
+
+
+def test_each_field_is_of_one_part():
+    parts = HybridConfig.__mro__[1:-1]
+    own = [name for part in parts for name in vars(part)["__annotations__"]]
+    assert len(own) == len(set(own)) and len(parts) >= 7
+    assert not {"num_heads", "d_state", "num_experts"} & set(vars(HybridConfig)["__annotations__"])
