@@ -83,20 +83,78 @@ class BanditTrees(TreePolicy):
     def choose(self, num_rows: int) -> TokenTree:
         """Return the tree of the next step of `num_rows` rows."""
         rounds, total = self.state, sum(self.state.count.values())
-        plain_s = self.costs.of(num_rows, PLAIN)
 
         def bound(tree: TokenTree) -> float:
             count = rounds.count[tree]
             if not count:
                 return math.inf
             unknown = self.exploration * math.sqrt(2 * math.log(total) / count)
-            cost = self.costs.of(num_rows, tree) / plain_s
-            return (unknown - rounds.steps[tree] / count) * cost
+            cost = self.cost(num_rows, tree)
+            return unknown * self.unit(cost) - rounds.steps[tree] / count * cost
 
         return max(rounds.count, key=bound)
+
+    def cost(self, num_rows: int, tree: TokenTree) -> float:
+        """Return c, the time of a step of `tree` in units of a plain step."""
+        return self.costs.of(num_rows, tree) / self.costs.of(num_rows, PLAIN)
+
+    def unit(self, cost: float) -> float:
+        """Return the unit of the bound of a tree whose steps cost `cost` plain steps."""
+        return cost
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a row's step of `tree`, given the accepted nodes, the root first."""
         if tree in self.state.count:  # else its request has a tree of its own
             self.state.count[tree] += 1
             self.state.steps[tree] += 1 / len(path)
+
+
+class UCBTrees(BanditTrees):
+    """Bandit as the paper has it: the bound of its Eq. 1 unscaled, the reward of its Eq. 2.
+
+    The reward of a step is −(1/N + λ_γ·γ/N): N are its tokens, the target's own included (or N
+    could be 0), γ the tree's levels, and λ_γ the time of drafting a level in units of a plain step.
+    A query is a bandit of its own: all that was learned is forgotten when an answer ends. The paper
+    has one query at a time; with several rows it is forgotten when any of their answers ends.
+
+    Args:
+        trees, costs: As for `BanditTrees`.
+        exploration: λ_UCB, at least 0; the paper names no value.
+        draft_share: λ_γ, at least 0. None takes what the step times say of the deepest tree: its
+            time beyond a plain step's, by level.
+
+    Raises:
+        UsageError: As `BanditTrees`, and for a negative draft_share.
+
+    Example:
+        >>> str(UCBTrees(["paper", "chain-4"]))
+        'ucb paper or chain-4'
+    """
+
+    def __init__(
+        self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None,
+        exploration: float = EXPLORATION, draft_share: float | None = None,
+    ) -> None:
+        super().__init__(trees, costs, exploration)
+        if draft_share is not None and not draft_share >= 0:
+            raise UsageError(f"draft_share is {draft_share}, wanted a number of at least 0")
+        self.draft_share = draft_share
+
+    @property
+    def name(self) -> str:
+        return super().name.replace("bandit", "ucb", 1)
+
+    def cost(self, num_rows: int, tree: TokenTree) -> float:
+        """Return 1 + λ_γ·γ, the time that Eq. 6 takes a step of `tree` to have."""
+        share = self.draft_share
+        if share is None:
+            share = (super().cost(num_rows, self.deepest) - 1) / self.deepest.max_depth
+        return 1 + share * tree.max_depth
+
+    def unit(self, cost: float) -> float:
+        """Return 1: Eq. 1 does not scale the bound."""
+        return 1.0
+
+    def learn_answer(self, prefill_s: float | None = None, catch_up_s: float | None = None) -> None:
+        """Forget everything: the next query is another bandit."""
+        self.forget()

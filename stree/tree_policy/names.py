@@ -7,27 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stree.tree_policy.adaptive import AdaptiveTrees
-from stree.tree_policy.bandit import BanditTrees
+from stree.tree_policy.bandit import BanditTrees, UCBTrees
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import FORMS, TokenTree, as_tree
 
-OR, BANDIT = " or ", "bandit "
+OR, BANDIT, UCB = " or ", "bandit ", "ucb "
 # Forms of names that `as_tree_policy` takes
 TREE_POLICIES = (
     f'{FORMS}; of several, each step\'s by measured cost ("A or B") or by a bandit '
-    '("bandit A or B")'
+    '("bandit A or B", and "ucb A or B" with the equations of Mamba Drafters)'
 )
 
 
 def choice_of(name: str) -> tuple[type[TreePolicy], list[str]] | None:
     """Return the tree policy of a name, and the names of its trees.
 
-    "A or B" is `AdaptiveTrees`, "bandit A or B" is `BanditTrees`; None for one tree, or a file.
+    "A or B" is `AdaptiveTrees`, "bandit A or B" `BanditTrees`, "ucb A or B" `UCBTrees`; None for
+    one tree, or a file.
     """
-    policy = BanditTrees if name.startswith(BANDIT) else AdaptiveTrees
-    if not (name.startswith(BANDIT) or OR in name) or os.path.isfile(name):
+    bandits: dict[str, type[TreePolicy]] = {BANDIT: BanditTrees, UCB: UCBTrees}
+    prefix = next((each for each in bandits if name.startswith(each)), "")
+    if not (prefix or OR in name) or os.path.isfile(name):
         return None
-    return policy, [each.strip() for each in name.removeprefix(BANDIT).split(OR)]
+    names = [each.strip() for each in name.removeprefix(prefix).split(OR)]
+    return bandits.get(prefix, AdaptiveTrees), names
 
 
 def as_tree_policy(

@@ -15,7 +15,7 @@ from typing import Any
 
 from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
-from stree.tree_policy.names import BANDIT
+from stree.tree_policy.names import BANDIT, UCB
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
@@ -242,7 +242,8 @@ def drafters_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     kinds: dict[str, Callable[[str], bool]] = {
-        "×": lambda tree: tree == "drafters-3-3-2-1", "✓": lambda tree: tree.startswith(BANDIT),
+        "×": lambda tree: tree == "drafters-3-3-2-1",
+        "✓": lambda tree: tree.startswith(UCB if any(map(_is_ucb, _arms(folder))) else BANDIT),
     }
     picked = {
         (mark, benchmark): _fastest(
@@ -345,6 +346,10 @@ def _by_tree(
 
 def _tree_name(row: ResultRow) -> str | None:
     return row.tree.name if row.tree else None
+
+
+def _is_ucb(row: ResultRow) -> bool:
+    return (_tree_name(row) or "").startswith(UCB)
 
 
 def _is_model(

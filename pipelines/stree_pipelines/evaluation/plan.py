@@ -46,8 +46,8 @@ class ChosenTree(TokenTree):
     """Several trees; each step has one of them, or none.
 
     The choice is by measured cost (`stree.AdaptiveTrees`), with a name such as "chain-2 or
-    beam-4-5-16", or by a bandit (`stree.BanditTrees`): "bandit chain-2 or beam-4-5-16". `parents`
-    is a shape that holds all of the trees; records of steps hold depths.
+    beam-4-5-16", or by a bandit (`stree.BanditTrees`): "bandit chain-2 or beam-4-5-16", or "ucb
+    …". `parents` is a shape that holds all of the trees; records of steps hold depths.
     """
 
     choices: tuple[TokenTree, ...] = ()

@@ -12,6 +12,8 @@ from toys import tiny_model
 from stree import BanditTrees, BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
 from stree.tree_policy.adaptive import PLAIN
+from stree.tree_policy.bandit import UCBTrees
+from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, expanded
 
@@ -48,6 +50,34 @@ def test_it_takes_the_tree_of_the_papers_equations():
         bandit.learn_path(tree, range(1 + number))
         counts[wanted] += 1
         rewards[wanted] -= costs[wanted] / (1 + number)
+
+
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_equations_1_and_2_as_they_are_written(share):
+    """Rewards by hand are −(1/N + λ·γ/N), the bound is in their unit; an answer's end begins anew.
+
+    λ is given, or what the deepest tree's step takes beyond a plain one: 0.1 a level.
+    """
+    bandit = UCBTrees(TREES, COSTS, exploration=0.7, draft_share=share)
+    for _ in range(2):
+        counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
+        for step, number in enumerate([2, 0, 3, 1, 1, 4, 2, 2, 0, 5]):
+            wanted = step
+            if step >= 3:
+                bounds = [
+                    reward / count + 0.7 * math.sqrt(2 * math.log(step) / count)
+                    for reward, count in zip(rewards, counts, strict=True)
+                ]
+                wanted = bounds.index(max(bounds))
+            tree = bandit.choose(1)
+            assert tree == TREES[wanted]
+            bandit.learn_path(tree, range(1 + number))
+            counts[wanted] += 1
+            tokens, levels = 1 + number, tree.max_depth
+            rewards[wanted] -= 1 / tokens + (share or 0.1) * levels / tokens
+        bandit.learn_answer()
+    with pytest.raises(UsageError, match="draft_share is -1"):
+        UCBTrees(TREES, COSTS, draft_share=-1)
 
 
 def test_the_best_is_taken_nearly_always_in_the_end_and_the_others_now_and_then():
@@ -101,6 +131,11 @@ def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
     plain = BatchDecoder(tiny_model(1), num_rows=2, max_length=64).generate(served)
     assert [e.tokens for e in decoder.generate(served)] == [each.tokens for each in plain]
     assert seen == set(trees)
+
+
+def test_the_papers_bandit_has_a_name():
+    policy = as_tree_policy("ucb chain-2 or chain-3")
+    assert isinstance(policy, UCBTrees) and policy.name == "ucb chain-2 or chain-3"
 
 
 def test_one_tree_is_nothing_to_choose_among():
