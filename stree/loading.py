@@ -82,7 +82,8 @@ def load(
             `ngram:CONTEXT`, `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or
             `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`).
             Before a name with a folder, `float8:` drafts with the head in 8 bits, `independent:`
-            draws each sibling from all of the distribution, and `top:` drafts the best tokens
+            draws each sibling from all of the distribution, `top:` drafts the best tokens, and
+            `temperature=0.6:` draws at 0.6 whatever the request's temperature
             (`stree.drafters.model.ModelDrafterSpec`). None decodes without drafts.
         tree: A tree or its name; or a tree policy: "A or B" (`AdaptiveTrees`) chooses by measured
             step times, "bandit A or B" (`BanditTrees`) by each tree's rewards. Some steps of each

@@ -27,7 +27,8 @@ FOLDER = "FOLDER"
 Form = Annotated[
     str,
     Field(
-        pattern=rf"^(float8:)?(text:{FOLDER}|(independent:|top:)?{FOLDER}"
+        pattern=rf"^(float8:)?(text:{FOLDER}|"
+        rf"(temperature=[0-9]{{0,3}}\.?[0-9]{{1,6}}:)?(independent:|top:)?{FOLDER}"
         r"(\+ngram:[1-9][0-9]{0,3})?)$"
     ),
 ]

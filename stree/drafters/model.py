@@ -32,16 +32,21 @@ class ModelDrafterSpec:
         siblings: How it draws siblings: without replacement; independently, each from all of its
             distribution (SpecInfer); or deterministic, its most probable tokens at any temperature
             (STree).
+        temperature: Temperature at which it draws siblings, whatever the request's (DySpec: 0.6);
+            None draws at the request's.
     """
 
     model: HybridModel
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
+    temperature: float | None = None
 
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> ModelDrafter:
         """Return the drafter of a decoder of `num_rows` rows."""
-        return ModelDrafter(self.model, num_rows, max_length, max_nodes, self.siblings)
+        return ModelDrafter(
+            self.model, num_rows, max_length, max_nodes, self.siblings, self.temperature
+        )
 
 
 class ModelDrafter(FeatureDrafter):
@@ -52,7 +57,8 @@ class ModelDrafter(FeatureDrafter):
     change its states. A model that reads features (`stree.models.hidden_states`) has those of the
     target at certain tokens, and its own hidden states or none further down.
 
-    At temperature 0 siblings are its most probable tokens, in every way of drawing them.
+    At temperature 0 siblings are its most probable tokens, in every way of drawing them. With a
+    temperature of its own they are drawn for greedy requests, too.
     """
 
     capturable = True
@@ -61,9 +67,15 @@ class ModelDrafter(FeatureDrafter):
     def __init__(
         self, model: HybridModel, num_rows: int, max_length: int, max_nodes: int,
         siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
+        temperature: float | None = None,
     ) -> None:
         self.model, self.siblings = model, siblings
         self.drawn = siblings
+        self.temperatures: Tensor | None = None  # (B,) fp64, where drafts have one of their own
+        if temperature is not None:
+            self.temperatures = torch.full(
+                (num_rows,), temperature, dtype=torch.float64, device=model.device
+            )
         # Dynamic trees are chosen by the values of different siblings
         self.grows = siblings is not SiblingSampling.INDEPENDENT
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
@@ -188,7 +200,10 @@ class ModelDrafter(FeatureDrafter):
     def draft(
         self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
-        batch, model = len(rows.active), self.model
+        batch, model, given = len(rows.active), self.model, rows.temperature
+        if self.temperatures is not None:
+            asked = rows.asked._replace(sampled=True)
+            rows = replace(rows, asked=asked, temperature=self.temperatures[:batch])
         if self.siblings is SiblingSampling.DETERMINISTIC:  # best tokens, which no filter drops
             asked = rows.asked._replace(sampled=False, filtered=False)
             rows, keep_logits = replace(rows, asked=asked), False
@@ -242,9 +257,13 @@ class ModelDrafter(FeatureDrafter):
         all_logits = None
         if keep_logits:
             all_logits = model.over_vocabulary(torch.cat(drawn_from, dim=1))
+            if self.temperatures is not None:
+                all_logits = as_drawn_at(all_logits, rows.temperature, given)
         points = None
-        if independent:  # greedy rows have the best tokens, which differ
-            points = (rows.temperature == 0)[:, None].repeat(1, tree_batch.num_nodes)
+        # Greedy rows of independent siblings have the best tokens, which differ; and they accept a
+        # draft or not by its token alone, whatever it was drawn from
+        if independent or (keep_logits and self.temperatures is not None):
+            points = (given == 0)[:, None].repeat(1, tree_batch.num_nodes)
         return Proposal(tree_batch.finish(tokens), finite, all_logits, points, independent)
 
     def _draw_each(
@@ -268,6 +287,24 @@ class ModelDrafter(FeatureDrafter):
             tree_batch = make_tree_batch([TokenTree.chain(length - 1)] * batch, self.model.device)
             self._chains[batch, length] = tree_batch.topology(self.model.config.d_conv)
         return self._chains[batch, length]
+
+
+def as_drawn_at(logits: Tensor, drawn_at: Tensor, temperature: Tensor) -> Tensor:
+    """Return logits whose distribution at the rows' temperatures is that of the drafts.
+
+    Verifiers divide all logits by a row's temperature.
+
+    Args:
+        logits: (B, I, V) that the drafts were drawn from.
+        drawn_at: (B,) fp64, temperatures above 0 that the drafts were drawn at.
+        temperature: (B,) fp64, temperatures of the rows; greedy ones keep their logits.
+
+    Returns:
+        (B, I, V) in fp32 or wider: a rounded distribution would not be that of the drafts.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    ratio = torch.where(temperature > 0, temperature / drawn_at, 1.0)
+    return logits.to(wide) * ratio[:, None, None].to(wide)
 
 
 def _normed(hidden: Tensor | Stream) -> Tensor:

@@ -21,10 +21,12 @@ _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<co
 # Forms of names that `DrafterName.parse` takes
 DRAFTERS = (
     "FOLDER; float8:FOLDER (its head in 8 bits); independent:FOLDER (siblings each from all of its "
-    "distribution) or top:FOLDER (its best tokens, not drawn); text:FOLDER (of another tokenizer); "
+    "distribution) or top:FOLDER (its best tokens, not drawn); temperature=0.6:FOLDER (drafts drawn "
+    "at 0.6, whatever the request's); text:FOLDER (of another tokenizer); "
     "ngram:6 or ngram:6,FILE (from the text, and a corpus); FOLDER+ngram:6 (both in one tree)"
 )
 _TEXT, _FLOAT8 = "text:", "float8:"
+_TEMPERATURE = re.compile(r"temperature=([^:]*):(.*)", re.S)
 _SIBLINGS = {"independent:": SiblingSampling.INDEPENDENT, "top:": SiblingSampling.DETERMINISTIC}
 
 
@@ -39,6 +41,7 @@ class DrafterName:
         retokenised: Whether drafts are handed over as text, for another tokenizer.
         float8: Whether the model drafts with its head in 8 bits.
         siblings: How the model draws siblings (`stree.drafters.model.ModelDrafterSpec`).
+        temperature: Temperature at which the model draws; None for the request's.
     """
 
     folder: str | os.PathLike[str] | None
@@ -47,16 +50,17 @@ class DrafterName:
     retokenised: bool = False
     float8: bool = False
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
+    temperature: float | None = None
 
     @classmethod
     def parse(cls, name: str | os.PathLike[str]) -> DrafterName:
         """Parse FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…].
 
-        With a folder, independent: or top:, and float8:, may stand before it. A path, and an
-        existing folder of such a name, is a FOLDER.
+        With a folder, independent: or top:, temperature=T:, and float8: may stand before it. A
+        path, and an existing folder of such a name, is a FOLDER.
 
         Raises `UsageError` for a context that is no whole number of at least 1, for float8: without
-        a folder, and for independent: and top: without a folder whose model draws.
+        a folder, and for independent:, top: and temperature= without a folder whose model draws.
         """
         if not isinstance(name, str) or os.path.isdir(name):
             return cls(name)
@@ -67,11 +71,20 @@ class DrafterName:
                     f"drafter {name!r} has no head to put in 8 bits, wanted float8:FOLDER, once"
                 )
             return replace(of, float8=True)
+        if warm := _TEMPERATURE.fullmatch(name):
+            of = cls.parse(warm[2])
+            number = warm[1] if re.fullmatch(r"[0-9]{0,3}\.?[0-9]{1,6}", warm[1]) else "0"
+            if not of.draws or of.temperature is not None or float(number) <= 0:
+                raise UsageError(
+                    f"drafter {name!r} draws nothing at a temperature of its own: wanted "
+                    "temperature=0.6:FOLDER or another number above 0, once, and a model that draws"
+                )
+            return replace(of, temperature=float(number))
         for prefix, siblings in _SIBLINGS.items():
             if not name.startswith(prefix):
                 continue
             of = cls.parse(name.removeprefix(prefix))
-            if not of.folder or of.retokenised or not of.draws_in_turn:
+            if not of.draws or not of.draws_in_turn or of.temperature is not None:
                 raise UsageError(
                     f"drafter {name!r} has no model that may draw siblings so (n-grams and text: "
                     f"draw none): wanted {prefix}FOLDER, once"
@@ -96,7 +109,8 @@ class DrafterName:
         parts = [str(self.folder or ""), ngram if self.context else ""]
         head, text = _FLOAT8 if self.float8 else "", _TEXT if self.retokenised else ""
         drawn = next((each for each in _SIBLINGS if _SIBLINGS[each] is self.siblings), "")
-        return head + drawn + text + "+".join(filter(None, parts))
+        warm = "" if self.temperature is None else f"temperature={self.temperature:g}:"
+        return head + warm + drawn + text + "+".join(filter(None, parts))
 
     def shown(self, folder: str) -> str:
         """Return the name for people: with `folder` as the folder, and a corpus without path."""
@@ -106,7 +120,14 @@ class DrafterName:
     @property
     def is_plain(self) -> bool:
         """True for a folder without any prefix."""
-        return self.is_folder and not self.float8 and self.draws_in_turn
+        default = self.draws_in_turn and self.temperature is None
+        return self.is_folder and not self.float8 and default
+
+    @property
+    def draws(self) -> bool:
+        """True if a model of the target's vocabulary drafts, and its drafts are drawn."""
+        in_some_way = self.siblings is not SiblingSampling.DETERMINISTIC
+        return bool(self.folder) and not self.retokenised and in_some_way
 
     @property
     def is_folder(self) -> bool:
@@ -151,7 +172,7 @@ class DrafterName:
             model.put_head_in_8_bits()
         if self.is_folder:
             assert model is not None
-            return ModelDrafterSpec(model, self.siblings)
+            return ModelDrafterSpec(model, self.siblings, self.temperature)
         text = self.corpus_text()
         if tokenizer is None and (text or self.retokenised):
             raise UsageError(
@@ -163,4 +184,4 @@ class DrafterName:
             assert model is not None and self.folder is not None
             return CrossTokenizerSpec(model, load_tokenizer(self.folder), tokenizer)
         corpus = tuple(encode_text(tokenizer, text) if text else ())
-        return NGram(self.context, corpus, model, self.siblings)
+        return NGram(self.context, corpus, model, self.siblings, self.temperature)

@@ -40,6 +40,7 @@ class NGram:
         model: A drafter for the rest of the tree: the n-grams then fill only the root's last child
             and all below it. None lets n-grams fill the whole tree.
         siblings: How the model draws siblings, as in `ModelDrafterSpec`.
+        temperature: Temperature at which the model draws, as in `ModelDrafterSpec`.
 
     Raises `UsageError` for a context that is no whole number of at least 1.
     """
@@ -48,6 +49,7 @@ class NGram:
     corpus: Sequence[int] = ()
     model: HybridModel | None = None
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         require_whole("context", self.context)
@@ -62,7 +64,9 @@ class NGram:
         )
         if self.model is None:
             return NGramDrafter(text)
-        return GraftingDrafter(self.model, text, num_rows, max_length, max_nodes, self.siblings)
+        return GraftingDrafter(
+            self.model, text, num_rows, max_length, max_nodes, self.siblings, self.temperature
+        )
 
 
 class Corpus:
@@ -318,8 +322,9 @@ class GraftingDrafter(ModelDrafter):
     def __init__(
         self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,
         siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
+        temperature: float | None = None,
     ) -> None:
-        super().__init__(model, num_rows, max_length, max_nodes, siblings)
+        super().__init__(model, num_rows, max_length, max_nodes, siblings, temperature)
         self.text, self.grows = text, False
         if siblings is not SiblingSampling.DETERMINISTIC:
             self.drawn = SiblingSampling.MIXED

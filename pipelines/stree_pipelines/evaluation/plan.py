@@ -213,6 +213,7 @@ def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -
         **({"retokenised": True} if name.retokenised else {}),
         **({"head": "float8"} if name.float8 else {}),
         **({} if name.draws_in_turn else {"siblings": siblings}),
+        **({} if name.temperature is None else {"temperature": name.temperature}),
     })
 
 

@@ -146,6 +146,10 @@ FORMS = {
     "float8:a/b+ngram:4": DrafterName("a/b", 4, float8=True),
     "float8:text:a": DrafterName("a", retokenised=True, float8=True),
     "independent:a/b": DrafterName("a/b", siblings=SiblingSampling.INDEPENDENT),
+    "temperature=0.6:a/b": DrafterName("a/b", temperature=0.6),
+    "float8:temperature=1.5:independent:a/b": DrafterName(
+        "a/b", float8=True, siblings=SiblingSampling.INDEPENDENT, temperature=1.5
+    ),
     "float8:top:a/b+ngram:4": DrafterName(
         "a/b", 4, float8=True, siblings=SiblingSampling.DETERMINISTIC
     ),
@@ -159,7 +163,8 @@ def test_names_of_drafters(tmp_path):
     assert DrafterName.parse("top:float8:a/b+ngram:4") == FORMS["float8:top:a/b+ngram:4"]
     assert FORMS["float8:a/b"].is_folder and FORMS["independent:a/b"].is_folder
     assert not FORMS["independent:a/b"].is_plain and not FORMS["independent:a/b"].grows
-    assert DrafterName.parse("top:a/b").grows
+    assert DrafterName.parse("top:a/b").grows and FORMS["temperature=0.6:a/b"].grows
+    assert not FORMS["temperature=0.6:a/b"].is_plain
     for name in ("x+ngram", "top:x"):  # folders that are called so
         (tmp_path / name).mkdir()
         assert DrafterName.parse(str(tmp_path / name)).is_plain
@@ -173,6 +178,9 @@ def test_names_of_drafters(tmp_path):
         ("top: top:ngram independent:text:a top:top:a independent:top:a",
          "has no model that may draw siblings so"),
         ("float8: float8:ngram float8:float8:a", "no head to put in 8 bits, wanted float8:FOLDER"),
+        ("temperature=0:a temperature=x:a temperature=-1:a temperature=0.6:top:a "
+         "temperature=0.6:ngram temperature=1:text:a temperature=1:temperature=1:a",
+         "draws nothing at a temperature of its own"),
         ("ngram:0 ngram:x ngram:-1,f", "wanted a whole number"),
     ],
 )
