@@ -176,6 +176,64 @@ class GatedDeltaWeights:
     A_log: Tensor
 
 
+@dataclass(frozen=True)
+class Mamba1Shape:
+    """Dimensions of a Mamba-1 mixer, whose projection gives [x, z] and whose conv is over x.
+
+    A product of the conv's output gives [dt, B, C], dt of low rank. With `norm_eps` each of the
+    three has a root mean square of 1 (FalconMamba).
+    """
+
+    d_inner: int  # channels of x, each with a state (d_state,)
+    d_state: int
+    dt_rank: int
+    width: int  # of the conv
+    norm_eps: float | None = None
+
+    @property
+    def tail(self) -> int:
+        """Committed inputs that the conv looks back on."""
+        return self.width - 1
+
+    @property
+    def selected_dims(self) -> tuple[int, int, int]:
+        """Channels of low-rank dt, B and C."""
+        return self.dt_rank, self.d_state, self.d_state
+
+    @property
+    def largest_dim(self) -> int:
+        """Dimension of a channel's state."""
+        return self.d_state
+
+
+@dataclass(frozen=True)
+class Mamba1Weights:
+    """Parameters of conv and scan: conv (E, W) and (E,) or None; dt_bias and D (E,); A_log (E, S).
+
+    E are channels, S the dimension of a channel's state.
+    """
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+
+class Mamba1Held(NamedTuple):
+    """Buffers of a Mamba-1 layer: states, and values of the last tree's nodes for the replay.
+
+    conv_state (B, W − 1, E) and state (B, E, S), after the committed tokens; inputs (B, N, E), raw,
+    of the conv; dt (B, N, E), before bias and softplus; B (B, N, S).
+    """
+
+    conv_state: Any
+    state: Any
+    inputs: Any
+    dt: Any
+    B: Any
+
+
 class NodeArgs(NamedTuple):
     """`Derived` as kernels take it; Any is a tensor on the host and a pointer on the device."""
 

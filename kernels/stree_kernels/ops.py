@@ -22,6 +22,7 @@ from stree_kernels.contracts import (
     CacheState,
     Derived,
     GatedDeltaShape,
+    Mamba1Shape,
     MixerShape,
     Scaled,
     Stream,
@@ -125,8 +126,8 @@ def _no_dim(*_: Any, **__: Any) -> int:
 
 
 def _of_shape(*args: Any, **_: Any) -> int:
-    shapes = (each for each in args if isinstance(each, MixerShape | GatedDeltaShape))
-    return next(shapes).largest_dim
+    kinds = MixerShape | GatedDeltaShape | Mamba1Shape
+    return next(each for each in args if isinstance(each, kinds)).largest_dim
 
 
 def _with_kernel(
@@ -191,6 +192,8 @@ attend_tree = _with_kernel(
 )(naive.attend_tree)
 short_conv_tree = _with_kernel("conv.short_conv")(naive.short_conv_tree)
 mamba_tree = _with_kernel("mamba.tree_scan", largest_dim=_of_shape)(naive.mamba_tree)
+mamba1_advance = _with_kernel("mamba1.tree", largest_dim=_of_shape)(naive.mamba1_advance)
+mamba1_scan = _with_kernel("mamba1.tree", largest_dim=_of_shape)(naive.mamba1_scan)
 gated_delta_tree = _with_kernel("gated_delta.tree", largest_dim=_of_shape)(naive.gated_delta_tree)
 
 choose_best = _top(naive.choose_best)

@@ -1,9 +1,10 @@
 """Read a checkpoint folder's config.json (and mamba_config.json) as a HybridConfig, and write it.
 
-Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
-Mamba2, state-spaces/mamba2, our own for what MambaInLlama's cannot say (layouts/), and the families
-of hybrids (families/). A key that the family's own config class knows is read, known to be without
-effect, or refused with its name (config_keys.py); other keys are passed over.
+Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama,
+Mamba (FalconMamba) and Mamba2, state-spaces/mamba and mamba2, our own for what MambaInLlama's
+cannot say (layouts/), and the families of hybrids (families/). A key that the family's own config
+class knows is read, known to be without effect, or refused with its name (config_keys.py); other
+keys are passed over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_family
 from stree.checkpoints.families import FAMILIES
-from stree.checkpoints.layouts import llama, mamba2, mamba_in_llama, own
+from stree.checkpoints.layouts import llama, mamba1, mamba2, mamba_in_llama, own
 from stree.checkpoints.layouts.mamba_in_llama import MIXER_CONFIG_NAME
 from stree.checkpoints.layouts.own import MODEL_TYPE
 from stree.checkpoints.sources import Layout, Rename
@@ -126,7 +127,7 @@ def _layout_of(values: CheckedJson) -> Layout:
 
 def _layout_by_type(values: CheckedJson) -> Layout:
     kind = values.get("model_type")
-    by_type = (llama.LAYOUT, mamba2.TRANSFORMERS, *FAMILIES)
+    by_type = (llama.LAYOUT, mamba1.TRANSFORMERS, mamba2.TRANSFORMERS, *FAMILIES)
     for layout in by_type:
         if kind in layout.model_types:
             return layout

@@ -14,6 +14,7 @@ from stree.models.hidden_states import HiddenStateProjection
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.layer import Layer, SharedTransformer
 from stree.models.layers.mamba import Mamba2
+from stree.models.layers.mamba1 import Mamba1
 from stree.models.layers.mlp import Experts
 from stree.models.layers.norm import RMSNorm
 
@@ -53,10 +54,14 @@ class Backbone(nn.Module):
 
 @torch.no_grad()
 def initialise(model: nn.Module, num_layers: int) -> None:
-    """Draw weights by GPT-2's scheme for projections and Mamba-2's for dt, A and D."""
+    """Draw weights by GPT-2's scheme for projections and Mamba's for dt, A and D."""
     into_residual = 0.02 / math.sqrt(2 * num_layers)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if name.endswith("dt_proj"):  # Mamba-1's
+            bound = module.in_features**-0.5  # type: ignore[operator]
+            nn.init.uniform_(module.weight, -bound, bound)  # type: ignore[arg-type]
+            _draw_dt(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, nn.Linear | nn.Embedding):
             closes_block = name.endswith(("o_proj", "out_proj", "down_proj", "shared_use.out"))
             nn.init.normal_(module.weight, std=into_residual if closes_block else 0.02)
             if getattr(module, "bias", None) is not None:
@@ -65,6 +70,14 @@ def initialise(model: nn.Module, num_layers: int) -> None:
             nn.init.normal_(module.up, std=0.02)
             nn.init.normal_(module.down, std=into_residual)
         elif isinstance(module, Mamba2 | GatedDeltaNet):
-            dt = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
-            module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
+            _draw_dt(module.dt_bias)
             module.A_log.copy_(torch.empty_like(module.A_log).uniform_(1, 16).log())
+        elif isinstance(module, Mamba1):
+            states = torch.arange(1, 1 + module.shape.d_state, device=module.A_log.device)
+            module.A_log.copy_(states.log().expand_as(module.A_log))
+
+
+def _draw_dt(bias: nn.Parameter) -> None:
+    """Draw biases whose softplus is log-uniform in [0.001, 0.1]."""
+    dt = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stree.models.config import HybridConfig
 from stree_kernels import naive, ops
-from stree_kernels.contracts import CacheState, Derived
+from stree_kernels.contracts import CacheState, Derived, Mamba1Held
 
 Which = int | slice | Tensor  # of the sequences; a tensor of rows, (n,) int64, for graphs
 EACH = slice(None)
@@ -398,7 +398,49 @@ class GatedDeltaCache(RecurrentCache):
         self.conv_state = kept[..., : self.shape.num_channels]
 
 
+@dataclass(kw_only=True)
+class Mamba1Cache(LayerCache):
+    """Cache of a Mamba-1 layer: `Mamba1Held`, in one half, as a program owns its channels.
+
+    The inputs of nodes are read before the new ones are written, by the same program.
+    """
+
+    BUFFERS: ClassVar = {
+        "conv_state": Buffer(STATES), "state": Buffer(STATES),
+        "inputs": Buffer(NODES), "dt": Buffer(NODES), "B": Buffer(NODES),
+    }
+    conv_state: Tensor
+    state: Tensor
+    inputs: Tensor
+    dt: Tensor
+    B: Tensor
+
+    @classmethod
+    def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
+        shape, nodes = config.mamba1_shape, (sizes.batch, sizes.max_nodes)
+        return cls(
+            max_nodes=sizes.max_nodes,
+            conv_state=sizes.zeros(sizes.batch, shape.tail, shape.d_inner),
+            state=sizes.new_state(shape.d_inner, shape.d_state),
+            inputs=sizes.zeros(*nodes, shape.d_inner), dt=sizes.zeros(*nodes, shape.d_inner),
+            B=sizes.zeros(*nodes, shape.d_state),
+        )
+
+    @functools.cached_property
+    def held(self) -> Mamba1Held:
+        """Buffers as the ops take them."""
+        return Mamba1Held(*(getattr(self, name) for name in Mamba1Held._fields))
+
+    def sharing(self, other: Self) -> Self:
+        states = {name: torch.zeros_like(each) for name, _, each in self.buffers(STATES)}
+        return super().sharing(other)._with(**states)
+
+    def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
+        """Advance state and conv state along the accepted path."""
+        naive.mamba1_replay(self.held, mixer.weights, mixer.shape, cache_state)
+
+
 CACHES: dict[str, type[LayerCache]] = {
     "attention": AttentionCache, "mamba": MambaCache, "short_conv": ShortConvCache,
-    "gated_delta": GatedDeltaCache,
+    "gated_delta": GatedDeltaCache, "mamba1": Mamba1Cache,
 }  # of each kind of mixer

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.common.errors import UsageError
-from stree.models.config import HybridConfig
+from stree.models.config import MIXERS, HybridConfig
 from stree.models.layers.part import TrainingPass
 from stree_kernels.mamba.chunk_scan import chunk_scan
 
@@ -129,7 +129,7 @@ def _per_head(values: Tensor, num_heads: int) -> Tensor:
 
 def require_ahead(config: HybridConfig) -> None:
     """Raise `UsageError` for a drafter whose layers cannot be trained on several steps."""
-    others = [part for part in ("attention", "short_conv", "gated_delta") if config.has(part)]
+    others = [part for part in MIXERS if part != "mamba" and config.has(part)]
     if others:
         raise UsageError(
             f"model.features.ahead is for drafters of Mamba-2 layers and MLPs, this one has "

@@ -3,10 +3,11 @@
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
 of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
 attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
-LFM2-1.2B's take a tree and a single token, the gated-delta layer also 48 nodes. Last come the
-convolution and the norm of training, both ways. Each launch is compiled with the very arguments it
-has there, and not run. Prints a line a launch: kernel, warps, instructions of its PTX, bytes of
-shared memory, and where --spills asks for it, of the machine code, stores of spilled registers.
+LFM2-1.2B's and Mamba-1 layers take a tree and a single token, the gated-delta layer also 48 nodes.
+Last come the convolution, the norm and Mamba-1's scan of training, both ways. Each launch is
+compiled with the very arguments it has there, and not run. Prints a line a launch: kernel, warps,
+instructions of its PTX, bytes of shared memory, and where --spills asks for it, of the machine
+code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -44,6 +45,7 @@ from stree_kernels.contracts import (
 )
 from stree_kernels.conv import tree_conv
 from stree_kernels.mamba import streamed_scan
+from stree_kernels.mamba1.scan import selective_scan
 from stree_kernels.products import tiled as tiled_products
 
 SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
@@ -197,6 +199,21 @@ def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
     ops.short_conv_tree(projected, rows, weight, None, topology, cache_state, 0)
 
 
+def mamba1(num_nodes: int, dtype: torch.dtype) -> None:
+    """Call a layer in the shape of Mamba-2.8B, and of FalconMamba, over a tree and its leaves."""
+    for eps in (None, 1e-6):
+        model = HybridModel(HybridConfig(
+            vocab_size=64, d_model=256, num_layers=1, layer_types=("mamba1",), d_state=16,
+            mamba1_channels=5120, dt_rank=160, selection_norm_eps=eps,
+        )).to(dtype)
+        tree = TokenTree.chain(num_nodes - 1)
+        cache, tokens = model.new_cache(64, num_nodes), torch.zeros(1, num_nodes, dtype=torch.long)
+        model.tree_forward(tokens, tree, cache)
+        if num_nodes > 1:
+            topology, leaves = topology_of(tree, 4, tokens.device), torch.arange(1, num_nodes)[None]
+            model.tree_hidden(model.tree_call(tokens, topology, cache, 1, 64, leaves))
+
+
 def trained(dtype: torch.dtype) -> None:
     """Call what a training step of the chat shape has kernels for, and its backward pass."""
     segments, weight = torch.zeros(2, 256, dtype=torch.long), torch.zeros(1536, 4)
@@ -206,6 +223,12 @@ def trained(dtype: torch.dtype) -> None:
     x, gate = inputs[..., :1024].contiguous(), inputs[..., 512:]
     ops.rms_norm(x, torch.zeros(1024), 1e-5).backward(x)
     ops.rms_norm(x, torch.zeros(1024), 1e-5, 16, gate).backward(x)
+    dt, B = torch.zeros(2, 256, 1536), inputs[..., :16]
+    for ids in (segments, None):
+        y, _ = selective_scan(inputs, dt, -torch.ones(1536, 16), B, B, segment_ids=ids)
+        y.backward(inputs)
+    with torch.no_grad():
+        selective_scan(inputs, dt, -torch.ones(1536, 16), B, B)
 
 
 def experts(num_rows: int, dtype: torch.dtype) -> None:
@@ -284,6 +307,7 @@ def main() -> None:
             gated_delta(num_nodes, getattr(torch, options.dtype))
             experts(num_nodes, getattr(torch, options.dtype))
             short_conv(num_nodes, getattr(torch, options.dtype))
+            mamba1(num_nodes, getattr(torch, options.dtype))
         with torch.enable_grad():
             trained(getattr(torch, options.dtype))
         gated_delta(48, getattr(torch, options.dtype))

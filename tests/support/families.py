@@ -1,4 +1,4 @@
-"""Make tiny random models of transformers' hybrid families, and of Llama and Mamba-2.
+"""Make tiny random models of transformers' hybrid families, and of Llama, Mamba and Mamba-2.
 
 Every part of a layer shows in their logits. Configs are drawn from a seed: groups, biases,
 multipliers, norm orders, positions, experts, and numbers of heads that are no powers of two.
@@ -16,6 +16,8 @@ from transformers import (
     BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -26,6 +28,8 @@ from transformers import (
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     OlmoHybridConfig,
@@ -261,12 +265,35 @@ def _mamba2(draw: random.Random, vocab: int) -> PreTrainedModel:
     ))
 
 
+def _mamba1_fields(draw: random.Random, vocab: int) -> dict[str, Any]:
+    """Draw the part of a config that Mamba's and FalconMamba's have in common."""
+    return dict(
+        vocab_size=vocab, hidden_size=24, num_hidden_layers=3, state_size=draw.choice([4, 8, 16]),
+        expand=draw.choice([1, 2]), conv_kernel=draw.choice([2, 3, 4]), use_bias=_coin(draw),
+        use_conv_bias=_coin(draw), time_step_rank=draw.choice(["auto", 3, 8]),
+        layer_norm_epsilon=1e-4, tie_word_embeddings=_coin(draw),
+    )
+
+
+def _mamba1(draw: random.Random, vocab: int) -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(**_mamba1_fields(draw, vocab)))
+
+
+def _falcon_mamba(draw: random.Random, vocab: int) -> PreTrainedModel:
+    eps = draw.choice([1e-6, 1e-2])
+    return FalconMambaForCausalLM(
+        FalconMambaConfig(**_mamba1_fields(draw, vocab), mixer_rms_eps=eps)
+    )
+
+
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
     "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "olmo_hybrid": _olmo_hybrid,
 }
-LAYOUTS = {**FAMILIES, "llama": _llama, "mamba2": _mamba2}
+LAYOUTS = {
+    **FAMILIES, "llama": _llama, "mamba": _mamba1, "falcon_mamba": _falcon_mamba, "mamba2": _mamba2,
+}
 
 
 # With more, Zamba2's attention is so sharp that the rounding of fp32 decides, in its own class too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stree.models.cache import HybridCache
-from stree.models.layer_caches import AttentionCache, GatedDeltaCache
+from stree.models.layer_caches import NODES, AttentionCache, ConvCache
 
 
 def poison(cache: HybridCache) -> None:
@@ -15,8 +15,8 @@ def poison(cache: HybridCache) -> None:
             layer.keys[:, :, cache.num_committed :] = torch.nan
             layer.values[:, :, cache.num_committed :] = torch.nan
         else:
-            tail = layer.conv_state
-            layer.rows.fill_(torch.nan)
-            layer.conv_state = tail
-            if isinstance(layer, GatedDeltaCache):
-                layer.updates.fill_(torch.nan)
+            tail = layer.conv_state.clone()
+            for _, _, tensor in layer.buffers(NODES):
+                tensor.fill_(torch.nan)
+            if isinstance(layer, ConvCache):  # its conv state lies among them
+                layer.conv_state = tail

@@ -384,7 +384,7 @@ def _keep_steps(
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
     store_kept(at, raw, mine)
     at = steps + node[:, None] * steps_stride + head[None, :]
-    store_kept(at, _positive_dt(raw, bias[None, :], CONV.dt_min, CONV.dt_max), mine)
+    store_kept(at, positive_dt(raw, bias[None, :], CONV.dt_min, CONV.dt_max), mine)
 
     block_q: tl.constexpr = BLOCK.STEPS
     block_h: tl.constexpr = BLOCK.H
@@ -402,7 +402,7 @@ def _keep_steps(
                 old + (WIDTH - 1 + other)[:, None] * row_stride + column[None, :],
                 is_old[:, None] & in_h[None, :],
             ).to(tl.float32)
-        dt = _positive_dt(value, bias[None, :], CONV.dt_min, CONV.dt_max)
+        dt = positive_dt(value, bias[None, :], CONV.dt_min, CONV.dt_max)
         there = (is_new | is_old)[:, None] & in_h[None, :]
         above = load_kept(
             ancestors + node[:, None] * tree_size + other[None, :],
@@ -415,7 +415,7 @@ def _keep_steps(
 
 
 @triton.jit
-def _positive_dt(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
+def positive_dt(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
     """Apply softplus and clamp."""
     # max(x, 0) + log1p(e), with log1p(e) = 2·atanh(e / (2 + e)) as a series: exact for small e too
     dt = dt.to(tl.float32) + bias

@@ -30,6 +30,14 @@ from stree_kernels.naive.mamba import (
     split_channels,
     tree_scan,
 )
+from stree_kernels.naive.mamba1 import (
+    mamba1_advance,
+    mamba1_dt,
+    mamba1_replay,
+    mamba1_scan,
+    root_mean_square,
+    selective_scan,
+)
 from stree_kernels.naive.mixture import choose_experts, experts
 from stree_kernels.naive.pointwise import (
     activated,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.layouts import mamba1
 from stree.checkpoints.names import MAMBA_AS_MIXER, Names, in_layers
 from stree.checkpoints.sources import Layout, Rename, named
 from stree.models.config import HybridConfig
@@ -48,6 +49,8 @@ def state_spaces_spec(values: CheckedJson) -> HybridConfig:
     })
     ssm = values.section("ssm_cfg")
     ssm.set("layer", ssm.get("layer", "Mamba1"))
+    if ssm.get("layer") == "Mamba1":
+        return mamba1.state_spaces_spec(values, ssm)
     ssm.require(layer="Mamba2")
     d_model, d_state = values.integer("d_model"), ssm.integer("d_state", 128)
     d_inner = ssm.integer("expand", 2) * d_model
@@ -76,7 +79,12 @@ def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection
         **in_layers(MAMBA_AS_MIXER),
     }
     names = Names(table, "backbone.")
-    return lambda values, config, stored: lambda name: named(names, name, config, stored)
+
+    def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+        of_layers = mamba1.NAMES[embedding] if config.has("mamba1") else names
+        return lambda name: named(of_layers, name, config, stored)
+
+    return rename
 
 
 # The fields of mamba-ssm's MambaConfig
@@ -90,7 +98,7 @@ TRANSFORMERS = Layout(
     frozenset({"time_step_min"}),
 )
 STATE_SPACES = Layout(
-    "state-spaces/mamba2", (), state_spaces_spec, _backbone("embedding"),
+    "state-spaces/mamba and mamba2", (), state_spaces_spec, _backbone("embedding"),
     # attn_cfg describes layers that attn_layer_idx would have to name
     frozenset({"attn_cfg", "fused_add_norm", "initializer_cfg"}),
 )

@@ -15,6 +15,7 @@ from stree.models.config.mixers import (
     AttentionConfig,
     ExpertsConfig,
     GatedDeltaConfig,
+    Mamba1Config,
     MambaConfig,
     MLPConfig,
     SharedBlocksConfig,
@@ -50,6 +51,7 @@ _NEEDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
         (("num_x_groups", "num_ssm_heads"), ("num_b_groups", "num_ssm_heads"),
          ("num_c_groups", "num_ssm_heads"), ("gated_norm_groups", "d_inner")),
     ),
+    "mamba1": (("mamba1_channels", "d_state", "dt_rank"), ()),
     "gated_delta": (
         ("num_delta_heads", "num_delta_key_heads", "delta_key_dim", "delta_value_dim"),
         (("num_delta_key_heads", "num_delta_heads"),),
@@ -59,7 +61,7 @@ _NEEDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
 
 @dataclass(frozen=True)
 class HybridConfig(
-    AttentionConfig, MambaConfig, GatedDeltaConfig, ShortConvConfig,
+    AttentionConfig, MambaConfig, Mamba1Config, GatedDeltaConfig, ShortConvConfig,
     MLPConfig, ExpertsConfig, SharedBlocksConfig,
 ):
     """Config of a decoder whose layers have one or two blocks each, in any order.
@@ -161,7 +163,7 @@ class HybridConfig(
                 f"attn_layers {self.attn_layers} must be distinct layer indices below "
                 f"num_layers = {self.num_layers}"
             )
-        if any(map(self.has, ("mamba", "short_conv", "gated_delta"))) and self.d_conv < 2:
+        if any(map(self.has, MIXERS[1:])) and self.d_conv < 2:
             yield f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens"
         features, count = self.feature_layers, self.target_num_layers
         if features or self.own_features:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from stree.common.errors import UsageError
 
-MIXERS = ("attention", "mamba", "short_conv", "gated_delta")  # with a memory of earlier tokens
+# Parts with a memory of earlier tokens; "mamba" is Mamba-2. All but attention have a convolution
+MIXERS = ("attention", "mamba", "mamba1", "short_conv", "gated_delta")
 PARTS = (*MIXERS, "mlp", "experts", "shared_mlp")
 MAX_BLOCKS = 2  # of a layer
-_BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)(>norm)?")
+_BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+1?(?:\+[a-z_]+1?)*)(>norm)?")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stree_kernels.contracts import GatedDeltaShape, MixerShape
+from stree_kernels.contracts import GatedDeltaShape, Mamba1Shape, MixerShape
 
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
 MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)
@@ -206,7 +206,45 @@ class GatedDeltaConfig(ScanConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaConfig(ScanConfig):
+class StateSpaceConfig(ScanConfig):
+    """Mamba-1 and Mamba-2 mixers of all layers.
+
+    Attributes:
+        d_state: Numbers of a channel's state.
+        mamba_in_bias: Whether the input projection has a bias.
+        mamba_out_bias: Whether the output projection has a bias.
+    """
+
+    d_state: int = 0
+    mamba_in_bias: bool = False
+    mamba_out_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba1Config(StateSpaceConfig):
+    """Mamba-1 mixers of all layers, whose dt, B and C are products of x after the convolution.
+
+    Attributes:
+        mamba1_channels: Channels of x.
+        dt_rank: Rank of the product that gives dt.
+        selection_norm_eps: Epsilon of RMS norms of low-rank dt, B and C, as in FalconMamba; None
+            for no norms.
+    """
+
+    mamba1_channels: int = 0
+    dt_rank: int = 0
+    selection_norm_eps: float | None = None
+
+    @property
+    def mamba1_shape(self) -> Mamba1Shape:
+        """Dimensions of a mixer, as the kernels take them."""
+        return Mamba1Shape(
+            self.mamba1_channels, self.d_state, self.dt_rank, self.d_conv, self.selection_norm_eps
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(StateSpaceConfig):
     """Mamba-2 mixers of all layers.
 
     Head h reads x from group h // (num_ssm_heads // num_x_groups), and B and C likewise:
@@ -216,29 +254,23 @@ class MambaConfig(ScanConfig):
     Attributes:
         num_ssm_heads: Heads.
         ssm_head_dim: Channels of a head.
-        d_state: Numbers of a channel's state.
         num_x_groups: Groups of x; a divisor of num_ssm_heads, like those of B and C.
         num_b_groups: Groups of B.
         num_c_groups: Groups of C.
         repeat_before_conv: MambaInLlama's repeat_kv_before_conv.
         gated_norm_groups: Groups of channels that are normed apart.
         gated_norm: How the output is gated and normed: "gate, norm", "norm, gate" or "gate".
-        mamba_in_bias: Whether the input projection has a bias.
-        mamba_out_bias: Whether the output projection has a bias.
         dt_limit: Bounds of dt.
     """
 
     num_ssm_heads: int = 0
     ssm_head_dim: int = 0
-    d_state: int = 0
     num_x_groups: int = 0
     num_b_groups: int = 0
     num_c_groups: int = 0
     repeat_before_conv: bool = False
     gated_norm_groups: int = 1
     gated_norm: str = "gate, norm"
-    mamba_in_bias: bool = False
-    mamba_out_bias: bool = False
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
     @property

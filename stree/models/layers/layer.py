@@ -10,6 +10,7 @@ from stree.models.config import MIXERS, Block, HybridConfig
 from stree.models.layers.attention import Attention
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.mamba import Mamba2
+from stree.models.layers.mamba1 import Mamba1
 from stree.models.layers.mlp import MLP, Experts
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.parallel import SideBySide
@@ -28,7 +29,7 @@ def make_part(kind: str, config: HybridConfig) -> nn.Module:
     if kind == "shared_mlp":
         return MLP(config, config.shared_intermediate_size, gated=config.shared_gate)
     classes = {
-        "attention": Attention, "mamba": Mamba2, "short_conv": ShortConv,
+        "attention": Attention, "mamba": Mamba2, "mamba1": Mamba1, "short_conv": ShortConv,
         "gated_delta": GatedDeltaNet, "experts": Experts,
     }
     return classes[kind](config)

@@ -1,0 +1,179 @@
+"""A Mamba-1 layer's tree call: the twin against the recurrence, the kernels against the twin.
+
+The twin in fp64 is measured against the recurrence along each node's path (1e-12: sums of a few
+dozen terms). fp32 leaves about 1e-6, bf16 rounds outputs to 2^-9 and what is kept of nodes besides.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import DEVICE, cache_state_of, comb, normal, relative_error, star, topology_of
+
+from stree.trees.token_tree import TokenTree
+from stree_kernels import naive
+from stree_kernels.contracts import Mamba1Held, Mamba1Shape, Mamba1Weights
+from stree_kernels.mamba1 import tree as kernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PLAIN, NORMED = Mamba1Shape(40, 5, 3, 4), Mamba1Shape(33, 16, 6, 3, norm_eps=0.1)
+SHAPES = {"plain": PLAIN, "normed": NORMED, "wide state": Mamba1Shape(9, 70, 2, 2)}
+TREES = [TokenTree.chain(0), TokenTree.chain(4), star(6), comb(19), TokenTree.paper()]
+
+
+@dataclass
+class Case:
+    """A layer's buffers, NaN wherever nothing is, and the inputs of two calls."""
+
+    shape: Mamba1Shape
+    weights: Mamba1Weights
+    products: tuple[torch.Tensor, torch.Tensor]  # (R + 2·S, E) and (E, R)
+    held: Mamba1Held
+    inputs: list[torch.Tensor]  # (B, N, 2·E) each
+
+    def in_fp64(self):
+        weights = [None if each is None else each.double() for each in vars(self.weights).values()]
+        held = Mamba1Held(*(each.double() for each in self.held))
+        return replace(
+            self, weights=Mamba1Weights(*weights), held=held,
+            products=tuple(each.double() for each in self.products),
+            inputs=[each.double() for each in self.inputs],
+        )
+
+    def call(self, number, topology, cache_state, first=0, nodes=slice(None)):
+        """Call the kernels, or in fp64 the twin; the products in between are PyTorch's."""
+        ops = naive if self.held.state.dtype == torch.float64 else kernels
+        rest = self.held, self.weights, self.shape, topology, cache_state, first
+        inputs, gate = self.inputs[number][:, nodes].chunk(2, dim=-1)
+        x = ops.mamba1_advance(inputs, *rest)
+        selected = x @ self.products[0].T
+        dt = selected[..., : self.shape.dt_rank] @ self.products[1].T
+        return ops.mamba1_scan(x, selected, dt, gate, *rest)
+
+
+def make(shape, N, dtype=torch.float32, batch=2, bias=True):
+    E, S, R = shape.d_inner, shape.d_state, shape.dt_rank
+
+    def held(*dims, dtype=dtype):
+        whole = *dims[:-1], dims[-1] + 3
+        return torch.full(whole, torch.nan, device=DEVICE, dtype=dtype)[..., :-3]
+
+    buffers = Mamba1Held(
+        held(batch, shape.tail, E).copy_(normal(batch, shape.tail, E, seed=1)),
+        held(batch, E, S, dtype=torch.float32).copy_(normal(batch, E, S, seed=2)),
+        held(batch, N + 2, E), held(batch, N + 2, E), held(batch, N + 2, S),
+    )
+    weights = Mamba1Weights(
+        normal(shape.width, E, seed=3, dtype=dtype).T,
+        normal(E, seed=4, dtype=dtype) if bias else None,
+        normal(E, seed=5, dtype=dtype) - 1, normal(E, S, seed=6, dtype=dtype) * 0.5,
+        normal(E, seed=7, dtype=dtype),
+    )
+    products = (
+        normal(R + 2 * S, E, seed=8, dtype=dtype) * E**-0.5,
+        normal(E, R, seed=9, dtype=dtype) * R**-0.5,
+    )
+    inputs = [normal(batch, N, 2 * E, seed=10 + each, dtype=dtype) for each in range(2)]
+    return Case(shape, weights, products, buffers, inputs)
+
+
+def recurrence(case, row, number, path, state, conv_state):
+    """Return y (E,) after a path of nodes, its state and its conv state, token by token."""
+    weights = {name: each.numpy() for name, each in vars(case.weights).items()}
+    (select, low_rank), shape = (each.numpy() for each in case.products), case.shape
+
+    def unit(vector):
+        if shape.norm_eps is None:
+            return vector
+        return vector / np.sqrt(np.mean(vector**2) + shape.norm_eps)
+
+    for node in path:
+        raw, gate = np.split(case.inputs[number][row, node].numpy(), 2)
+        window = np.concatenate([conv_state, raw[None]])
+        conv_state = window[1:]
+        x = (weights["conv"].T * window).sum(0) + weights["conv_bias"]
+        x = x / (1 + np.exp(-x))
+        low, B, C = np.split(select @ x, [shape.dt_rank, shape.dt_rank + shape.d_state])
+        dt = np.logaddexp(0, low_rank @ unit(low) + weights["dt_bias"])
+        decay = np.exp(-np.exp(weights["A_log"]) * dt[:, None])
+        state = decay * state + np.outer(dt * x, unit(B))
+        y = (state @ unit(C) + weights["D"] * x) * gate / (1 + np.exp(-gate))
+    return y, state, conv_state
+
+
+@pytest.mark.parametrize("shape", [PLAIN, NORMED], ids=["plain", "normed"])
+def test_the_twin_equals_the_recurrence_along_each_path(shape):
+    trees = [comb(9), TokenTree((-1, 0, 1, 0, 3, 4, 1, 6, 2))]
+    paths = [list(comb(9).path_to(5)), [0, 1]]
+    case = make(shape, 9).in_fp64()
+    topology = topology_of(trees, shape.width)
+    starts = [(case.held.state[row].numpy().copy(), case.held.conv_state[row].numpy().copy())
+              for row in range(2)]
+    for number, committed in enumerate([[[], []], paths]):
+        cache_state = cache_state_of([0, 0], committed, 2, 5)
+        got = case.call(number, topology, cache_state)
+        for row, tree in enumerate(trees):
+            if committed[row]:
+                _, *starts[row] = recurrence(case, row, 0, committed[row], *starts[row])
+            for node in range(9):
+                wanted, *_ = recurrence(case, row, number, tree.path_to(node), *starts[row])
+                assert np.abs(got[row, node].numpy() - wanted).max() < 1e-12
+            assert np.abs(case.held.state[row].numpy() - starts[row][0]).max() < 1e-12
+            assert np.array_equal(case.held.conv_state[row].numpy(), starts[row][1])
+
+
+def compare(shape, tree, dtype, paths, **options):
+    N, tolerance = tree.num_nodes, TOLERANCE[dtype]
+    case = make(shape, N, dtype, len(paths), **options)
+    exact, topology = case.in_fp64(), topology_of([tree], shape.width)
+    for number, committed in enumerate([[[] for _ in paths], paths]):
+        cache_state = cache_state_of([0] * len(paths), committed, 1, 8)
+        wanted = exact.call(number, topology, cache_state)
+        got = case.call(number, topology, cache_state)
+        assert got.dtype == dtype and relative_error(got, wanted) < tolerance
+        for ours, theirs in zip(case.held, exact.held, strict=True):
+            used = slice(N if ours.shape[1] == N + 2 else None)
+            assert relative_error(ours[:, used], theirs[:, used]) < tolerance
+        for kept in case.held[2:]:
+            assert kept[:, N:].isnan().all()
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
+def test_kernels_equal_the_twin(tree):
+    compare(PLAIN, tree, torch.float32, [list(tree.path_to(tree.num_nodes - 1))[:5], [0]])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_and_dtypes(name, dtype):
+    paths = [[0, 1], [], list(comb(9).path_to(8))]
+    compare(SHAPES[name], comb(9), dtype, paths, bias=name == "normed")
+
+
+@pytest.mark.parametrize("name", ["plain", "normed"])
+@pytest.mark.parametrize("piece", [1, 4])
+def test_level_by_level(name, piece):
+    """A tree given a few nodes at a time gives the same as the whole tree in one call."""
+    shape, tree = SHAPES[name], comb(9)
+    whole, parts, topology = make(shape, 9), make(shape, 9), topology_of([comb(9)], shape.width)
+    cache_state = cache_state_of([0, 0], [[], []], 1, 4)
+    wanted = whole.call(0, topology, cache_state)
+    for start in range(0, tree.num_nodes, piece):
+        nodes = slice(start, start + piece)
+        got = parts.call(0, topology, cache_state, start, nodes)
+        assert relative_error(got, wanted[:, nodes]) < 1e-5
+    for one, other in zip(parts.held, whole.held, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_a_node_is_read_by_its_descendants_alone():
+    tree = comb(9)
+    topology, cache_state = topology_of([tree]), cache_state_of([0, 0], [[], []], 1, 4)
+    before = make(PLAIN, 9).call(0, topology, cache_state)
+    for node in range(9):
+        changed = make(PLAIN, 9)
+        changed.inputs[0][:, node] += 1
+        after = changed.call(0, topology, cache_state)
+        readers = (before != after).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+        assert readers == [each for each in range(9) if node in tree.path_to(each)]
