@@ -63,7 +63,6 @@ class Sizes(NamedTuple):
     channels: int
     states: int
     rank: int
-    width: int
     eps: float  # of the norms of dt, B and C; 0 is none
     C: int  # channels of a program
     S: int
@@ -83,7 +82,7 @@ def mamba1_advance(
     mamba1_advance_kernel[(triton.cdiv(channels, sizes.C), batch)](
         inputs, inputs.stride()[:2], _held(held), x, weights.conv, weights.conv.stride(),
         weights.conv_bias, weights.dt_bias, weights.A_log, topology.args, cache_state.args,
-        first, num_new, SIZES=sizes, REPLAY=first == 0, READY=cache_state.ready,
+        first, num_new, SIZES=sizes, WIDTH=shape.width, REPLAY=first == 0, READY=cache_state.ready,
         num_warps=2, **overlapping(x),
     )
     return x
@@ -106,7 +105,7 @@ def mamba1_scan(
     mamba1_scan_kernel[(triton.cdiv(channels, sizes.C), num_new, batch)](
         new, _held(held), weights.conv, weights.conv.stride(), weights.conv_bias,
         weights.dt_bias, weights.A_log, weights.D, topology.args, cache_state.variant, first,
-        SIZES=sizes, GROWN=first > 0, num_warps=2, **overlapping(x),
+        SIZES=sizes, WIDTH=shape.width, GROWN=first > 0, num_warps=2, **overlapping(x),
     )
     return y
 
@@ -134,7 +133,7 @@ def _held(held: Mamba1Held) -> Held:
 def _sizes(shape: Mamba1Shape) -> Sizes:
     block_s = max(16, triton.next_power_of_2(shape.d_state))
     return Sizes(
-        shape.d_inner, shape.d_state, shape.dt_rank, shape.width, shape.norm_eps or 0.0,
+        shape.d_inner, shape.d_state, shape.dt_rank, shape.norm_eps or 0.0,
         max(8, TILE // block_s), block_s, max(16, triton.next_power_of_2(shape.dt_rank)),
         BLOCK_NODES,
     )
@@ -143,8 +142,8 @@ def _sizes(shape: Mamba1Shape) -> Sizes:
 @triton.jit
 def mamba1_advance_kernel(
     given, given_strides, held, x, conv, conv_strides, conv_bias, dt_bias, A_log, tree, cache,
-    first, num_new, SIZES: tl.constexpr, REPLAY: tl.constexpr, READY: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    first, num_new, SIZES: tl.constexpr, WIDTH: tl.constexpr, REPLAY: tl.constexpr,
+    READY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     channel = tl.program_id(0) * SIZES.C + tl.arange(0, SIZES.C)
     batch = tl.program_id(1).to(tl.int64)
@@ -160,22 +159,23 @@ def mamba1_advance_kernel(
         if path_length > 0:
             _replay(
                 held, batch, conv_state, inputs, conv + channel * conv_strides[0],
-                conv_strides[1], conv_bias, dt_bias, A_log, path, path_length, channel, mine, SIZES,
+                conv_strides[1], conv_bias, dt_bias, A_log, path, path_length, channel, mine,
+                SIZES, WIDTH,
             )
             newest = ()
-            for place in tl.static_range(SIZES.width - 1):
+            for place in tl.static_range(WIDTH - 1):
                 newest += (  # type: ignore[assignment]
                     _seen(
                         path_length + place, conv_state, held.conv_strides[1], inputs,
-                        held.inputs_strides[1], path, mine, SIZES,
+                        held.inputs_strides[1], path, mine, WIDTH,
                     ),
                 )
             tl.debug_barrier()  # all threads have read the old inputs: the new may be written
-            for place in tl.static_range(SIZES.width - 1):
+            for place in tl.static_range(WIDTH - 1):
                 store_kept(conv_state + place * held.conv_strides[1], newest[place], mine)
             tl.debug_barrier()
     follow(OVERLAPS)
-    windows = tree.windows + load_kept(cache.variants + batch) * tree.size * SIZES.width
+    windows = tree.windows + load_kept(cache.variants + batch) * tree.size * WIDTH
     given += batch * given_strides[0]
     x += batch * num_new * SIZES.channels
     for start in range(0, num_new, SIZES.Q):
@@ -185,7 +185,8 @@ def mamba1_advance_kernel(
         y = _convolved(
             windows, first + new, known, first, given + channel[None, :], given_strides[1],
             conv_state[None, :], held.conv_strides[1], inputs[None, :], held.inputs_strides[1],
-            conv + channel * conv_strides[0], conv_strides[1], conv_bias, channel, mine, SIZES,
+            conv + channel * conv_strides[0], conv_strides[1], conv_bias, channel, mine,
+            SIZES, WIDTH,
         )
         raw = tl.load(
             given + new[:, None] * given_strides[1] + channel[None, :], mask=here, other=0.0
@@ -199,7 +200,7 @@ def mamba1_advance_kernel(
 @triton.jit
 def _replay(
     held, batch, conv_state, inputs, conv, tap_stride, conv_bias, dt_bias, A_log,
-    path, path_length, channel, mine, SIZES: tl.constexpr,
+    path, path_length, channel, mine, SIZES: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """Advance the states of a block of channels along the accepted path."""
     s = tl.arange(0, SIZES.S)
@@ -215,10 +216,10 @@ def _replay(
         x = tl.zeros_like(bias)
         if conv_bias is not None:
             x += load_kept(conv_bias + channel, mine).to(tl.float32)
-        for tap in tl.static_range(SIZES.width):
+        for tap in tl.static_range(WIDTH):
             value = _seen(
                 k + tap, conv_state, held.conv_strides[1], inputs, held.inputs_strides[1],
-                path, mine, SIZES,
+                path, mine, WIDTH,
             )
             x += value.to(tl.float32) * load_kept(conv + tap * tap_stride, mine).to(tl.float32)
         x = (x * tl.sigmoid(x)).to(held.inputs.dtype.element_ty).to(tl.float32)
@@ -232,13 +233,13 @@ def _replay(
 
 @triton.jit
 def _seen(
-    place, conv_state, conv_stride, inputs, inputs_stride, path, mine, SIZES: tl.constexpr
+    place, conv_state, conv_stride, inputs, inputs_stride, path, mine, WIDTH: tl.constexpr
 ):
     """Return input `place` of [conv state, accepted path], of a block of channels."""
     places = place + tl.where(mine, 0, 0)  # of each channel
-    on_path = mine & (places >= SIZES.width - 1)
-    node = load_kept(path + places - (SIZES.width - 1), on_path)
-    value = load_kept(conv_state + places * conv_stride, mine & (places < SIZES.width - 1))
+    on_path = mine & (places >= WIDTH - 1)
+    node = load_kept(path + places - (WIDTH - 1), on_path)
+    value = load_kept(conv_state + places * conv_stride, mine & (places < WIDTH - 1))
     return value + load_kept(inputs + node * inputs_stride, on_path)
 
 
@@ -252,17 +253,18 @@ def _decay_rates(A_log, channel, s, in_state, SIZES: tl.constexpr):
 @triton.jit
 def _convolved(
     windows, node, known, first, given, given_stride, conv_state, conv_stride,
-    inputs, inputs_stride, conv, tap_stride, conv_bias, channel, mine, SIZES: tl.constexpr,
+    inputs, inputs_stride, conv, tap_stride, conv_bias, channel, mine,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """Return silu(conv) (nodes, channels) of some nodes; those from `first` on are `given`."""
     y = tl.zeros([node.shape[0], channel.shape[0]], dtype=tl.float32)
     if conv_bias is not None:
         y += load_kept(conv_bias + channel, mine).to(tl.float32)[None, :]
-    for tap in tl.static_range(SIZES.width):
-        place = load_kept(windows + node * SIZES.width + tap, known).to(tl.int32)
-        if tap == SIZES.width - 1:  # whatever the windows of padding hold
-            place = SIZES.width - 1 + node
-        seen = place - (SIZES.width - 1)
+    for tap in tl.static_range(WIDTH):
+        place = load_kept(windows + node * WIDTH + tap, known).to(tl.int32)
+        if tap == WIDTH - 1:  # whatever the windows of padding hold
+            place = WIDTH - 1 + node
+        seen = place - (WIDTH - 1)
         is_new, in_state = known & (seen >= first), known & (seen < 0)
         is_old = known & (seen >= 0) & (seen < first)
         at = given + (seen - first)[:, None] * given_stride
@@ -279,7 +281,7 @@ def _convolved(
 @triton.jit
 def mamba1_scan_kernel(
     new, held, conv, conv_strides, conv_bias, dt_bias, A_log, D, tree, variants, first,
-    SIZES: tl.constexpr, GROWN: tl.constexpr, OVERLAPS: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr, GROWN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     channel = tl.program_id(0) * SIZES.C + tl.arange(0, SIZES.C)
     q, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -291,7 +293,7 @@ def mamba1_scan_kernel(
     skip = load_kept(D + channel, mine).to(tl.float32)
     follow(OVERLAPS)
     variant = load_kept(variants + batch)
-    windows = tree.windows + variant * tree.size * SIZES.width
+    windows = tree.windows + variant * tree.size * WIDTH
     depth = load_kept(tree.depths + variant * tree.size + first + q)
     dtype = new.y.dtype.element_ty
     at = held.state + batch * held.state_strides[0]
@@ -338,14 +340,14 @@ def mamba1_scan_kernel(
             if is_old:
                 x = _kept_x(
                     held, batch, windows, node, conv + channel * conv_strides[0], conv_strides[1],
-                    conv_bias, channel, mine, SIZES,
+                    conv_bias, channel, mine, SIZES, WIDTH,
                 ).to(dtype).to(tl.float32)
         dt = tl.where(there, positive_dt(raw, bias, 0.0, NO_LIMIT), 0.0)
         reaches = tl.exp(A * passed[:, None]) * (B * C)[None, :]
         y += tl.where(there, dt * x, 0.0) * tl.sum(reaches, axis=1)
         passed += dt
-        above = load_kept(windows + node * SIZES.width + SIZES.width - 2, there).to(tl.int32)
-        above = above - (SIZES.width - 1)
+        above = load_kept(windows + node * WIDTH + WIDTH - 2, there).to(tl.int32)
+        above = above - (WIDTH - 1)
         node = tl.where(there & (above < node), above, -1)
     y += tl.sum(tl.exp(A * passed[:, None]) * state * C[None, :], axis=1)
     to_gate = new.gate + batch * new.gate_strides[0] + q * new.gate_strides[1] + channel
@@ -362,15 +364,16 @@ def _if(condition, index, size: tl.constexpr):
 
 @triton.jit
 def _kept_x(
-    held, batch, windows, node, conv, tap_stride, conv_bias, channel, mine, SIZES: tl.constexpr
+    held, batch, windows, node, conv, tap_stride, conv_bias, channel, mine,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """Return silu(conv) (channels,) of a node that an earlier call has read."""
     y = tl.zeros([channel.shape[0]], dtype=tl.float32)
     if conv_bias is not None:
         y += load_kept(conv_bias + channel, mine).to(tl.float32)
-    for tap in tl.static_range(SIZES.width):
-        place = load_kept(windows + node * SIZES.width + tap).to(tl.int32)
-        seen = place - (SIZES.width - 1)
+    for tap in tl.static_range(WIDTH):
+        place = load_kept(windows + node * WIDTH + tap).to(tl.int32)
+        seen = place - (WIDTH - 1)
         at = held.conv_state + batch * held.conv_strides[0] + place * held.conv_strides[1]
         value = load_kept(at + channel, _if(seen < 0, channel, SIZES.channels))
         at = held.inputs + batch * held.inputs_strides[0] + seen * held.inputs_strides[1]

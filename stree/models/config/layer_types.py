@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stree.common.errors import UsageError
 
 # Parts with a memory of earlier tokens; "mamba" is Mamba-2. All but attention have a convolution
-MIXERS = ("attention", "mamba", "mamba1", "short_conv", "gated_delta")
+MIXERS = ("attention", "mamba", "short_conv", "gated_delta", "mamba1")
 PARTS = (*MIXERS, "mlp", "experts", "shared_mlp")
 MAX_BLOCKS = 2  # of a layer
 _BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+1?(?:\+[a-z_]+1?)*)(>norm)?")
