@@ -31,6 +31,7 @@ LAB = "stree_lab"  # in a clone only
 
 COMMANDS = {
     "chat": Entry("chat", "chat with a target, and see what its drafter saves"),
+    "serve": Entry("serve", "serve a target and its drafter behind OpenAI's API"),
     "doctor": Entry("doctor", "say what works on this machine, and what to do about the rest"),
     "corpus": Entry("corpus", "unpack the embedded corpus, Python's documentation"),
     "tokenizer": Entry("tokenizer_training", "train a tokenizer", package="stree_pipelines.data"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback, in SentencePiece's vocabularies
@@ -23,6 +23,7 @@ class TextStream:
         tokenizer: A tokenizer of `transformers`.
         stop_strings: Texts that end the answer. Special tokens are spelled out where they are
             looked for, so `"<|im_end|>"` is found, although it is not shown.
+        visible: Special tokens that are shown, such as the marks of a tool's call.
 
     Attributes:
         stop_string: The stop string that was found, the first to be complete; None before. After
@@ -40,8 +41,10 @@ class TextStream:
         'dumps'
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, stop_strings: Sequence[str] = (), visible: Collection[str] = ()
+    ) -> None:
+        self.tokenizer, self.visible = tokenizer, visible
         self.stop_strings = tuple(stop_strings)
         self.stop_string: str | None = None
         # The tokens before the pending ones: a tokenizer may drop a space where a text begins
@@ -62,9 +65,12 @@ class TextStream:
         special = self._special_text(token) if text == before else ""
         if special:
             self._pending.pop()
-            blank = [""] * len(special)
-            cut = self._cut(before + special, [*before, *blank])
-            return self._hold(special, blank) if cut is None else cut
+            shown = [*special] if special in self.visible else [""] * len(special)
+            cut = self._cut(before + special, [*before, *shown])
+            if cut is not None:
+                return cut
+            ready = self._settle() if special in self.visible and before else ""
+            return ready + self._hold(special, shown)
         self._pending_text = text
         if text and not text.endswith(_UNFINISHED) and not self._is_byte(token):
             return self._settle()

@@ -23,6 +23,10 @@ EXTRA_OF = {
     "matplotlib": "report",
     "pandas": "report",
     "pyarrow": "report",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "llguidance": "serve",
     "deepspeed": "deepspeed",
 }
 _LONGEST_REASON = 2000
@@ -114,7 +118,7 @@ class CannotWrite(StreeError):
 
 
 class QueueFull(StreeError):
-    """As many requests wait as may: ask again later."""
+    """A queue that takes no more requests now: ask again later."""
 
     exit_code = 75
 

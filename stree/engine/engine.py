@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Condition, Event, Thread, current_thread
-from typing import Self
+from typing import Any, Self, TypeVar
+
+from stree.common.threads import for_decoding
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
@@ -17,6 +20,7 @@ from stree.engine.sequence import StepOutput
 from stree.generation import DecodingStats, GenerationOutput
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 Listener = Callable[["Handle", StepOutput], object]
 
 
@@ -118,6 +122,7 @@ class Engine:
         self._changed = Condition()  # guards what follows; told of every request and cancellation
         self._waiting: deque[Handle] = deque()
         self._cancelled: set[Handle] = set()
+        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_closed = self._is_stopped = False
         self._thread = Thread(target=self._run, name="stree-engine", daemon=True)
         self._thread.start()
@@ -127,6 +132,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its thread runs: until `close`."""
+        return self._thread.is_alive()
 
     @property
     def num_running(self) -> int:
@@ -155,8 +165,7 @@ class Engine:
         self.decoder.check(request)
         handle = Handle(request, listener)
         with self._changed:
-            if self._is_closed:
-                raise UsageError("the engine is closed, and takes no more requests: make another")
+            self._require_open()
             if self.max_waiting is not None:
                 room = self.max_waiting + self.decoder.num_free_rows
                 if len(self._waiting) >= room:
@@ -174,6 +183,22 @@ class Engine:
             if not handle.has_ended:
                 self._cancelled.add(handle)
                 self._changed.notify_all()
+
+    def call(self, task: Callable[[], T]) -> Future[T]:
+        """Let the engine's thread call a function of the models between two steps.
+
+        Raises `UsageError` after `close`.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            self._require_open()
+            self._tasks.append((future, task))
+            self._changed.notify_all()
+        return future
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("the engine is closed, and takes no more requests: make another")
 
     def close(self, drain: bool = True) -> None:
         """Take no more requests, and end the thread; the decoder's rows are free again then.
@@ -193,6 +218,7 @@ class Engine:
         while self._has_work():
             try:
                 self._end_cancelled()
+                self._call_tasks()
                 self._admit()
                 for served in self._loop.step():
                     if served.report.finish_reason:
@@ -207,10 +233,22 @@ class Engine:
     def _has_work(self) -> bool:
         """Wait until there is work; return False once the engine is closed and has none."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._waiting or self._running or self._cancelled or self._is_closed
-            )
-            return bool(self._waiting or self._running or self._cancelled)
+            self._changed.wait_for(lambda: self._is_closed or self._has_any())
+            return self._has_any()
+
+    def _has_any(self) -> bool:
+        return bool(self._waiting or self._running or self._cancelled or self._tasks)
+
+    def _call_tasks(self) -> None:
+        while self._tasks:
+            future, task = self._tasks.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                with for_decoding(self.decoder.target):
+                    future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
 
     def _end_cancelled(self) -> None:
         with self._changed:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+TEXT_CHUNK = 256  # tokens of a text whose logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,33 @@ def _best_of(values: Sequence[float], num_top: int) -> tuple[tuple[int, float], 
     k = len(values) // 2
     ids = map(int, values[1 + k : 1 + k + num_top])
     return tuple(zip(ids, values[1 : 1 + num_top], strict=False))
+
+
+def log_probs_of_text(target: Any, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of the tokens of a text but the first, and of the best ones.
+
+    Args:
+        target: A `HybridModel`.
+        tokens: (T,), T ≥ 1.
+        num_top: As in `GenerationConfig.logprobs`.
+    """
+    import torch
+
+    with torch.no_grad():
+        ids = torch.tensor([tokens], device=target.device)
+        hidden, found = target.hidden_states(ids), []
+        temperature = torch.ones(1, dtype=torch.float64, device=target.device)
+        for start in range(0, len(tokens) - 1, TEXT_CHUNK):
+            stop = min(start + TEXT_CHUNK, len(tokens) - 1)
+            logits = target.logits(hidden[:, start:stop])
+            values = log_probs_of(
+                logits, logits, ids[:, start + 1 : stop + 1], temperature, num_top
+            )
+            found += values[0].flatten(1).tolist()
+    return [
+        TokenLogprobs.of_values(token, values, num_top)
+        for token, values in zip(tokens[1:], found, strict=True)
+    ]
 
 
 def log_probs_of(

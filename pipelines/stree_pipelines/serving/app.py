@@ -1,0 +1,428 @@
+"""OpenAI's API over an engine: routes, streams and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+
+import stree
+from stree.common.errors import QueueFull, StreeError, UsageError
+from stree.engine.engine import Engine, Handle
+from stree.engine.sequence import StepOutput
+from stree.logits.log_probs import log_probs_of_text
+from stree_pipelines.serving.answers import (
+    Answer,
+    Delta,
+    chat_logprobs,
+    completion_logprobs,
+)
+from stree_pipelines.serving.asked import Asked, Asker
+from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
+from stree_pipelines.serving.speculation import speculation_table
+from stree_pipelines.serving.statistics import Statistics, usage_of
+
+LOG = logging.getLogger(__name__)
+LARGEST_BODY = 8 * 2**20  # bytes
+SLOWEST_BODY_S = 30.0
+RETRY_AFTER_S = 1
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+          408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
+          503: "service_unavailable_error", 504: "timeout_error"}
+B = TypeVar("B", bound=Body)
+
+
+class Refused(Exception):
+    """An answer with an error, in the API's form."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+    def response(self) -> JSONResponse:
+        """Return the HTTP response."""
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, headers)
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as OpenAI's clients read it."""
+        kind = _KINDS.get(self.status, "server_error")
+        return {"error": {
+            "message": self.message, "type": kind, "param": self.param, "code": self.status,
+        }}
+
+
+class Server:
+    """The engine and its model behind the routes.
+
+    Args:
+        engine: Its decoder has a tokenizer.
+        name: Of the model, as requests name it.
+        api_key: That requests to /v1 bring; None for none.
+        timeout_s: Seconds after which an answer is given up; None for no limit.
+    """
+
+    def __init__(
+        self, engine: Engine, name: str, api_key: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        self.engine, self.name, self.api_key, self.timeout_s = engine, name, api_key, timeout_s
+        self.decoder, self.tokenizer = engine.decoder, engine.decoder.tokenizer
+        self.asker = Asker(engine.decoder)
+        self.statistics = Statistics(engine, name)
+        self.created = int(time.time())
+        self.is_draining = False
+
+    def require_key(self, request: HttpRequest) -> None:
+        """Raise `Refused` for a request without the key."""
+        if self.api_key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self.api_key.encode()):
+            raise Refused(401, "the API key is wrong or missing: send Authorization: Bearer KEY")
+
+    async def body(self, request: HttpRequest, kind: type[B]) -> B:
+        """Read and check a body. Raises `Refused`."""
+        self.require_key(request)
+        try:
+            raw = await asyncio.wait_for(_read(request), SLOWEST_BODY_S)
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {SLOWEST_BODY_S:.0f} s") from None
+        try:
+            body = kind.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            got = f", got {first['input']!r:.60}" if where else ""
+            raise Refused(400, f"{where or 'the body'}: {first['msg']}{got}", where) from None
+        if body.model not in (None, self.name):
+            raise Refused(
+                404, f"there is no model {body.model!r:.80}: this server has {self.name!r}", "model"
+            )
+        return body
+
+    def submit(self, answers: list[Answer]) -> asyncio.Queue[tuple[Answer, StepOutput]]:
+        """Submit the requests of all answers; return the queue that their reports come through.
+
+        None is under way if one of them is refused.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[Answer, StepOutput]] = asyncio.Queue()
+        try:
+            for answer in answers:
+                def listen(_: Handle, report: StepOutput, to: Answer = answer) -> None:
+                    loop.call_soon_threadsafe(queue.put_nowait, (to, report))
+
+                answer.handle = self.engine.submit(answer.request, listen)
+        except BaseException:
+            self.cancel(answers)
+            raise
+        return queue
+
+    def cancel(self, answers: list[Answer]) -> None:
+        """Cancel what is under way."""
+        for answer in answers:
+            if answer.handle is not None:
+                self.engine.cancel(answer.handle)
+
+    async def deltas(
+        self, answers: list[Answer], queue: asyncio.Queue[tuple[Answer, StepOutput]],
+        timeout_s: float | None,
+    ) -> AsyncIterator[tuple[Answer, Delta]]:
+        """Yield what submitted answers gain, to the end of all.
+
+        Leaving the iteration cancels them. Raises `Refused` for what goes wrong.
+        """
+        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        try:
+            left = len(answers)
+            while left:
+                try:
+                    async with asyncio.timeout_at(ends):
+                        answer, report = await queue.get()
+                except TimeoutError:
+                    raise Refused(504, f"no answer within {timeout_s:g} s") from None
+                if report.tokens:
+                    self.statistics.note_tokens(answer.moments, len(report.tokens))
+                if report.finish_reason:
+                    left -= 1
+                    handle = answer.handle
+                    assert handle is not None
+                    self.statistics.note_end(
+                        handle.output, len(answer.asked.prompt), answer.moments
+                    )
+                    if report.error is not None:
+                        LOG.error("a request has failed", exc_info=report.error)
+                        raise Refused(500, f"the answer has failed: {report.error}")
+                yield answer, answer.take(report)
+        finally:
+            self.cancel(answers)
+
+
+async def _read(request: HttpRequest) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > LARGEST_BODY:
+            raise Refused(413, f"the body has more than {LARGEST_BODY} bytes: shorten it")
+        parts.append(part)
+    return b"".join(parts)
+
+
+class Reply:
+    """The reply to one request: choices of one or several prompts, whole or streamed.
+
+    Its answers are submitted when it is made, so that a stream begins only once they are accepted.
+    Raises what `Engine.submit` raises.
+    """
+
+    def __init__(self, server: Server, body: Body, asked: list[Asked]) -> None:
+        self.server, self.body, self.asked = server, body, asked
+        self.is_chat = isinstance(body, ChatBody)
+        self.answers = [
+            Answer(index, each, number, server.tokenizer)
+            for index, (each, number) in enumerate(
+                (each, number) for each in asked for number in range(len(each.requests))
+            )
+        ]
+        kind = "chatcmpl" if self.is_chat else "cmpl"
+        self.frame: dict[str, Any] = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if self.is_chat else "text_completion",
+            "created": int(time.time()), "model": server.name,
+        }
+        self.timeout_s = min(
+            (each for each in (body.timeout_s, server.timeout_s) if each is not None), default=None
+        )
+        self._echoes: dict[int, dict[str, Any]] = {}  # of prompts, by their places
+        self.running = [each for each in self.answers if not each.asked.wants_none]
+        self._queue = server.submit(self.running)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of what has come so far."""
+        outputs = [each.handle.output for each in self.answers if each.handle is not None]
+        return usage_of([len(each.prompt) for each in self.asked], outputs)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the reply once all answers have ended."""
+        await self._echo()
+        gained = {answer.index: Delta() for answer in self.answers}
+        async for answer, delta in self._deltas():
+            gained[answer.index] += delta
+        choices = [self._choice(each, gained[each.index]) for each in self.answers]
+        return {**self.frame, "choices": choices, "usage": self.usage()}
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yield the events of a stream."""
+        options, kind = self.body.stream_options, ".chunk" if self.is_chat else ""
+        frame = {**self.frame, "object": f"{self.frame['object']}{kind}"}
+        if options is not None and options.include_usage:
+            frame["usage"] = None
+
+        def event(choices: list[dict[str, Any]], **more: Any) -> str:
+            return f"data: {_json({**frame, 'choices': choices, **more})}\n\n"
+
+        try:
+            await self._echo()
+            for answer in self.answers if self.is_chat else ():
+                role = {"role": "assistant", "content": ""}
+                choice = {"index": answer.index, "delta": role, "finish_reason": None}
+                yield event([choice])
+            held = {answer.index: Delta() for answer in self.answers}
+            for answer in self.answers if self.body.echo else ():
+                yield event([self._choice(answer, Delta(), streams=True)])
+            async for answer, delta in self._deltas():
+                held[answer.index] += delta
+                if held[answer.index]:
+                    yield event([self._choice(answer, held[answer.index], streams=True)])
+                    held[answer.index] = Delta()
+            if options is not None and options.include_usage:
+                yield event([], usage=self.usage())
+        except Refused as error:  # the status is sent already
+            yield f"data: {_json(error.body())}\n\n"
+        except StreeError as error:
+            yield f"data: {_json(_refusal_of(error).body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _deltas(self) -> AsyncIterator[tuple[Answer, Delta]]:
+        return self.server.deltas(self.running, self._queue, self.timeout_s)
+
+    async def _echo(self) -> None:
+        """Work out the log-probabilities of prompts that are given back."""
+        if not self.body.echo:
+            return
+        assert isinstance(self.body, CompletionBody)
+        num_top, target = self.body.num_logprobs, self.server.decoder.target
+        for place, asked in enumerate(self.asked):
+            text = self.server.tokenizer.decode(asked.prompt, skip_special_tokens=True)
+            echo: dict[str, Any] = {"text": text}
+            if num_top is not None:
+                task = self.server.engine.call(
+                    partial(log_probs_of_text, target, asked.prompt, num_top)
+                )
+                echo["tokens"] = await asyncio.wrap_future(task)
+            self._echoes[place] = echo
+
+    def _choice(self, answer: Answer, delta: Delta, streams: bool = False) -> dict[str, Any]:
+        body, server = self.body, self.server
+        choice: dict[str, Any] = {"index": answer.index}
+        if self.is_chat:
+            message: dict[str, Any] = {}
+            if delta.content or not streams:
+                message["content"] = delta.content or (None if delta.calls else "")
+            if delta.reasoning:
+                message["reasoning_content"] = delta.reasoning
+            if delta.calls:
+                message["tool_calls"] = delta.calls if streams else [
+                    {key: value for key, value in call.items() if key != "index"}
+                    for call in delta.calls
+                ]
+            choice["delta" if streams else "message"] = (
+                message if streams else {"role": "assistant", **message}
+            )
+            choice["logprobs"] = (
+                chat_logprobs(server.tokenizer, delta.logprobs) if delta.logprobs else None
+            )
+        else:
+            self._add_text(choice, answer, delta, streams)
+        choice["finish_reason"] = delta.finish_reason
+        if answer.asked.wants_none and not streams:
+            choice["finish_reason"] = "length"
+        if body.return_token_ids:
+            choice["token_ids"] = delta.tokens
+            if not streams:
+                choice["prompt_token_ids"] = answer.asked.prompt
+        if body.return_drafts:
+            choice["drafts"] = [
+                {"text": text, "accepted": accepted} for text, accepted in delta.drafts if text
+            ]
+        return choice
+
+    def _add_text(
+        self, choice: dict[str, Any], answer: Answer, delta: Delta, streams: bool
+    ) -> None:
+        body, tokenizer = self.body, self.server.tokenizer
+        assert isinstance(body, CompletionBody)
+        is_echo = body.echo and not (streams and delta)
+        echo = self._echoes[self.asked.index(answer.asked)] if is_echo else None
+        choice["text"] = ("" if echo is None else echo["text"]) + delta.content
+        choice["logprobs"] = None
+        if body.logprobs is not None:
+            first = [] if echo is None else answer.asked.prompt[:1]
+            tokens = ([] if echo is None else echo["tokens"]) + delta.logprobs
+            choice["logprobs"] = completion_logprobs(tokenizer, first, tokens)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _refusal_of(error: StreeError) -> Refused:
+    if isinstance(error, QueueFull):
+        return Refused(429, str(error))
+    return Refused(400 if isinstance(error, UsageError) else 500, str(error))
+
+
+def make_app(server: Server) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(title="stree", version=stree.__version__, docs_url=None, redoc_url=None)
+
+    @app.exception_handler(Refused)
+    async def refuse(_: HttpRequest, error: Refused) -> JSONResponse:
+        server.statistics.note_refusal(error.status)
+        return error.response()
+
+    @app.exception_handler(StreeError)
+    async def refuse_usage(request: HttpRequest, error: StreeError) -> JSONResponse:
+        return await refuse(request, _refusal_of(error))
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def refuse_route(request: HttpRequest, error: Any) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return await refuse(request, Refused(error.status_code, message))
+
+    @app.exception_handler(Exception)
+    async def refuse_fault(request: HttpRequest, error: Exception) -> JSONResponse:
+        return await refuse(request, Refused(500, f"{type(error).__name__}: {error}"[:500]))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: HttpRequest) -> Response:
+        return await reply(request, await server.body(request, ChatBody), server.asker.of_chat)
+
+    @app.post("/v1/completions")
+    async def complete(request: HttpRequest) -> Response:
+        body = await server.body(request, CompletionBody)
+        return await reply(request, body, server.asker.of_completion)
+
+    async def reply(
+        request: HttpRequest, body: B, ask: Callable[[B], list[Asked]]
+    ) -> Response:
+        if server.is_draining:
+            raise Refused(503, "the server is going down: ask another")
+        try:
+            asked = await asyncio.to_thread(ask, body)
+        except StreeError as error:
+            raise Refused(400, str(error)) from error
+        made = Reply(server, body, asked)
+        if body.stream:
+            return StreamingResponse(made.stream(), media_type="text/event-stream")
+        whole = asyncio.create_task(made.whole())
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                return Response(status_code=499)  # nobody reads it
+            return JSONResponse(await whole)
+        finally:
+            for task in (whole, gone):
+                task.cancel()
+
+    @app.get("/v1/models")
+    async def models(request: HttpRequest) -> dict[str, Any]:
+        server.require_key(request)
+        return {"object": "list", "data": [{
+            "id": server.name, "object": "model", "created": server.created, "owned_by": "stree",
+            "max_model_len": server.decoder.max_length,
+        }]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_well = server.engine.is_alive and not server.is_draining
+        return Response(status_code=200 if is_well else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": stree.__version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.statistics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/speculation")
+    async def speculation() -> dict[str, Any]:
+        return speculation_table(server.decoder)
+
+    @app.get("/")
+    async def page() -> HTMLResponse:
+        text = files("stree_pipelines.serving").joinpath("page.html").read_text("utf-8")
+        return HTMLResponse(text)
+
+    return app
+
+
+async def _gone(request: HttpRequest) -> None:
+    """Wait until the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

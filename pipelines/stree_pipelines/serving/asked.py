@@ -1,0 +1,213 @@
+"""Turn bodies of requests into the engine's requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request, samples_of
+from stree.chat_templates import THOUGHT_OPENED, resolve_template
+from stree.common.errors import UsageError
+from stree.generation import GenerationConfig
+from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
+from stree.trees.token_tree import PLAIN, TokenTree, as_tree
+from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
+from stree_pipelines.serving.segments import Marks
+
+if TYPE_CHECKING:
+    from stree_pipelines.serving.grammar import Grammars
+
+_NAME = re.compile(r"[a-z]+(-\d+)*")  # of a tree; a path is none
+_LAST = 24  # tokens of a prompt's end in which a template may open a thought
+
+
+@dataclass
+class Asked:
+    """Requests that one prompt asks for.
+
+    Attributes:
+        prompt: Its token ids.
+        requests: One for each answer.
+        marks: What divides the answers' text.
+        prompt_end: The prompt's last text, special tokens included.
+        tools: That may be called.
+        echoes: Whether the answer begins with the prompt.
+        wants_none: Whether no token is wanted but the prompt's log-probabilities.
+    """
+
+    prompt: list[int]
+    requests: list[Request]
+    marks: Marks
+    prompt_end: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    echoes: bool = False
+    wants_none: bool = False
+
+
+class Asker:
+    """Makes requests for a decoder of bodies.
+
+    Args:
+        decoder: The engine's.
+    """
+
+    def __init__(self, decoder: BatchDecoder) -> None:
+        self.decoder, self.tokenizer = decoder, decoder.tokenizer
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Grammars over the tokenizer. Raises `UsageError` without llguidance."""
+        try:
+            from stree_pipelines.serving.grammar import Grammars
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"response_format and guided_regex need {error.name}: pip install "
+                "'stree-spec[serve]'"
+            ) from error
+        vocabulary, ends = self.decoder.target.config.vocab_size, self.decoder.eos_token_ids
+        return Grammars(self.tokenizer, vocabulary, ends)
+
+    def of_chat(self, body: ChatBody) -> list[Asked]:
+        """Return what a conversation asks for. Raises `UsageError`."""
+        body.require_known()
+        if body.echo:
+            raise UsageError("echo is not served for a conversation: leave it out")
+        tools = None if body.tool_choice == "none" else body.tools or None
+        variables = {
+            "tools": tools, "documents": body.documents, "reasoning_effort": body.reasoning_effort,
+            **body.chat_template_kwargs,
+        }
+        if "chat_template" in variables:  # it could run for ever, or be a file's name
+            raise UsageError("chat_template is the server's: leave it out")
+        messages = [_with_parsed_arguments(each) for each in body.messages]
+        prompt = chat_prompt(self.tokenizer, messages, **variables)
+        marks = Marks.of(resolve_template(self.tokenizer), tools is not None)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return [self._asked(body, prompt, most, marks, tools or ())]
+
+    def of_completion(self, body: CompletionBody) -> list[Asked]:
+        """Return what each prompt asks for. Raises `UsageError`."""
+        body.require_known()
+        if body.suffix:
+            raise UsageError("suffix is not served: these models go on after a text")
+        most = 16 if body.max_tokens is None else body.max_tokens
+        given: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if isinstance(body.prompt, list) and all(isinstance(each, int) for each in body.prompt):
+            given = [body.prompt]
+        return [self._asked(body, self._encoded(each), most, Marks()) for each in given]
+
+    def _encoded(self, prompt: str | list[int]) -> EncodedPrompt:
+        return text_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else (
+            EncodedPrompt(list(prompt))
+        )
+
+    def _asked(
+        self, body: Body, prompt: EncodedPrompt, most: int | None, marks: Marks,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Asked:
+        decoder, ids = self.decoder, prompt.ids
+        if not ids:
+            raise UsageError("the prompt is empty: give at least one token")
+        if most is None:
+            depth = decoder.tree_policy.deepest.max_depth
+            most = max(1, decoder.max_length - len(ids) - depth - 1)
+        if most == 0 and not body.echo:
+            raise UsageError("max_tokens is 0, wanted at least 1: 0 goes with echo alone")
+        generation = self._generation(body, max(1, most))
+        request = Request(
+            ids, generation, self._tree(body.speculation), True, prompt.messages_end
+        )
+        decoder.check(replace(request, generation=replace(generation, num_return_sequences=1)))
+        end = self.tokenizer.decode(ids[-_LAST:], skip_special_tokens=False)
+        grammar = self._grammar(body)
+        requests = samples_of(request)
+        if grammar is not None:
+            after = self._end_of_thought(end, marks)
+            requests = [
+                replace(each, generation=replace(
+                    each.generation,
+                    logits_processor=self.grammars.processor(grammar, len(ids), after),
+                ))
+                for each in requests
+            ]
+        return Asked(ids, requests, marks, end, tools, body.echo, most == 0)
+
+    def _generation(self, body: Body, most: int) -> GenerationConfig:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        ids = [each for each in stops if isinstance(each, int)] + body.stop_token_ids
+        ends = [*self.decoder.eos_token_ids, *ids] if ids and not body.ignore_eos else ids
+        try:
+            bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        except ValueError:
+            raise UsageError(
+                f"logit_bias is {body.logit_bias!r:.60}, wanted numbers by token ids"
+            ) from None
+        num_logprobs = body.num_logprobs if isinstance(body, ChatBody | CompletionBody) else None
+        return GenerationConfig(
+            most, body.temperature, max(body.top_k, 0), body.top_p,
+            eos_token_id=ends or None,
+            stop_strings=tuple(each for each in stops if isinstance(each, str)),
+            seed=body.seed, ignore_eos=body.ignore_eos and not ids, min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty, num_return_sequences=body.n,
+            logprobs=num_logprobs, presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty, logit_bias=bias,
+            min_new_tokens=body.min_tokens,
+        ).without_unread()
+
+    def _tree(self, speculation: bool | str) -> TokenTree | None:
+        if speculation is True:
+            return None
+        if speculation is False:
+            return None if self.decoder.drafter is None else PLAIN
+        if not _NAME.fullmatch(speculation):
+            raise UsageError(
+                f"speculation is {speculation!r:.60}, wanted true, false or a tree's name, such as "
+                "chain-3 or paper"
+            )
+        return as_tree(speculation)
+
+    def _grammar(self, body: Body) -> str | None:
+        form = body.response_format
+        if body.guided_regex is not None:
+            return self.grammars.of_regex(body.guided_regex)
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_schema" and form.json_schema is None:
+            raise UsageError('response_format "json_schema" needs a json_schema with a schema')
+        schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
+        return self.grammars.of_schema(schema)
+
+    def _end_of_thought(self, prompt_end: str, marks: Marks) -> int | None:
+        """Return the token that ends the thought which the prompt has opened; None for none."""
+        if not THOUGHT_OPENED.search(prompt_end):
+            return None
+        for start, end in marks.thoughts:
+            if prompt_end.rstrip().endswith(start):
+                ids = self.tokenizer.encode(end, add_special_tokens=False)
+                return ids[0] if len(ids) == 1 else None
+        return None
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as objects, as templates read them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                raise UsageError(
+                    f"the arguments of a tool's call are no JSON: {function['arguments']!r:.60}"
+                ) from None
+            call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed, "content": message.get("content") or ""}
