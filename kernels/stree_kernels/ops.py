@@ -208,6 +208,16 @@ accept_choices = _with_kernel("sampling.accept", _second, torch.float32)(naive.a
 accept_drafts = _with_kernel("sampling.verification", _second)(naive.accept_drafts)
 
 
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run `naive.selective_scan` or its kernel, in the inputs' own dtypes also under autocast."""
+    serves = fused(x.device, x.dtype, A.shape[1])
+    scan = _kernel("mamba1.scan", "selective_scan") if serves else naive.selective_scan
+    with torch.autocast(x.device.type, enabled=False):
+        return scan(x, dt, A, B, C, **options)
+
+
 def advance(cache_state: CacheState, like: Tensor) -> None:
     """Run `naive.advance`; `like` is a tensor of the call that ends."""
     serves = fused(like.device, like.dtype)

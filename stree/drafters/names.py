@@ -21,8 +21,8 @@ _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<co
 # Forms of names that `DrafterName.parse` takes
 DRAFTERS = (
     "FOLDER; float8:FOLDER (its head in 8 bits); independent:FOLDER (siblings each from all of its "
-    "distribution) or top:FOLDER (its best tokens, not drawn); temperature=0.6:FOLDER (drafts drawn "
-    "at 0.6, whatever the request's); text:FOLDER (of another tokenizer); "
+    "distribution) or top:FOLDER (its best tokens, not drawn); temperature=0.6:FOLDER (drafts "
+    "drawn at 0.6, whatever the request's); text:FOLDER (of another tokenizer); "
     "ngram:6 or ngram:6,FILE (from the text, and a corpus); FOLDER+ngram:6 (both in one tree)"
 )
 _TEXT, _FLOAT8 = "text:", "float8:"

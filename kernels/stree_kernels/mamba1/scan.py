@@ -15,8 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stree_kernels import naive, ops
-
 TILE = 512  # numbers of a state that a program holds
 CHUNK = 32  # tokens
 
@@ -25,17 +23,12 @@ def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
     initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `naive.selective_scan`, in Triton on CUDA in 16 or 32 bits.
+    """Compute `naive.selective_scan`.
 
-    There the last state has no gradient, and an initial state gets none.
+    The last state has no gradient, and an initial state gets none.
     """
-    if ops.fused(x.device, x.dtype, A.shape[1]):
-        y, state = _SelectiveScan.apply(x, dt, A, B, C, initial_state, segment_ids)
-        return y, state
-    with torch.autocast(x.device.type, enabled=False):
-        return naive.selective_scan(
-            x, dt, A, B, C, initial_state=initial_state, segment_ids=segment_ids
-        )
+    y, state = _SelectiveScan.apply(x, dt, A, B, C, initial_state, segment_ids)
+    return y, state
 
 
 class _SelectiveScan(torch.autograd.Function):

@@ -24,7 +24,6 @@ from stree.models.layers.packed_linear import lay_channels_together, lay_for_pro
 from stree.models.layers.part import Mixer, PrefillPass, TrainingPass, TreePass
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Mamba1Weights
-from stree_kernels.mamba1.scan import selective_scan
 
 
 class Mamba1(Mixer):
@@ -77,7 +76,7 @@ class Mamba1(Mixer):
         """Return the output (B, T, D) and the last state for the conv's output x (B, T, E)."""
         dt, B, C = self._select(x)
         A = -self.A_log.to(naive.accumulation_dtype(self.A_log.dtype)).exp()
-        y, state = selective_scan(x, dt, A, B, C, **options)
+        y, state = ops.selective_scan(x, dt, A, B, C, **options)
         return self.out_proj(naive.gated((y + self.D * x).to(y.dtype), z)), state
 
     def forward(self, x: Tensor, context: TrainingPass) -> Tensor:

@@ -234,7 +234,10 @@ def compared(tmp_path_factory):
         ({"set": {"trainer.max_steps": 5}}, "today, seed 0 .*trainer.max_steps was 4, now 5"),
         ({"arms": [{"name": "lk loss", "seeds": [5]}]}, "lk loss, seed 5 .*'lk', now 'forward_kl'"),
         ({"distil": "configs/distill/chat-75m.yaml"}, "today, seed 0 was trained otherwise"),
-        ({"set": {"trainer.max_stepps": 5}}, "today, seed 0: there is no option --trainer.max_stepps"),
+        (
+            {"set": {"trainer.max_stepps": 5}},
+            "today, seed 0: there is no option --trainer.max_stepps",
+        ),
     ],
 )
 def test_an_arm_edited_after_its_training_is_not_compared(compared, tmp_path, changes, words):
