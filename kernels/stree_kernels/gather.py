@@ -56,13 +56,15 @@ def take_roots(
     stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, cache_state: CacheState
 ) -> Tensor:
     """Compute `naive.take_roots` in one launch; last strides are 1, stream is rows and parts."""
-    source, (added, also) = stream.source, two_sums(stream.added)
+    source, scale, (added, also) = stream.source, stream.scale, two_sums(stream.added)
+    if stream.normed is not None:  # by more than the scale
+        source, scale, added, also = stream.normed, None, None, None
     assert stream.tokens is None and block.stride(1) == tokens.stride(1) == 1
     assert all(each is None or each.is_contiguous() for each in (source, added, also))
     batch, num_nodes, width = source.shape
     out = source.new_empty(batch, 1, width)
     root_kernel[(batch,)](
-        source, added, also, source.numel(), stream.scale, stream.eps, num_nodes, width,
+        source, added, also, source.numel(), scale, stream.eps, num_nodes, width,
         block, block.stride(0), active.view(torch.uint8), tokens, tokens.stride(0),
         cache_state.length, cache_state.path_length, cache_state.parity, out,
         PARTS=0 if added is None else len(added), MORE_PARTS=0 if also is None else len(also),
@@ -126,7 +128,8 @@ def root_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
-    factor = load_kept(scale + at, mask)
+    if scale is not None:
+        factor = load_kept(scale + at, mask)
     follow(OVERLAPS)
     block += row * block_stride
     count = tl.where(tl.load(active + row) != 0, tl.load(block), 0)
@@ -137,7 +140,9 @@ def root_kernel(
         if also is not None:
             also += at
         value = with_parts(value, added + at, also, part_stride, mask, PARTS, MORE_PARTS)
-    y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)
+    y = value[None, :]
+    if scale is not None:
+        y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)
     at = row * width + tl.arange(0, BLOCK)
     tl.store(out + at[None, :], y, mask=mask[None, :])
     tl.store(tokens + row * token_stride, tl.load(block + last))

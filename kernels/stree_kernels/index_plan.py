@@ -182,7 +182,7 @@ class AttentionPlaces:
 
 def attention_places(
     topology: Topology, cache_state: CacheState, first: int, num_new: int, bound: int,
-    rotary: Tensor, num_heads: tuple[int, int], dtype: torch.dtype,
+    rotary: Tensor, num_heads: tuple[int, int], dtype: torch.dtype, window: int,
 ) -> AttentionPlaces:
     """Return the plan of a call with the arguments of `naive.attend_tree`.
 
@@ -204,13 +204,19 @@ def attention_places(
             most = min(bound, max(length.tolist()) + nodes)
         chosen = topology.ancestors.index_select(0, cache_state.variant)[:, first:nodes, :nodes]
         mask, unused = attention_mask(length, chosen, most, dtype)
+        if window:
+            whole = topology.depths.index_select(0, cache_state.variant)[:, :nodes]
+            far = _beyond_window(length, whole, positions, most, window)
+            mask = torch.zeros(far.shape, dtype=dtype, device=far.device) if mask is None else mask
+            mask = mask.masked_fill(far, -torch.inf)
         if mask is not None:
             mask = mask.repeat(1, groups, 1)[:, None]
         slots = slots[:, None, :, None].expand(-1, num_kv_heads, -1, angles.shape[-1])
         return AttentionPlaces(moves, slots, angles, most, mask, unused)
 
     num_kv_heads, groups = num_heads[1], num_heads[0] // num_heads[1]
-    return once(cache_state, ("attention", first, num_new, bound, num_heads, dtype), find)
+    key = ("attention", first, num_new, bound, num_heads, dtype, window)
+    return once(cache_state, key, find)
 
 
 def whole_heads(rotary: Tensor) -> Tensor:
@@ -267,6 +273,25 @@ def attention_mask(
     column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
     mask = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
     return mask, (column > num_nodes)[:, None, :, None]
+
+
+def _beyond_window(
+    length: Tensor, depths: Tensor, positions: Tensor, num_slots: int, window: int
+) -> Tensor:
+    """Return the slots that lie before the window of each node, (B, Q, L) bool.
+
+    Args:
+        length: (B,) committed slots.
+        depths: (B, N) of the tree's nodes, which have the slots after them.
+        positions: (B, Q) of the nodes that attend.
+        num_slots: L.
+        window: Positions that a node sees, its own included.
+    """
+    slots = torch.arange(num_slots, device=length.device).expand(len(length), -1)
+    node = slots - length[:, None]
+    below = depths.gather(1, node.clamp(0, depths.shape[1] - 1))
+    at = torch.where(node < 0, slots, length[:, None] + below)
+    return at[:, None, :] <= positions[:, :, None] - window
 
 
 def columns_of(tokens: Tensor, ids: Tensor) -> Tensor:

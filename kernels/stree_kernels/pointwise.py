@@ -115,7 +115,7 @@ def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
 def activated(y: Tensor, kind: str) -> Tensor:
     """Compute `naive.activated` in one launch; y contiguous."""
     assert y.is_contiguous()
-    width = y.shape[-1] if kind == "relu2" else y.shape[-1] // 2
+    width = y.shape[-1] if kind in ("relu2", "gelu") else y.shape[-1] // 2
     out = y.new_empty(*y.shape[:-1], width)
     activation_kernel[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
         y, out, width, KIND=kind, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y)
@@ -249,6 +249,9 @@ def activation_kernel(
         up = tl.load(inner + row * width + at, mask=mask, other=0.0)
         positive = tl.maximum(up.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = (positive * positive).to(up.dtype)
+    elif KIND == "gelu":
+        up = tl.load(inner + row * width + at, mask=mask, other=0.0)
+        y = gelu_of(up)
     else:
         gate = tl.load(inner + row * 2 * width + at, mask=mask, other=0.0)
         up = tl.load(inner + row * 2 * width + width + at, mask=mask, other=0.0)
@@ -260,12 +263,17 @@ def activation_kernel(
 def gated_by(gate, up, KIND: tl.constexpr):
     """Return silu(gate)·up or gelu(gate)·up, rounded to their dtype after each operation."""
     if KIND == "geglu":
-        wide = gate.to(tl.float32)
-        gelu = (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(gate.dtype)
-        y = (gelu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+        y = (gelu_of(gate).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     else:
         y = silu_times(gate, up)
     return y
+
+
+@triton.jit
+def gelu_of(x):
+    """Return gelu(x) in its dtype."""
+    wide = x.to(tl.float32)
+    return (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(x.dtype)
 
 
 @triton.jit

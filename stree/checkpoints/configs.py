@@ -1,10 +1,10 @@
 """Read a checkpoint folder's config.json (and mamba_config.json) as a HybridConfig, and write it.
 
 Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama,
-Mamba (FalconMamba) and Mamba2, state-spaces/mamba and mamba2, our own for what MambaInLlama's
-cannot say (layouts/), and the families of hybrids (families/). A key that the family's own config
-class knows is read, known to be without effect, or refused with its name (config_keys.py); other
-keys are passed over.
+Mistral, Qwen2, Qwen3, Mamba (FalconMamba) and Mamba2, state-spaces/mamba and mamba2, our own for
+what MambaInLlama's cannot say (layouts/), and further families (families/). A key that the family's
+own config class knows is read, known to be without effect, or refused with its name
+(config_keys.py); other keys are passed over.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ def _layout_of(values: CheckedJson) -> Layout:
 
 def _layout_by_type(values: CheckedJson) -> Layout:
     kind = values.get("model_type")
-    by_type = (llama.LAYOUT, mamba1.TRANSFORMERS, mamba2.TRANSFORMERS, *FAMILIES)
+    by_type = (
+        llama.LAYOUT, llama.MISTRAL, llama.QWEN2, llama.QWEN3,
+        mamba1.TRANSFORMERS, mamba2.TRANSFORMERS, *FAMILIES,
+    )
     for layout in by_type:
         if kind in layout.model_types:
             return layout

@@ -35,7 +35,9 @@ class Backbone(nn.Module):
         for layer in range(config.num_layers):
             slots.append(slots[-1] + len(config.mixers(layer)))
         self.layers = nn.ModuleList(Layer(config, i, slots[i]) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.norm = RMSNorm(
+            config.d_model, config.rms_norm_eps, bias=config.final_norm_bias
+        )
         if config.feature_layers:
             self.features = HiddenStateProjection(config)
         if config.num_shared_blocks:

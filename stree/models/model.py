@@ -59,6 +59,15 @@ def read_row(
     return model.prefill(tokens[None], cache.at(row), **options)
 
 
+def _causal(mask: Tensor, start: int, window: int) -> Tensor:
+    """Return a mask (…, T, L) less the keys after each token, and those before its window.
+
+    start is the position of the first token, window the positions that a token sees; 0 is all.
+    """
+    mask = mask.tril(start)
+    return mask.triu(start + 1 - window) if window else mask
+
+
 def last_of(values: Tensor, count: Tensor) -> Tensor:
     """Return value `count` − 1 of values (1, T, D) as (1, D), or the first for count (1,) = 0."""
     return values.index_select(1, (count - 1).clamp(min=0))[:, 0]
@@ -147,9 +156,13 @@ class HybridModel(PackedModel):
             bounds = sample_bounds(segment_ids) if bounds is None else bounds
             # A compiled layer is not compiled again for another number of samples.
             torch._dynamo.maybe_mark_dynamic(bounds, 0)
-            if self.config.attn_layers and not self._attends_packed():
+            has_window = 0 < self.config.sliding_window < tokens.shape[1]
+            if self.config.attn_layers and (has_window or not self._attends_packed()):
                 same = segment_ids[:, :, None] == segment_ids[:, None, :]
-                mask = same.tril()[:, None]
+                mask = _causal(same, 0, self.config.sliding_window)[:, None]
+        elif 0 < self.config.sliding_window < tokens.shape[1]:
+            every = torch.ones(1, *[tokens.shape[1]] * 2, dtype=torch.bool, device=tokens.device)
+            mask = _causal(every, 0, self.config.sliding_window)[:, None]
         x = self.model.embed_tokens(tokens)
         if read is not None:
             x = x + self.model.features(read, segment_ids, known)
@@ -265,9 +278,9 @@ class HybridModel(PackedModel):
         start, num_tokens = cache.num_committed, tokens.shape[1]
         bound = start + num_tokens
         mask = None
-        if start and self.config.attn_layers:
+        if self.config.attn_layers and (start or 0 < self.config.sliding_window < bound):
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
-            mask = mask.tril(start)[None, None]
+            mask = _causal(mask, start, self.config.sliding_window)[None, None]
         positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
         x, y = self.model.embed_tokens(tokens), None
         if inputs is not None:
@@ -446,7 +459,9 @@ class HybridModel(PackedModel):
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
-        return call.add_norm(x, y, self.model.norm)[0]
+        stream = call.add_norm(x, y, self.model.norm)[0]
+        self.model.norm.add_bias(stream)
+        return stream
 
     @torch.no_grad()
     @on_own_gpu

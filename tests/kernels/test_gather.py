@@ -98,12 +98,14 @@ def test_take_roots(width, dtype):
     block = torch.tensor([[length, 20, 21, 22, 23, 24] for length in lengths], device=DEVICE)
     active = torch.tensor([True, True, True, False], device=DEVICE)
     one = parts[:1].to(dtype)
-    for added in (None, parts, one, (parts, one)):
-        wanted = naive.norm(Stream(x, scale, 1e-5, added))
+    for added, biased in ((None, False), (None, True), (parts, False), (one, False),
+                          ((parts, one), False)):
+        wanted = naive.norm(Stream(x, scale, 1e-5, added)) + biased
         for module in (naive, gather):
             tokens = torch.full((4, 6), -7, device=DEVICE)[:, :4]
             cache_state = cache_state_of([5, 6, 7, 8], [[0], [0, 1], [], [2, 3, 4]], 1, 5)
             stream = Stream(x, scale, 1e-5, added)
+            stream.normed = wanted.clone() if biased else None
             got = module.take_roots(stream, block, active, tokens, cache_state)
             for row, length in enumerate((1, 3, 5, 1)):
                 exact = wanted[row, length - 1].double()

@@ -6,7 +6,7 @@ head, a scale of the scores, blocks side by side, and weights packed before the 
 
 import pytest
 import torch
-from families import FAMILIES, random_reference
+from families import FAMILIES, TRANSFORMERS, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
 
@@ -22,7 +22,7 @@ from stree.trees.token_tree import TokenTree
 from stree_kernels import ops
 
 SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1, "olmo_hybrid": 1}
-SHORT = ("bamba", "falcon", "qwen3_5", "olmo_hybrid")  # in a short run
+SHORT = ("bamba", "falcon", "qwen3_5", "olmo_hybrid", "mistral", "gpt_neox")  # in a short run
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def two_calls(model, tree):
     "family",
     [
         pytest.param(family, marks=[] if family in SHORT else [pytest.mark.long])
-        for family in FAMILIES
+        for family in (*FAMILIES, *TRANSFORMERS)
     ],
 )
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, random_reference
+from families import FAMILIES, TRANSFORMERS, VOCAB, random_reference
 from hf_models import assert_same, decoder_of, prompts, reference
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -42,7 +42,7 @@ def granite():
     ("family", "seed"),
     [
         pytest.param(family, seed, marks=[pytest.mark.long] if seed else [])
-        for family in FAMILIES
+        for family in (*FAMILIES, *TRANSFORMERS)
         for seed in range(6)
     ],
 )

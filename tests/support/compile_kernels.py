@@ -3,11 +3,11 @@
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
 of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
 attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
-LFM2-1.2B's and Mamba-1 layers take a tree and a single token, the gated-delta layer also 48 nodes.
-Last come the convolution, the norm and Mamba-1's scan of training, both ways. Each launch is
-compiled with the very arguments it has there, and not run. Prints a line a launch: kernel, warps,
-instructions of its PTX, bytes of shared memory, and where --spills asks for it, of the machine
-code, stores of spilled registers.
+LFM2-1.2B's, Mamba-1 layers and a Transformer with a sliding window take a tree and a single token,
+the gated-delta layer also 48 nodes. Last come the convolution, the norm and Mamba-1's scan of
+training, both ways. Each launch is compiled with the very arguments it has there, and not run.
+Prints a line a launch: kernel, warps, instructions of its PTX, bytes of shared memory, and where
+--spills asks for it, of the machine code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -245,6 +245,23 @@ def experts(num_rows: int, dtype: torch.dtype) -> None:
     ops.experts(rows, *chosen, up, down, "swiglu")
 
 
+def windowed(num_nodes: int, dtype: torch.dtype) -> None:
+    """Launch the kernels of a Transformer with a sliding window, biases and MLPs without a gate."""
+    config = HybridConfig(
+        vocab_size=1024, d_model=256, num_layers=1, layer_types=("attention+mlp",),
+        num_heads=8, num_kv_heads=2, head_dim=128, sliding_window=300, attention_bias=True,
+        intermediate_size=512, mlp_kind="gelu", mlp_bias=True, final_norm_bias=True,
+    )
+    model = HybridModel(config).to(dtype)
+    cache = model.new_cache(512, num_nodes)
+    tokens = torch.zeros(1, num_nodes, dtype=torch.long)
+    call = model.tree_call(tokens, topology_of(TokenTree.chain(num_nodes - 1), 4, tokens.device),
+                           cache, bound=cache.num_slots)
+    stream = model.tree_stream(call, ends=False)
+    block, active = torch.ones(1, 1 + num_nodes, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+    ops.take_roots(stream, block, active, tokens, cache.cache_state)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
@@ -308,6 +325,7 @@ def main() -> None:
             experts(num_nodes, getattr(torch, options.dtype))
             short_conv(num_nodes, getattr(torch, options.dtype))
             mamba1(num_nodes, getattr(torch, options.dtype))
+            windowed(num_nodes, getattr(torch, options.dtype))
         with torch.enable_grad():
             trained(getattr(torch, options.dtype))
         gated_delta(48, getattr(torch, options.dtype))

@@ -1,4 +1,4 @@
-"""Make tiny random models of transformers' hybrid families, and of Llama, Mamba and Mamba-2.
+"""Make tiny random models of transformers' hybrid families, of Transformers, Mamba and Mamba-2.
 
 Every part of a layer shows in their logits. Configs are drawn from a seed: groups, biases,
 multipliers, norm orders, positions, experts, and numbers of heads that are no powers of two.
@@ -18,6 +18,8 @@ from transformers import (
     FalconH1ForCausalLM,
     FalconMambaConfig,
     FalconMambaForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -30,15 +32,21 @@ from transformers import (
     Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     Zamba2Config,
@@ -251,7 +259,42 @@ def _llama(draw: random.Random, vocab: int) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(
         **common, **_rope(draw), num_hidden_layers=2, tie_word_embeddings=_coin(draw),
         head_dim=draw.choice([common["hidden_size"] // common["num_attention_heads"], 16]),
-        rms_norm_eps=draw.choice([1e-5, 1e-3]),
+        rms_norm_eps=draw.choice([1e-5, 1e-3]), attention_bias=_coin(draw), mlp_bias=_coin(draw),
+    ))
+
+
+def _mistral(draw: random.Random, vocab: int) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(
+        **_common(draw, vocab), **_rope(draw), num_hidden_layers=2,
+        sliding_window=draw.choice([None, 5, 4096, 2]), head_dim=draw.choice([None, 16]),
+        tie_word_embeddings=_coin(draw),
+    ))
+
+
+def _qwen2(draw: random.Random, vocab: int) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(
+        **_common(draw, vocab), **_rope(draw), num_hidden_layers=2,
+        tie_word_embeddings=_coin(draw), rms_norm_eps=1e-4,
+    ))
+
+
+def _qwen3(draw: random.Random, vocab: int) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(
+        **_common(draw, vocab), **_rope(draw), num_hidden_layers=2, attention_bias=_coin(draw),
+        head_dim=draw.choice([8, 16]), tie_word_embeddings=_coin(draw), rms_norm_eps=1e-4,
+    ))
+
+
+def _gpt_neox(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
+    del common["num_key_value_heads"]
+    head_dim, share = draw.choice([(8, 0.25), (8, 0.5), (16, 0.25), (8, 1.0)])
+    rope = _rope(draw)["rope_parameters"]
+    return GPTNeoXForCausalLM(GPTNeoXConfig(
+        **{**common, "hidden_size": common["num_attention_heads"] * head_dim},
+        rope_parameters={**rope, "partial_rotary_factor": share}, num_hidden_layers=3,
+        use_parallel_residual=draw.random() < 0.7, attention_bias=draw.random() < 0.7,
+        tie_word_embeddings=draw.random() < 0.3, layer_norm_eps=1e-4,
     ))
 
 
@@ -291,8 +334,12 @@ FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
     "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "olmo_hybrid": _olmo_hybrid,
 }
+TRANSFORMERS: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
+    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "gpt_neox": _gpt_neox,
+}
 LAYOUTS = {
-    **FAMILIES, "llama": _llama, "mamba": _mamba1, "falcon_mamba": _falcon_mamba, "mamba2": _mamba2,
+    **FAMILIES, **TRANSFORMERS,
+    "mamba": _mamba1, "falcon_mamba": _falcon_mamba, "mamba2": _mamba2,
 }
 
 

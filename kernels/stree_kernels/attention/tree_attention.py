@@ -42,7 +42,7 @@ WRITE_DIMS = tl.constexpr(32)  # of each half of a head, written by one program 
 def attend_tree(
     qkv: Tensor, keys: Tensor, values: Tensor, rotary: Tensor, topology: Topology,
     cache_state: CacheState, first: int, bound: int, scale: float | None = None,
-    out: Tensor | None = None, skips: bool | None = None,
+    out: Tensor | None = None, window: int = 0, skips: bool | None = None,
 ) -> Tensor:
     """Compute `naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype, `bound` unused.
 
@@ -84,7 +84,7 @@ def attend_tree(
         cache_state.length, cache_state.rows, outs, sums, sums.stride(0), num_rows,
     )
     constants = dict(
-        SHAPE=AttentionShape(num_kv_heads, shared, head_dim, num_corners, num_splits),
+        SHAPE=AttentionShape(num_kv_heads, shared, head_dim, num_corners, num_splits, window),
         BLOCK=AttentionBlock(block_l, block_m, max(16, triton.next_power_of_2(head_dim // 2))),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1 and not topology.written,
         **overlapping(qkv),
@@ -131,6 +131,7 @@ class AttentionShape(NamedTuple):
     head_dim: int
     num_corners: int  # parts of the keys that are not in order yet
     num_splits: int  # parts of the others
+    window: int  # positions that a node sees, its own included; 0: all
 
 
 class AttentionBlock(NamedTuple):
@@ -253,8 +254,14 @@ def _above(seen_by, known, node, there):
 
 
 @triton.jit
+def _near(position, key_position, SHAPE: tl.constexpr):
+    """Return which keys are in the window of each query, (queries, keys)."""
+    return key_position[None, :] > (position - SHAPE.window)[:, None]
+
+
+@triton.jit
 def _attend_corner(
-    call, q_low, q_high, known, seen_by, key_at, keys, values,
+    call, q_low, q_high, known, position, seen_by, key_at, keys, values,
     depths, path, path_length, old_length, first, begin, end, highest, total, out, scale,
     SHAPE: tl.constexpr, BLOCK: tl.constexpr, REPLAY: tl.constexpr, SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -289,7 +296,11 @@ def _attend_corner(
             old_v = _whole(values + slot_at, cached, d, head_dim)
             k_low, k_high = _halves(new_at, fresh, half, head_dim)
             v = _whole(new_at + SHAPE.num_kv_heads * head_dim, fresh, d, head_dim)
-            above = _above(seen_by, known, node, there)
+            visible = (_above(seen_by, known, node, there) != 0) | (node < 0)[None, :]
+            if SHAPE.window > 0:
+                below = load_kept(depths + node, there & (node >= 0))
+                key_position = tl.where(node < 0, old_length + k, old_length + path_length + below)
+                visible = visible & _near(position, key_position, SHAPE)
             k_low, k_high = _rotated(
                 k_low, k_high, old_length + path_length + depth, fresh, half, call, head_dim
             )
@@ -297,8 +308,7 @@ def _attend_corner(
             k_high = tl.where(cached[:, None], old_high, k_high)
             v = tl.where(cached[:, None], old_v, v)
             highest, total, out = _attend(
-                q_low, q_high, k_low, k_high, v, (above != 0) | (node < 0)[None, :],
-                highest, total, out, scale, PRECISION,
+                q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale, PRECISION,
             )
     return highest, total, out
 
@@ -370,6 +380,9 @@ def attend_kernel(
     for start in tl.range(begin, end, BLOCK.L, num_stages=STAGES):
         slot = start + tl.arange(0, BLOCK.L)
         used = slot < end
+        visible = everyone & used[None, :]
+        if SHAPE.window > 0:
+            visible = visible & _near(length + depth, slot, SHAPE)
         if STAGES > 1:
             k_low, k_high = _halves(keys + slot * slot_stride, used, half, head_dim)
             v = _whole(values + slot * slot_stride, used, d, head_dim)
@@ -378,14 +391,14 @@ def attend_kernel(
             next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, head_dim)
             next_v = _whole(values + slot * slot_stride, slot < end, d, head_dim)
         highest, total, out = _attend(
-            q_low, q_high, k_low, k_high, v, everyone & used[None, :],
-            highest, total, out, scale, PRECISION,
+            q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale, PRECISION,
         )
         if STAGES == 1:
             k_low, k_high, v = next_low, next_high, next_v
     if part < SHAPE.num_corners:
         highest, total, out = _attend_corner(
-            call, q_low, q_high, known, ancestors + (first + query)[:, None] * tree.size,
+            call, q_low, q_high, known, length + depth,
+            ancestors + (first + query)[:, None] * tree.size,
             qkv + (SHAPE.num_kv_heads * SHAPE.shared + kv_head) * head_dim, keys, values,
             depths, cache.path + batch * cache.path_stride, path_length, old_length, first,
             part * corner_share, corner_end, highest, total, out, scale,

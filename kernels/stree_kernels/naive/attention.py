@@ -20,7 +20,7 @@ from stree_kernels.naive.dtypes import as_dtype
 def attend_tree(
     qkv: Tensor, keys: Tensor, values: Tensor, rotary: Tensor, topology: Topology,
     cache_state: CacheState, first: int, bound: int, scale: float | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, window: int = 0,
 ) -> Tensor:
     """Compute attention between a layer's projections, for nodes first … first + Q − 1 of trees.
 
@@ -39,19 +39,21 @@ def attend_tree(
         bound: Slots to attend to, at least those in use after this call.
         scale: Factor of the scores; None is D^−½.
         out: (B, Q, H·D), written; None returns a new tensor.
+        window: Positions that a node sees, its own included; 0 is all.
 
     Returns (B, Q, H·D) in qkv's dtype.
     """
     batch, num_new, _ = qkv.shape
     if cache_state.rows is not None:
         return _attend_rows(
-            qkv, (keys, values), rotary, topology, cache_state, first, bound, scale, out
+            qkv, (keys, values), rotary, topology, cache_state, first, bound, scale, out, window
         )
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
     num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
     places = attention_places(
-        topology, cache_state, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype
+        topology, cache_state, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype,
+        window,
     )
     rotated = rotate(heads.narrow(1, 0, num_heads + num_kv_heads), *places.rotary)
     new = rotated.narrow(1, num_heads, num_kv_heads), heads.narrow(1, -num_kv_heads, num_kv_heads)
@@ -69,6 +71,7 @@ def attend_tree(
 def _attend_rows(
     qkv: Tensor, caches: tuple[Tensor, Tensor], rotary: Tensor, topology: Topology,
     cache_state: CacheState, first: int, bound: int, scale: float | None, out: Tensor | None,
+    window: int,
 ) -> Tensor:
     """Compute `attend_tree` of some sequences of a cache, on copies with a slot for each node."""
     rows, count = cache_state.rows, caches[0].shape[2]
@@ -76,7 +79,9 @@ def _attend_rows(
     room = (0, 0, 0, first + qkv.shape[1])
     keys, values = (F.pad(cache.index_select(0, rows), room) for cache in caches)
     cache_state = replace(cache_state, rows=None)
-    y = attend_tree(qkv, keys, values, rotary, topology, cache_state, first, bound, scale, out)
+    y = attend_tree(
+        qkv, keys, values, rotary, topology, cache_state, first, bound, scale, out, window
+    )
     for cache, each in zip(caches, (keys, values), strict=True):
         cache.index_copy_(0, rows, each[:, :, :count])
     return y

@@ -92,6 +92,8 @@ def activated(y: Tensor, kind: str) -> Tensor:
     """Return an MLP's inner values (…, I) of gate and up side by side, (…, 2·I), or up alone."""
     if kind == "relu2":
         return F.relu(y).square()
+    if kind == "gelu":
+        return F.gelu(y)
     if kind == "swiglu":
         return swiglu(y)
     gate, up = y.chunk(2, dim=-1)

@@ -3,6 +3,7 @@
 from stree.checkpoints.families import (
     bamba,
     falcon_h1,
+    gpt_neox,
     granite_moe_hybrid,
     lfm2,
     lfm2_moe,
@@ -17,6 +18,6 @@ FAMILIES = tuple(
     family.LAYOUT
     for family in (
         bamba, granite_moe_hybrid, nemotron_h, falcon_h1, lfm2, lfm2_moe, zamba2, qwen3_next,
-        qwen3_5, olmo_hybrid,
+        qwen3_5, olmo_hybrid, gpt_neox,
     )
 )

@@ -1,4 +1,4 @@
-"""Llama's layout in transformers: attention layers only."""
+"""Llama's layout in transformers, and those with its names: Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -11,23 +11,62 @@ from stree.models.config import HybridConfig
 
 
 def spec(values: CheckedJson) -> HybridConfig:
-    fields = fields_of(values)
-    return HybridConfig(**fields, attn_layers=tuple(range(fields["num_layers"])))
-
-
-def fields_of(values: CheckedJson) -> dict[str, Any]:
-    """Read the fields of a `HybridConfig` from Llama's config.json."""
-    values.require(
-        hidden_act="silu", attention_bias=False, mlp_bias=False, rope_interleaved=False,
-        is_causal=True,
+    return _of_attention(
+        fields_of(values, biases=True),
+        attention_bias=values.boolean("attention_bias", False),
+        mlp_bias=values.boolean("mlp_bias", False),
     )
+
+
+def fields_of(values: CheckedJson, biases: bool = False) -> dict[str, Any]:
+    """Read the fields of a `HybridConfig` from Llama's config.json; biases are refused or left."""
+    if not biases:
+        values.require(attention_bias=False, mlp_bias=False)
+    values.require(hidden_act="silu", rope_interleaved=False, is_causal=True)
+    return _common(values, positions=2048, num_heads=None)
+
+
+def mistral_spec(values: CheckedJson) -> HybridConfig:
+    values.require(hidden_act="silu")
+    window = values.integer("sliding_window", 4096)
+    if values.is_null("sliding_window"):
+        window = 0
+    values.set("sliding_window", None)
+    return _of_attention(_common(values, positions=131072, kv_heads=8), sliding_window=window)
+
+
+def qwen2_spec(values: CheckedJson) -> HybridConfig:
+    return _of_attention(_qwen(values, kv_heads=32), qkv_bias=True)
+
+
+def qwen3_spec(values: CheckedJson) -> HybridConfig:
+    return _of_attention(
+        _qwen(values, kv_heads=32, head_dim=128),
+        attention_bias=values.boolean("attention_bias", False),
+        qk_norm=True,
+    )
+
+
+def _qwen(values: CheckedJson, **usual: int) -> dict[str, Any]:
+    # Published configs name a window and switch it off
+    values.require(hidden_act="silu", use_sliding_window=False)
+    values.set("sliding_window", None)
+    return _common(values, positions=32768, **usual)
+
+
+def _common(values: CheckedJson, **usual: Any) -> dict[str, Any]:
+    """Read the fields that all layouts here have; `usual` is for `config_parts.decoder`."""
     config_parts.layers(values, {"full_attention": "attention"}, "layer_types")
     return {
         "intermediate_size": values.integer("intermediate_size"),
         "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
-        **config_parts.decoder(values, positions=2048, num_heads=None),
+        **config_parts.decoder(values, **usual),
         **config_parts.rope(values),
     }
+
+
+def _of_attention(fields: dict[str, Any], **more: Any) -> HybridConfig:
+    return HybridConfig(**fields, **more, attn_layers=tuple(range(fields["num_layers"])))
 
 
 def config_json(config: HybridConfig, dtype: str) -> dict[str, Any]:
@@ -67,3 +106,6 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
 
 
 LAYOUT = Layout("transformers Llama", ("llama",), spec, as_it_is, frozenset({"pretraining_tp"}))
+MISTRAL = Layout("Mistral", ("mistral",), mistral_spec, as_it_is)
+QWEN2 = Layout("Qwen2", ("qwen2",), qwen2_spec, as_it_is, frozenset({"max_window_layers"}))
+QWEN3 = Layout("Qwen3", ("qwen3",), qwen3_spec, as_it_is, frozenset({"max_window_layers"}))

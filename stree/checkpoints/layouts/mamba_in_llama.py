@@ -15,7 +15,8 @@ MIXER_CONFIG_NAME = "mamba_config.json"
 
 # Fields that MambaInLlama's two files cannot describe
 _BEYOND_MAMBA_IN_LLAMA = (
-    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm",
+    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qkv_bias", "qk_norm",
+    "final_norm_bias", "sliding_window",
     "qk_norm_whole", "attention_gate",
     "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias", "feature_layers",
     "head_vocab_size", "head_rank",

@@ -29,7 +29,7 @@ _BOUNDS = {  # of fields
     "vocab_size": (1, math.inf), "d_model": (1, math.inf), "num_layers": (1, MAX_LAYERS),
     "chunk_size": (1, MAX_CHUNK_SIZE), "num_experts": (0, MAX_EXPERTS),
     "rms_norm_eps": (0, math.inf), "gated_norm_eps": (0, math.inf), "rope_theta": (0, math.inf),
-    "router_floor": (0, math.inf),
+    "router_floor": (0, math.inf), "sliding_window": (0, math.inf),
 }
 _CHOICES = {
     "mlp_kind": MLP_KINDS, "router": ("softmax", "sigmoid"),
@@ -95,6 +95,7 @@ class HybridConfig(
     attn_layers: tuple[int, ...] = ()
     layer_types: tuple[str, ...] = ()
     rms_norm_eps: float = 1e-5
+    final_norm_bias: bool = False  # added to the last norm, before the head
     tie_embeddings: bool = False
     head_vocab_size: int = 0  # tokens of a head over a part of the vocabulary (`head_ids`); 0: all
     head_rank: int = 0  # rank of a head that is two products, down and up; 0: one product

@@ -10,7 +10,8 @@ from typing import Any
 from stree_kernels.contracts import GatedDeltaShape, Mamba1Shape, MixerShape
 
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
-MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)
+MLP_KINDS = ("swiglu", "geglu", "relu2", "gelu")
+UNGATED = ("relu2", "gelu")  # down(relu(up)²) and down(gelu(up))
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_LENGTH = "original_max_position_embeddings"
 
@@ -28,8 +29,10 @@ class AttentionConfig:
         rotary_dim: Channels of a head that are rotated; None for all, 0 for no positions.
         attention_scale: Factor of the scores; None for head_dim^−½.
         attention_bias: Whether all four projections have a bias.
+        qkv_bias: Whether those of q, k and v have one; that of the output has none.
         qk_norm: Whether each head's q and k have an RMS norm, before the rotation.
         qk_norm_whole: With qk_norm, one norm is of all heads' q, and one of all heads' k.
+        sliding_window: Tokens that a token sees, itself included; 0 for all before it.
         attention_gate: Whether heads' outputs are multiplied by a sigmoid of the layer's input.
     """
 
@@ -41,8 +44,10 @@ class AttentionConfig:
     rotary_dim: int | None = None
     attention_scale: float | None = None
     attention_bias: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    sliding_window: int = 0
     attention_gate: bool = False
 
     def _attention_complaints(self) -> Iterator[str]:

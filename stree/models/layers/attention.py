@@ -35,13 +35,14 @@ class Attention(Mixer):
         super().__init__()
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
+        self.window = config.sliding_window
         width, kv_width = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.width = width + 2 * kv_width  # of q, k and v side by side
-        d_input, bias = d_input or config.d_model, config.attention_bias
+        d_input, bias = d_input or config.d_model, config.attention_bias or config.qkv_bias
         self.q_proj = nn.Linear(d_input, width, bias=bias)
         self.k_proj = nn.Linear(d_input, kv_width, bias=bias)
         self.v_proj = nn.Linear(d_input, kv_width, bias=bias)
-        self.o_proj = nn.Linear(width, config.d_model, bias=bias)
+        self.o_proj = nn.Linear(width, config.d_model, bias=config.attention_bias)
         self.gated = config.attention_gate
         if self.gated:
             self.gate_proj = nn.Linear(d_input, width, bias=bias)
@@ -110,7 +111,7 @@ class Attention(Mixer):
                 state = replace(state, ready="memory")
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
-                topology, state, first, call.bound, self.scale, to,
+                topology, state, first, call.bound, self.scale, to, self.window,
             )
 
         if not self.gated:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stree.models.config import MIXERS, Block, HybridConfig
+from stree.models.config import MIXERS, UNGATED, Block, HybridConfig
 from stree.models.layers.attention import Attention
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.mamba import Mamba2
@@ -76,7 +76,7 @@ class SharedUse(nn.Module):
             self.q_adapter = Adapter(2 * width, rank, config.num_heads * config.head_dim)
             self.k_adapter = Adapter(2 * width, rank, kv_width)
             self.v_adapter = Adapter(2 * width, rank, kv_width)
-        inner = config.intermediate_size * (1 if config.mlp_kind == "relu2" else 2)
+        inner = config.intermediate_size * (1 if config.mlp_kind in UNGATED else 2)
         self.mlp_adapter = Adapter(width, rank, inner)
         self.out = nn.Linear(width, width, bias=False)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree.models.config import HybridConfig
+from stree.models.config import UNGATED, HybridConfig
 from stree.models.layers.part import Part, Pass
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Router, Stream
@@ -27,7 +27,7 @@ class MLP(Part):
         super().__init__()
         self.kind = config.mlp_kind
         bias = config.mlp_bias
-        if self.kind != "relu2":
+        if self.kind not in UNGATED:
             self.gate_proj = nn.Linear(config.d_model, width, bias=bias)
         self.up_proj = nn.Linear(config.d_model, width, bias=bias)
         self.down_proj = nn.Linear(width, config.d_model, bias=bias)
@@ -36,7 +36,7 @@ class MLP(Part):
             self.gate = nn.Linear(config.d_model, 1, bias=False)
 
     def _read(self) -> tuple[nn.Linear, ...]:
-        return (self.up_proj,) if self.kind == "relu2" else (self.gate_proj, self.up_proj)
+        return (self.up_proj,) if self.kind in UNGATED else (self.gate_proj, self.up_proj)
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
         return [self._read(), (self.down_proj,)]
@@ -50,7 +50,7 @@ class MLP(Part):
 
     def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor:
         read, down = self.packed
-        if self.kind != "relu2" and adapter is not None and not read.biases:
+        if self.kind not in UNGATED and adapter is not None and not read.biases:
             normed, up = ops.norm(x), adapter.up.weight
             low = ops.linear(normed, adapter.down.weight)
             y = ops.linear_adapted(normed, read.weight, low, up, self.kind)
@@ -89,7 +89,7 @@ class Experts(Part):
         if config.router == "sigmoid":
             self.register_buffer("correction_bias", torch.zeros(experts))
         self.up = nn.Parameter(
-            torch.empty(experts, inner * (1 if config.mlp_kind == "relu2" else 2), outer)
+            torch.empty(experts, inner * (1 if config.mlp_kind in UNGATED else 2), outer)
         )
         self.down = nn.Parameter(torch.empty(experts, outer, inner))
         if config.expert_latent_size:

@@ -54,13 +54,17 @@ def make(tree, lengths, paths, dtype, heads=2, kv_heads=1, head_dim=16, slack=7)
     return qkv, keys, values, rotary
 
 
-def compare(tree, lengths, paths, dtype=torch.float32, **options):
+def compare(tree, lengths, paths, dtype=torch.float32, window=0, **options):
     qkv, keys, values, rotary = make(tree, lengths, paths, dtype, **options)
     exact = [qkv.double(), keys.double(), values.double(), rotary.double()]
     topology = topology_of([tree])
     cache_state = cache_state_of(lengths, paths, 1, max(1, *(len(path) for path in paths)) + 1)
-    wanted = naive.attend_tree(*exact, topology, cache_state, 0, keys.shape[2])
-    got = tree_attention.attend_tree(qkv, keys, values, rotary, topology, cache_state, 0, 0)
+    wanted = naive.attend_tree(
+        *exact, topology, cache_state, 0, keys.shape[2], window=window
+    )
+    got = tree_attention.attend_tree(
+        qkv, keys, values, rotary, topology, cache_state, 0, 0, window=window
+    )
     tolerance = TOLERANCE[dtype]
     assert got.dtype == dtype and got.shape == wanted.shape
     assert relative_error(got, wanted) < tolerance
@@ -223,3 +227,37 @@ def test_in_how_many_splits_keys_are_read(programs, staged, many_queries, splits
     """The cases are 1 and 4, then 8, 16 and 64 sequences with 8 heads of keys on an H200, of a few
     nodes and of the tree of 13 (docs/results/h200-batch)."""
     assert tree_attention._num_splits(programs, 1, staged, many_queries) == splits
+
+
+@pytest.mark.parametrize("window", [1, 3, 40, 1000])
+@pytest.mark.parametrize("alone", [True, False])
+def test_windows(window, alone):
+    """Nodes see the last positions alone: of committed tokens, of the path, of the tree."""
+    tree = TokenTree.chain(0) if alone else comb(40)
+    path = tree.path_to(tree.num_nodes - 1)
+    plain = compare(tree, [70, 3], [path, path[:1]])
+    got = compare(tree, [70, 3], [path, path[:1]], window=window)
+    assert torch.equal(got, plain) == (window == 1000)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_window_is_that_of_positions(first):
+    """Each node gets what its own path gives without a window, once earlier keys are cut."""
+    tree, window, length = TokenTree((-1, 0, 0, 1, 2, 4, 5)), 3, 5
+    qkv, *held, rotary = (each.double() for each in make(tree, [length], [[]], torch.float64))
+    keys, values = (each.clone() for each in held)
+    for start, stop in ((0, first), (first, 7)) if first else ((0, 7),):
+        y = naive.attend_tree(
+            qkv[:, start:stop], keys, values, rotary, topology_of([tree]),
+            cache_state_of([length], [[]], 1, 2), start, keys.shape[2], window=window,
+        )
+    for node in range(first, 7):
+        path = tree.path_to(node)
+        begin = max(0, length + len(path) - window)
+        slots, nodes = min(begin, length), max(0, begin - length)
+        alone = naive.attend_tree(
+            qkv[:, list(path[nodes:])], *(each[:, :, slots:].clone() for each in held),
+            rotary[:, begin:], topology_of([TokenTree.chain(len(path) - nodes - 1)]),
+            cache_state_of([length - slots], [[]], 1, 2), 0, keys.shape[2],
+        )
+        assert relative_error(y[:, node - first], alone[:, -1]) < 1e-12, node

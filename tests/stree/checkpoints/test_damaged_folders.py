@@ -119,8 +119,7 @@ CONFIG_DAMAGES = {
     "kind-table": ({"model_type": {"a": 1}}, r"a \{'a': 1\} model, wanted one of: MambaInLlama"),
     "foreign": ({"model_type": "jamba"}, "'jamba' model, wanted one of: MambaInLlama"),
     "nameless": ({"model_type": None}, "'nameless' model, wanted"),
-    "attention-bias": ({"attention_bias": True}, "attention_bias = True; only False"),
-    "mlp-bias": ({"mlp_bias": True}, "mlp_bias = True"),
+    "attention-bias": ({"attention_bias": 1}, "attention_bias = 1, wanted true or false"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
@@ -200,7 +199,6 @@ STATE_SPACES = {
     "d_model": 32, "n_layer": 2, "vocab_size": 50, "ssm_cfg": {"layer": "Mamba2", "headdim": 8},
 }
 STATE_SPACES_DAMAGES = {
-    "mamba-1": ({"ssm_cfg": {}}, "layer = 'Mamba1'; only 'Mamba2'"),
     "heads": ({"ssm_cfg": {"layer": "Mamba2", "headdim": 48}}, "headdim 48, wanted a divisor"),
     "width": ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 32}}, "d_ssm = 32; only 64"),
     "norm": ({"rms_norm": False}, "rms_norm = False"),
@@ -232,6 +230,14 @@ def test_configs_that_ask_for_something_else_are_refused(tmp_path, file, changes
     for load in (load_config, load_model):
         with pytest.raises(CheckpointRefused, match=reason):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+def test_biases_beside_mamba_layers_are_refused(tmp_path, name):
+    mamba_in_llama(tmp_path)
+    edit_json(tmp_path / "config.json", **{name: True})
+    with pytest.raises(CheckpointRefused, match=f"{name} = True; only False"):
+        load_config(tmp_path)
 
 
 def test_mambas_in_other_models_than_llama_are_refused(tmp_path):

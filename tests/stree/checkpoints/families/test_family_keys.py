@@ -14,7 +14,7 @@ import shutil
 
 import pytest
 import torch
-from families import FAMILIES, LAYOUTS, LLAMA3_ROPE, VOCAB, random_reference
+from families import FAMILIES, LAYOUTS, LLAMA3_ROPE, TRANSFORMERS, VOCAB, random_reference
 from mutations import ODD_VALUES
 from transformers import PreTrainedConfig
 
@@ -122,7 +122,7 @@ def keys_of(config, whole):
     [
         *((each, False) for each in FAMILIES),
         *(pytest.param(each, True, marks=pytest.mark.long) for each in FAMILIES),
-        ("llama", True), ("mamba2", True),
+        *((each, True) for each in (*TRANSFORMERS, "mamba2")),
     ],
 )
 @torch.no_grad()
