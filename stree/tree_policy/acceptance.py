@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Acceptance:
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self.trees, self.num_new = trees, 0
         self.rates = AcceptanceRates()
-        self._dynamic_rates: dict[tuple[str | int, ...], DynamicAcceptanceRates] = {}
+        self._dynamic_rates: dict[Any, DynamicAcceptanceRates] = {}
         dynamic = [tree for tree in trees if isinstance(tree, BeamTree)]
         for key in dict.fromkeys(tree.alike for tree in dynamic):
             alike = [tree for tree in dynamic if tree.alike == key]

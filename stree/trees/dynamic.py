@@ -8,6 +8,7 @@ the W best nodes above, in their order.
 from __future__ import annotations
 
 import functools
+import math
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,8 @@ from stree.trees.token_tree import BeamSearchTree, BeamTree, SlotTree, TokenTree
 from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
 from stree_kernels.contracts import Topology
-from stree_kernels.index_plan import columns_of
+
+ABSENT = -2  # the parent of a node that a tree does not have in a step
 
 
 class DynamicTreeBatch(TreeBatch):
@@ -27,6 +29,8 @@ class DynamicTreeBatch(TreeBatch):
     """
 
     pool: Tensor
+    inner: Tensor | None = None  # (B, N), `drawn_by` where a verifier needs it
+    least: float = -math.inf  # the value below which nodes of a tree stay empty
     picks_leaves: ClassVar[bool] = False  # the last level's nodes are picked like the others'
 
     def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
@@ -63,7 +67,15 @@ class DynamicTreeBatch(TreeBatch):
     @property
     def trees(self) -> tuple[TokenTree, ...]:
         """Trees of the rows in the last step. Waits for the device."""
-        return tuple(TokenTree(tuple(row)) for row in self.parents.tolist())
+        return tuple(
+            TokenTree(tuple(parent for parent in row if parent > ABSENT))
+            for row in self.parents.tolist()
+        )
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of nodes (B,) of each tree in the last step, without empty ones."""
+        return (self.parents > ABSENT).sum(1)
 
     @property
     def children(self) -> Tensor:
@@ -71,6 +83,7 @@ class DynamicTreeBatch(TreeBatch):
         batch, size = self.parents.shape
         parents = torch.where(self.parents < 0, size, self.parents)
         rank = (parents[..., None] == parents[:, None]).tril(-1).sum(-1)
+        rank = torch.where(parents == size, 0, rank)  # of empty nodes there may be more
         width = self.tree.width
         children = self.parents.new_full((batch, (size + 1) * width), -1)
         nodes = torch.arange(size, device=self.device).expand(batch, -1)
@@ -124,7 +137,7 @@ class DynamicTreeBatch(TreeBatch):
     def finish(self, tokens: Tensor) -> Tensor:
         ops.pick_tree(
             self._slots, self._drawn_by, self._drawn, self._pool_depths, tokens,
-            self.tokens, self.parents, self.depths,
+            self.tokens, self.parents, self.depths, self.inner, self.least,
         )
         return self.tokens
 
@@ -174,34 +187,16 @@ class SlotTreeBatch(DynamicTreeBatch):
     def __init__(self, tree: SlotTree, batch: int, device: torch.device) -> None:
         super().__init__(tree, batch, device)
         self.values, self._slots = None, torch.zeros_like(self._paths)  # `rate` writes both
-        self.drawn_by = torch.zeros_like(self.parents)
+        self.drawn_by = self.inner = torch.zeros_like(self.parents)
+        self.least = math.log(tree.threshold) if tree.threshold else -math.inf
 
     def rate(
         self, level: int, logits: Tensor, temperature: Tensor, tokens: Tensor, ids: Tensor | None
     ) -> None:
         nodes, places = self.levels[level].nodes, self.levels[level].places
-        temperature = temperature[:, None, None]
-        scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
-        drawn = tokens.gather(1, places.flatten(1)).view_as(places)
-        if ids is not None:
-            drawn = columns_of(drawn, ids).clamp(max=len(ids) - 1)
-        logs = scores.log_softmax(-1).gather(2, drawn)
-        shares = logs.exp()
-        left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
-        above = self._paths.gather(1, nodes)[..., None]
-        slots = above + left.log().to(above.dtype)
-        # In spite of rounding, the token in a slot must not be better than the slot
-        paths = torch.minimum(above + logs.to(above.dtype), slots)
-        self._slots.scatter_(1, places.flatten(1), slots.flatten(1))
-        self._paths.scatter_(1, places.flatten(1), paths.flatten(1))
-
-    def finish(self, tokens: Tensor) -> Tensor:
-        slots = self._slots.masked_fill(self._slots.isnan(), -torch.inf)
-        picks = slots.sort(dim=1, descending=True, stable=True).indices[:, : self.tree.num_nodes]
-        places = torch.arange(self._drawn.shape[1], device=self.device).expand_as(self._drawn)
-        drawn_at = torch.zeros_like(self.pool).scatter_(1, self._drawn, places)
-        self.drawn_by.copy_(drawn_at.gather(1, picks))
-        return super().finish(tokens)
+        ops.rate_slots(
+            logits, temperature, tokens, nodes, places, self._paths, self._slots, ids
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
@@ -22,7 +22,8 @@ MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`t
 MAX_CHILDREN = 255  # of a node: one program finds a row's best (kernel `top`)
 # Forms of names that `TokenTree.load` takes
 FORMS = (
-    "paper, chain-N, expand-K-…, png-N-D, beam-M-N, beam-W-D-N, dyspec-W-D-N or a YAML file"
+    "paper, chain-N, expand-K-…, png-N-D, beam-M-N, beam-W-D-N, dyspec-W-D-N, dyspec-W-D-N-T or "
+    "a YAML file"
 )
 
 
@@ -271,18 +272,21 @@ class BeamTree(TokenTree):
     def named(cls, name: str) -> BeamTree | None:
         """Return the tree of "KIND-WIDTH-DEPTH-NODES" (beam or dyspec) or "beam-WIDTH-DEPTH".
 
-        None for another name. Raises `UsageError` as `of`.
+        A threshold may follow a dyspec's nodes: "dyspec-8-10-64-0.01". None for another name.
+        Raises `UsageError` as `of` and `above`.
         """
         if beams := re.fullmatch(r"beam-([0-9]{1,4})-([0-9]{1,4})", name):
             return BeamSearchTree.of(*map(int, beams.groups()))
-        found = re.fullmatch(r"(beam|dyspec)((?:-[0-9]{1,4}){3})", name)
-        if found is None:
-            return None
-        kind = SlotTree if found[1] == SlotTree.kind else BeamTree
-        return kind.of(*map(int, found[2].split("-")[1:]))
+        found = re.fullmatch(r"(beam|dyspec)-(\d{1,4})-(\d{1,4})-(\d{1,4})", name, re.A)
+        if found is not None:
+            kind = SlotTree if found[1] == SlotTree.kind else BeamTree
+            return kind.of(*map(int, found.groups()[1:]))
+        found = re.fullmatch(r"(dyspec(?:-\d{1,4}){3})-(\d\.\d{1,9})", name, re.A)
+        grown = found and cls.named(found[1])
+        return grown.above(found[2]) if found and isinstance(grown, SlotTree) else None
 
     @property
-    def alike(self) -> tuple[str | int, ...]:
+    def alike(self) -> tuple[str | int | float, ...]:
         """Key that two dynamic trees share if one shows what the other accepts."""
         return self.kind, self.width
 
@@ -335,7 +339,7 @@ class BeamSearchTree(BeamTree):
         return cls(several_chains(depth, width).parents, name, width, depth)
 
     @property
-    def alike(self) -> tuple[str | int, ...]:
+    def alike(self) -> tuple[str | int | float, ...]:
         return *super().alike, self.depth
 
 
@@ -349,15 +353,37 @@ class SlotTree(BeamTree):
 
     The value is known before the slot's token is drawn, so that every verifier stays exact. The
     token in a slot may take another node's children away, but all slots below that node are worth
-    less than this slot, so it does not help the slot itself. In each step and row the last slot's
-    value is the threshold of DySpec's Algorithm 2.
+    less than this slot, so it does not help the slot itself.
+
+    With a `threshold` slots of a lower value stay empty (Algorithm 2, whose printed loop must go on
+    while v ≥ t): the size varies from step to step, and `num_nodes` is the most. Without one the
+    last slot's value is what a threshold would be.
     """
+
+    threshold: float = 0.0
 
     __hash__ = TokenTree.__hash__
 
     kind = "dyspec"
     by_slots = True
     most_drawn = 2047  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
+
+    def above(self, threshold: str) -> SlotTree:
+        """Return the tree whose slots are worth a threshold at least, written as a decimal number.
+
+        Raises `UsageError` for one that is not between 0 and 1.
+        """
+        value = float(threshold)
+        if not 0 < value < 1:
+            raise UsageError(
+                f"{self.name}-{threshold}: the threshold of slots is {threshold}, wanted a number "
+                "between 0 and 1"
+            )
+        return replace(self, name=f"{self.name}-{threshold}", threshold=value)
+
+    @property
+    def alike(self) -> tuple[str | int | float, ...]:
+        return *super().alike, self.threshold
 
 
 def expanded(counts: Sequence[int]) -> TokenTree:

@@ -24,7 +24,7 @@ from stree.trees.build import make_tree_batch
 from stree.trees.dynamic import SlotTreeBatch
 from stree.trees.token_tree import SlotTree, balanced
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
-from stree_kernels import ops
+from stree_kernels import naive, ops
 
 CPU = torch.device("cpu")
 
@@ -56,11 +56,11 @@ def block_distribution(
 CASES = [
     ("dyspec-2-1-2", MultiStep), ("dyspec-3-1-3", MultiStep), ("dyspec-1-2-3", MultiStep),
     ("dyspec-2-1-3", Traversal), ("dyspec-1-2-3", Traversal), ("dyspec-1-2-3", Block),
-    ("dyspec-3-1-3", Naive),
+    ("dyspec-3-1-3", Naive), ("dyspec-2-2-4-0.3", MultiStep), ("dyspec-2-1-3-0.4", Traversal),
     pytest.param("dyspec-2-2-3", MultiStep, marks=pytest.mark.long),
     pytest.param("dyspec-1-3-4", Block, marks=pytest.mark.long),
     *(pytest.param(name, verifier, marks=pytest.mark.long)
-      for name in ("dyspec-2-2-4", "dyspec-2-2-5", "dyspec-1-3-4")
+      for name in ("dyspec-2-2-4", "dyspec-2-2-5", "dyspec-1-3-4", "dyspec-2-2-5-0.2")
       for verifier in (MultiStep, Traversal, Naive)),
 ]
 
@@ -117,19 +117,22 @@ def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, m
 
 MISTAKES = {
     "a slot is as good as what it holds": (
-        SlotTreeBatch.rate, "slots.flatten(1)", "paths.flatten(1)",
+        naive.rate_slots, "worth.flatten(1)", "reached.flatten(1)",
     ),
-    "others' distributions": (SlotTreeBatch.finish, "drawn_at.gather(1, picks)", "0 * picks"),
-    "other slots are verified": (SlotTreeBatch.finish, "descending=True", "descending=False"),
+    "others' distributions": (naive.pick_tree, "drawn_at.gather(1, picks)", "0 * picks"),
+    "a draft is left out for its own token": (
+        naive.pick_tree, "picks) < least",
+        "picks).lt(least) | ((tokens == 1) & (picks == picks[:, -1:]))",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
     function = edited(*MISTAKES[mistake])
-    monkeypatch.setattr(SlotTreeBatch, function.__name__, function)
+    monkeypatch.setattr(ops, function.__name__, function)
     setting, worst = GenerationConfig(temperature=1.0), 0.0
-    for name in ("dyspec-2-1-2", "dyspec-1-2-3"):
+    for name in ("dyspec-2-1-2", "dyspec-1-2-3", "dyspec-2-2-4-0.3"):
         tree = TokenTree.load(name)
         target, drafter, _, _ = random_case(3, [balanced([3])])
         distribution = block_distribution((target, drafter), tree, setting)
@@ -137,13 +140,14 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
     assert worst > 1e-4
 
 
-def by_heap(shares_of, size: int, depth: int) -> Counter:
+def by_heap(shares_of, size: int, depth: int, threshold: float = 0.0) -> Counter:
     """Return the paths of a tree's drafts by DySpec's Algorithm 1, to a depth.
 
-    shares_of(path) returns the tokens that would be drawn after it, and their probabilities.
+    shares_of(path) returns the tokens that would be drawn after it, and their probabilities. Slots
+    of less value than a threshold are those that its Algorithm 2 leaves out.
     """
     heap, order, paths = [(-1.0, 0, (), 0)], 1, Counter()
-    while len(paths) < size:
+    while len(paths) < size and heap and -heap[0][0] >= threshold:
         value, _, parent, rank = heapq.heappop(heap)
         tokens, probs = shares_of(parent)
         token, residual = tokens[rank], 1.0 - sum(probs[:rank])
@@ -157,7 +161,10 @@ def by_heap(shares_of, size: int, depth: int) -> Counter:
     return paths
 
 
-@pytest.mark.parametrize("name", ["dyspec-4-3-5", "dyspec-5-4-6", "dyspec-6-3-7"])
+@pytest.mark.parametrize(
+    "name",
+    ["dyspec-4-3-5", "dyspec-5-4-6", "dyspec-6-3-7", "dyspec-9-2-60-0.08", "dyspec-9-3-12-0.1"],
+)
 def test_the_tree_is_dyspecs(name):
     """The draws are wide enough that no slot is missing."""
     tree = TokenTree.load(name)
@@ -186,18 +193,24 @@ def test_the_tree_is_dyspecs(name):
         (grown,) = tree_batch.trees
         got = Counter(
             tuple(int(tree_batch.tokens[0, each]) for each in grown.path_to(node)[1:])
-            for node in range(1, tree.num_nodes)
+            for node in range(1, grown.num_nodes)
         )
-        assert got == by_heap(shares_of, tree.num_nodes - 1, tree.depth)
+        assert got == by_heap(shares_of, tree.num_nodes - 1, tree.depth, tree.threshold)
+        assert tree_batch.sizes.tolist() == [grown.num_nodes] == [1 + got.total()]
+        assert (tree_batch.parents[0, grown.num_nodes :] == -2).all()
         shapes.add(grown.parents)
     assert len(shapes) > 1
 
 
-@pytest.mark.parametrize("verifier", ["coupled", "multi_step", "traversal"])
-def test_steps_of_models_as_graphs_and_without(verifier, monkeypatch, captured_on_cpu):
+@pytest.mark.parametrize(
+    ("verifier", "name"),
+    [("coupled", "dyspec-3-3-8"), ("multi_step", "dyspec-3-3-8"), ("traversal", "dyspec-3-3-8"),
+     ("coupled", "dyspec-3-3-8-0.2"), ("multi_step", "dyspec-3-3-8-0.2")],
+)
+def test_steps_of_models_as_graphs_and_without(verifier, name, monkeypatch, captured_on_cpu):
     """With `coupled` the tokens of a batch of several settings are plain decoding's."""
     target = tiny_model(1)
-    drafter, tree = right_now_and_then(target), TokenTree.load("dyspec-3-3-8")
+    drafter, tree = right_now_and_then(target), TokenTree.load(name)
     served = [
         Request([3, 1, 4], GenerationConfig(12, temperature, seed=seed, top_k=top_k))
         for seed, (temperature, top_k) in enumerate([(0.0, 0), (0.7, 9), (1.3, 0)])
@@ -258,11 +271,15 @@ def test_a_drafter_of_a_model_says_what_its_drafts_were_drawn_from():
 def test_names_lead_to_trees_and_back():
     tree = TokenTree.load("dyspec-3-4-13")
     assert isinstance(tree, SlotTree) and tree.name == "dyspec-3-4-13"
+    above = TokenTree.load("dyspec-3-4-13-0.01")
+    assert isinstance(above, SlotTree) and above.name == "dyspec-3-4-13-0.01"
+    assert above.threshold == 0.01 and above != tree and above.parents == tree.parents
     assert TokenTree.load("expand-3-2-1").parents == balanced([3, 2, 1]).parents
     assert TokenTree.load("expand-3-2-1").name == "expand-3-2-1"
     for name, reason in (
         ("expand-3-0", "at least one child"), ("expand-20-20-20", "has 8421 nodes"),
-        ("dyspec-3-4-4", "wanted 5"),
+        ("dyspec-3-4-4", "wanted 5"), ("dyspec-3-4-13-0.0", "threshold of slots is 0.0"),
+        ("dyspec-3-4-13-1.5", "between 0 and 1"),
     ):
         with pytest.raises(UsageError, match=reason):
             TokenTree.load(name)

@@ -28,8 +28,8 @@ from triton.runtime.jit import JITFunction
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch
-from stree.trees.dynamic import DynamicTreeBatch
-from stree.trees.token_tree import BeamTree, TokenTree, balanced
+from stree.trees.dynamic import DynamicTreeBatch, SlotTreeBatch
+from stree.trees.token_tree import BeamTree, SlotTree, TokenTree, balanced
 from stree.trees.tree_batch import topology_of
 from stree_kernels import naive, ops
 from stree_kernels.attention import tree_attention
@@ -112,6 +112,10 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
             tree_batch.values,
         )
     tree_batch.finish(tree_batch.pool)
+    slots = SlotTreeBatch(SlotTree.of(3, 3, 13), 1, model.device)
+    for ids in (None, torch.arange(1024)):
+        slots.rate(2, logits, torch.ones(1, dtype=torch.float64), slots.pool, ids)
+    slots.finish(slots.pool)
 
 
 def many_sequences(model: HybridModel, num_nodes: int) -> None:

@@ -60,7 +60,12 @@ from stree_kernels.naive.products import (
     linear_wide,
 )
 from stree_kernels.naive.sampling.accept import accept_choices
-from stree_kernels.naive.sampling.dynamic_trees import build_topology, pick_level, pick_tree
+from stree_kernels.naive.sampling.dynamic_trees import (
+    build_topology,
+    pick_level,
+    pick_tree,
+    rate_slots,
+)
 from stree_kernels.naive.sampling.top import (
     choice_scores,
     choose_best,

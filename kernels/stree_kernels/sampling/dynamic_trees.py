@@ -10,6 +10,8 @@ the next one: see `launch.py`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from stree_kernels.contracts import Topology
 from stree_kernels.launch import follow, overlapping
 
 BLOCK_NODES = 16
+BLOCK_LOGITS = 4096  # that a program reads at a time
 BLOCK_RANKS = 32  # picks that the others are ranked against at a time
 ABOVE, RANKED = 4096, 8192  # either times all nodes of a tree: more would not fit the registers
 LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
@@ -45,26 +48,47 @@ def pick_level(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
     """Compute `naive.pick_level` in one launch; last strides are 1."""
-    _pick(values, drawn_by, first, end, picks, parents, None, None, None, None, None)
+    _pick(values, drawn_by, first, end, picks, parents, None, None, None, None, None, None)
 
 
 def pick_tree(
     values: Tensor, drawn_by: Tensor, drawn: Tensor, pool_depths: Tensor, pool_tokens: Tensor,
-    tokens: Tensor, parents: Tensor, depths: Tensor,
+    tokens: Tensor, parents: Tensor, depths: Tensor, inner: Tensor | None = None,
+    least: float = -math.inf,
 ) -> None:
-    """Compute `naive.pick_tree` in one launch; last strides are 1, depths' row strides tokens'."""
+    """Compute `naive.pick_tree` in one launch; last strides are 1, row strides those of tokens."""
     numbers = torch.empty(values.shape, dtype=torch.int32, device=values.device)
     assert depths.stride() == tokens.stride()
+    assert inner is None or inner.stride() == tokens.stride()
     _pick(
         values, drawn_by, 0, values.shape[1], tokens, parents,
-        drawn, pool_depths, pool_tokens, depths, numbers,
+        drawn, pool_depths, pool_tokens, depths, numbers, inner, least,
+    )
+
+
+def rate_slots(
+    logits: Tensor, temperature: Tensor, tokens: Tensor, nodes: Tensor, places: Tensor,
+    paths: Tensor, slots: Tensor, ids: Tensor | None = None,
+) -> None:
+    """Compute `naive.rate_slots` in one launch, in fp32; last strides are 1."""
+    batch, num_nodes, vocabulary = logits.shape
+    assert logits.stride(2) == tokens.stride(1) == nodes.stride(1) == places.stride(2) == 1
+    assert paths.stride() == slots.stride() and paths.stride(1) == 1
+    rate_kernel[(num_nodes, batch)](
+        logits, logits.stride()[:2], vocabulary, temperature, tokens, tokens.stride(0),
+        nodes, nodes.stride(0), places, places.stride()[:2], paths, slots, paths.stride(0), ids,
+        places.shape[2],
+        STEPS=max(1, vocabulary.bit_length()),
+        BLOCK_V=min(BLOCK_LOGITS, triton.next_power_of_2(vocabulary)),
+        BLOCK_K=triton.next_power_of_2(places.shape[2]),
+        num_warps=8, **overlapping(logits),
     )
 
 
 def _pick(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor,
     drawn: Tensor | None, pool_depths: Tensor | None, pool_tokens: Tensor | None,
-    depths: Tensor | None, numbers: Tensor | None,
+    depths: Tensor | None, numbers: Tensor | None, inner: Tensor | None, least: float = -math.inf,
 ) -> None:
     assert values.stride(1) == picks.stride(1) == parents.stride(1) == 1
     block = triton.next_power_of_2(end - first)
@@ -74,7 +98,9 @@ def _pick(
         picks, picks.stride(0), parents, parents.stride(0), picks.shape[1],
         drawn, 0 if drawn is None else drawn.stride(0), pool_depths,
         pool_tokens, 0 if pool_tokens is None else pool_tokens.stride(0), depths, numbers,
+        inner, least, 0 if drawn is None else drawn.shape[1],
         BLOCK=block, BLOCK_N=block_n, BLOCK_R=min(BLOCK_RANKS, max(1, RANKED // block_n)),
+        BLOCK_I=1 if drawn is None else triton.next_power_of_2(drawn.shape[1]),
         num_warps=min(8, max(1, block // 128)), **overlapping(values),
     )
 
@@ -117,7 +143,9 @@ def pick_kernel(
     values, value_stride, drawn_by, first, end,
     picks, pick_stride, parents, parent_stride, count,
     drawn, drawn_stride, pool_depths, pool_tokens, pool_stride, depths, numbers,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAPS: tl.constexpr,
+    inner, least, num_drawn,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -146,6 +174,8 @@ def pick_kernel(
     else:
         # The picks in the pool's order, then ranked among each other
         tl.store(at + number, node.to(tl.int64), mask=chosen)
+        numbers += row * end
+        tl.store(numbers + node, -1, mask=known)
         tl.debug_barrier()
         number = tl.arange(0, BLOCK_N)
         there = number < count
@@ -161,17 +191,82 @@ def pick_kernel(
                 (value == key[:, None]) & (other[None, :] < number[:, None])
             )
             rank += tl.sum((before & is_pick[None, :]).to(tl.int32), axis=1)
-        numbers += row * end
         tl.store(numbers + node, rank, mask=there)
+        if inner is not None:
+            tl.store(inner + row * pick_stride + number, 0, mask=there)
         tl.debug_barrier()
         by = tl.load(drawn_by + node, mask=there, other=0)
         parent = tl.load(drawn + row * drawn_stride + by, mask=there, other=0)
         parent = tl.load(numbers + parent, mask=there & (node > 0), other=-1)
+        value = tl.load(values + row * value_stride + node, mask=there, other=0.0)
+        absent = value < least
+        parent = tl.where(absent, -2, parent)
         tl.store(parents + row * parent_stride + rank, parent.to(tl.int64), mask=there)
         token = tl.load(pool_tokens + row * pool_stride + node, mask=there, other=0)
         tl.store(at + rank, token, mask=there)
         depth = tl.load(pool_depths + node, mask=there, other=0)
-        tl.store(depths + row * pick_stride + rank, depth, mask=there)
+        tl.store(depths + row * pick_stride + rank, tl.where(absent, 0, depth), mask=there)
+        if inner is not None:
+            place = tl.arange(0, BLOCK_I)
+            above = tl.load(drawn + row * drawn_stride + place, mask=place < num_drawn, other=0)
+            rank = tl.load(numbers + above, mask=place < num_drawn, other=-1)
+            tl.store(inner + row * pick_stride + rank, place.to(tl.int64), mask=rank >= 0)
+
+
+@triton.jit
+def rate_kernel(
+    logits, logit_strides, vocabulary, temperatures, tokens, token_stride, nodes, node_stride,
+    places, place_strides, paths, slots, path_stride, ids, count,
+    STEPS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
+):
+    at, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    there = k < count
+    follow(OVERLAPS)
+    temperature = tl.load(temperatures + row).to(tl.float32)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    line = logits + row * logit_strides[0] + at * logit_strides[1]
+    high = tl.full([BLOCK_V], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, vocabulary, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)
+        value = tl.load(line + column, mask=column < vocabulary, other=-float("inf"))
+        value = value.to(tl.float32) / temperature
+        higher = tl.maximum(high, value)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(high - base) + tl.exp(value - base)
+        high = higher
+    best = tl.max(high, axis=0)
+    total = tl.sum(total * tl.exp(high - tl.where(best == -float("inf"), 0.0, best)), axis=0)
+    place = tl.load(
+        places + row * place_strides[0] + at * place_strides[1] + k, mask=there, other=0
+    )
+    column = tl.load(tokens + row * token_stride + place, mask=there, other=0)
+    if ids is not None:
+        token, column = column, tl.zeros([BLOCK_K], dtype=tl.int64)
+        end = tl.full([BLOCK_K], vocabulary - 1, tl.int64)
+        for _ in range(STEPS):  # the first id that is not below the token
+            middle = (column + end) // 2
+            below = tl.load(ids + middle) < token
+            column, end = tl.where(below, middle + 1, column), tl.where(below, end, middle)
+            column = tl.minimum(column, end)
+    value = tl.load(line + column, mask=there, other=-float("inf")).to(tl.float32)
+    log_share = value / temperature - best - tl.log(total)
+    share = tl.where(there, tl.exp(log_share), 0.0)
+    left = 1.0 - (tl.cumsum(share, axis=0) - share)
+    left = tl.associative_scan(tl.minimum(tl.maximum(left, 0.0), 1.0), 0, _least)
+    node = tl.load(nodes + row * node_stride + at)
+    above = tl.load(paths + row * path_stride + node)
+    worth = above + tl.log(left)
+    # In spite of rounding, the token in a slot must not be better than the slot
+    reached = tl.minimum(above + log_share, worth)
+    tl.store(slots + row * path_stride + place, worth, mask=there)
+    tl.store(paths + row * path_stride + place, reached, mask=there)
+
+
+@triton.jit
+def _least(one, other):
+    return tl.minimum(one, other)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Trees that are built on the device: exactly those of the host, and of the naive twins."""
 
+import itertools
+import math
 import random
 
 import pytest
@@ -128,17 +130,75 @@ def test_the_best_nodes_of_a_pool_are_a_tree(width, depth, num_nodes, kind):
             values[row, node] = values[row, above[row, node]] + steps[row, node]
     tokens = torch.randint(100, (2, size), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     constants = torch.tensor(drawn_by, device=DEVICE), drawn.to(DEVICE)
-    for module in MODULES:
-        got, parents = torch.full((2, 2, num_nodes), -7, device=DEVICE)
+    for module, least in itertools.product(MODULES, (-math.inf, -4.5)):
+        got, parents, inner = torch.full((3, 2, num_nodes), -7, device=DEVICE)
         depths = torch.full((2, num_nodes), -7, dtype=torch.int32, device=DEVICE)
         module.pick_tree(
             values, *constants, torch.tensor(pool_depths, dtype=torch.int32, device=DEVICE),
-            tokens, got, parents, depths,
+            tokens, got, parents, depths, inner, least,
         )
         for row in range(2):
             ranked = sorted(range(size), key=lambda node: (-values[row, node], node))
             picks = ranked[:num_nodes]
             wanted = [-1] + [picks.index(above[row, node]) for node in picks[1:]]
-            assert parents[row].tolist() == wanted
-            assert depths[row].tolist() == list(TokenTree(tuple(wanted)).depths)
+            grown = sum(values[row, node] >= least for node in picks)
+            absent = [-2] * (num_nodes - grown)
+            assert parents[row].tolist() == wanted[:grown] + absent
+            of_tree = TokenTree(tuple(wanted)).depths[:grown]
+            assert depths[row].tolist() == [*of_tree, *[0] * len(absent)]
+            places = drawn[row].tolist()
+            assert inner[row].tolist() == [
+                places.index(node) if node in places else 0 for node in picks
+            ]
             assert got[row].tolist() == tokens[row, picks].tolist()
+
+
+@pytest.mark.parametrize("num_ids", [None, 37])
+@pytest.mark.parametrize(
+    ("nodes", "width", "vocabulary", "kind"),
+    [(1, 1, 50, "random"), (3, 4, 50, "random"), (2, 7, 5001, "random"), (3, 4, 50, "one token"),
+     (3, 4, 50, "few tokens")],
+)
+def test_slots_are_worth_what_their_elder_siblings_leave(nodes, width, vocabulary, kind, num_ids):
+    """By hand in fp64; the twin and the kernel read logits of the head's own tokens."""
+    generator = torch.Generator().manual_seed(nodes + width)
+    ids = None
+    if num_ids is not None:
+        ids = torch.randperm(vocabulary, generator=generator)[:num_ids].sort().values
+    columns = vocabulary if ids is None else len(ids)
+    logits = 3 * torch.randn(2, nodes, columns, generator=generator)
+    if kind == "one token":
+        logits[..., 1] = 200.0
+    elif kind == "few tokens":
+        logits[..., 3:] = -torch.inf
+    size = 1 + nodes * (width + 1)
+    chosen = torch.stack([
+        torch.stack([torch.randperm(columns, generator=generator)[:width] for _ in range(nodes)])
+        for _ in range(2)
+    ])
+    if kind == "few tokens":
+        chosen = logits.topk(width).indices
+    tokens = torch.zeros(2, size, dtype=torch.long)
+    above = torch.arange(1, 1 + nodes).repeat(2, 1)
+    places = (1 + nodes + torch.arange(nodes * width)).view(nodes, width).repeat(2, 1, 1)
+    drawn = chosen if ids is None else ids[chosen]
+    tokens.scatter_(1, places.flatten(1), drawn.flatten(1))
+    paths = -torch.rand(2, size, generator=generator)
+    temperature = torch.tensor([0.7, 0.0], dtype=torch.float64)
+    for module in MODULES:
+        given = [each.clone().to(DEVICE) for each in (paths, torch.zeros(2, size))]
+        module.rate_slots(
+            *(each.to(DEVICE) for each in (logits, temperature, tokens, above, places)), *given,
+            None if ids is None else ids.to(DEVICE),
+        )
+        reached, worth = (each.cpu() for each in given)
+        for row, node in itertools.product(range(2), range(nodes)):
+            probs = (logits[row, node].double() / (0.7, 1.0)[row]).softmax(-1)[chosen[row, node]]
+            left, start = 1.0, math.exp(paths[row, 1 + node])
+            for rank, place in enumerate(places[row, node].tolist()):
+                slot, path = float(worth[row, place]), float(reached[row, place])
+                assert math.exp(slot) == pytest.approx(start * max(left, 0), rel=1e-4, abs=1e-5)
+                wanted = min(start * float(probs[rank]), start * max(left, 0))
+                assert math.exp(path) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+                assert path <= slot <= paths[row, 1 + node] + 1e-6
+                left -= float(probs[rank])

@@ -6,10 +6,13 @@ that have children (the root first), Q picks, W conv width.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from stree_kernels.contracts import Topology
+from stree_kernels.index_plan import columns_of
 
 
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
@@ -54,9 +57,46 @@ def pick_level(
     parents.copy_(drawn_by[found] - 1)
 
 
+def rate_slots(
+    logits: Tensor, temperature: Tensor, tokens: Tensor, nodes: Tensor, places: Tensor,
+    paths: Tensor, slots: Tensor, ids: Tensor | None = None,
+) -> None:
+    """Write the values of slots below some nodes, and of the paths to the tokens in them.
+
+    A slot is worth the probability, by the drafter, that the path to its parent is accepted and its
+    elder siblings are not (DySpec, Xiong et al. 2024, section 5.2), a path that of its drafts.
+    Values are logarithms.
+
+    Args:
+        logits: (B, n, V), from which the children were drawn without replacement, in their order.
+        temperature: (B,) fp64, 0 for 1.
+        tokens: (B, P) of the pool's nodes.
+        nodes: (B, n), the nodes.
+        places: (B, n, k), their children.
+        paths: (B, P) fp32, read at `nodes`, written at `places`.
+        slots: (B, P) fp32, written at `places`.
+        ids: (V,) ascending, the tokens that the logits are of; None for all.
+    """
+    temperature = temperature[:, None, None]
+    scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
+    drawn = tokens.gather(1, places.flatten(1)).view_as(places)
+    if ids is not None:
+        drawn = columns_of(drawn, ids).clamp(max=len(ids) - 1)
+    logs = scores.log_softmax(-1).gather(2, drawn)
+    shares = logs.exp()
+    left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
+    above = paths.gather(1, nodes)[..., None]
+    worth = above + left.log().to(above.dtype)
+    # In spite of rounding, the token in a slot must not be better than the slot
+    reached = torch.minimum(above + logs.to(above.dtype), worth)
+    slots.scatter_(1, places.flatten(1), worth.flatten(1))
+    paths.scatter_(1, places.flatten(1), reached.flatten(1))
+
+
 def pick_tree(
     values: Tensor, drawn_by: Tensor, drawn: Tensor, pool_depths: Tensor, pool_tokens: Tensor,
-    tokens: Tensor, parents: Tensor, depths: Tensor,
+    tokens: Tensor, parents: Tensor, depths: Tensor, inner: Tensor | None = None,
+    least: float = -math.inf,
 ) -> None:
     """Pick the nodes of each pool with the largest values as a tree, the largest first.
 
@@ -72,6 +112,9 @@ def pick_tree(
         tokens: (B, N), written.
         parents: (B, N), written; −1 for the root.
         depths: (B, N) int32, written.
+        inner: (B, N), written: the place of each pick in `drawn`, 0 for one without children; None
+            is not wanted.
+        least: Picks of a lower value are absent: their parents are −2, and their depths 0.
     """
     picks = _ranked(values)[:, : tokens.shape[1]]
     tokens.copy_(pool_tokens.gather(1, picks))
@@ -80,6 +123,13 @@ def pick_tree(
     parents.copy_(numbers.gather(1, drawn.gather(1, drawn_by[picks])))
     parents[:, 0] = -1
     depths.copy_(pool_depths[picks])
+    if inner is not None:
+        places = torch.arange(drawn.shape[1], device=picks.device).expand_as(drawn)
+        drawn_at = torch.zeros_like(pool_tokens).scatter_(1, drawn, places)
+        inner.copy_(drawn_at.gather(1, picks))
+    absent = values.gather(1, picks) < least
+    parents.masked_fill_(absent, -2)
+    depths.masked_fill_(absent, 0)
 
 
 def _ranked(values: Tensor) -> Tensor:
