@@ -345,7 +345,8 @@ class DecodingStats:
     """Counts and times of one generation; counts follow the kept tokens. `print` shows a table.
 
     Attributes:
-        num_new_tokens: New tokens, without the prefill's and those that a stop dropped.
+        num_new_tokens: Tokens after the first, which the prefill gives, without those that a stop
+            dropped.
         num_calls: Target calls.
         num_nodes: Nodes of all calls' trees, roots included.
         accepted_per_call: Kept drafts of each call.
@@ -409,7 +410,7 @@ class DecodingStats:
     def __str__(self) -> str:
         calls = Counter(self.accepted_per_call)
         rows = [
-            ("new tokens", f"{self.num_new_tokens}"),
+            ("tokens after the first", f"{self.num_new_tokens}"),
             ("target calls", f"{self.num_calls}"),
             ("acceptance length τ", _figure(self.acceptance_length)),
             ("tokens/s", _figure(self.tokens_per_s)),
@@ -428,7 +429,7 @@ class DecodingStats:
 
     def _summary(self) -> str:
         return (
-            f"{self.num_new_tokens} new tokens in {self.num_calls} calls, "
+            f"{self.num_new_tokens} tokens after the first in {self.num_calls} calls, "
             f"τ {_figure(self.acceptance_length)}, {_figure(self.tokens_per_s)} tokens/s"
         )
 

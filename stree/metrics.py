@@ -5,7 +5,7 @@ prompts and bootstrapped over them. Dims: R resamples, Q prompts.
 
 The counts follow one convention: the first token, which the prefill yields and no verification call
 produced, is not counted; a call's bonus (or correction) token is; tokens that the stop rule cuts
-off are not. Autoregressive decoding therefore has an acceptance length of exactly 1.
+off are not. Plain decoding therefore has an acceptance length of exactly 1.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def tokens_per_second_e2e(prompts: Sequence[Timing]) -> float | None:
 
 
 def speedup(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> float | None:
-    """Return tokens_per_second over that of the autoregressive run of the same prompts."""
+    """Return tokens_per_second over plain decoding's of the same prompts."""
     _require_pairs(prompts, baseline)
     mine, theirs = tokens_per_second(prompts), tokens_per_second(baseline)
     return None if mine is None or not theirs else mine / theirs

@@ -49,8 +49,8 @@ def build_parser() -> CommandParser:
         help="of clearing: requests that clear the queue (default: as many as rows)")
     add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
         help="of clearing: seconds after which the first request clears it")
-    add("--tree", type=str, default="paper", help=f"of stree: {TREE_POLICIES}")
-    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
+    add("--tree", type=str, default="paper", help=f"of the method tree: {TREE_POLICIES}")
+    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of the method chain")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="a request")
     add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")

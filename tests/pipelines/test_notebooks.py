@@ -68,7 +68,7 @@ def test_from_a_chat_file_to_table6(workspace):
     assert [[kind for kind, _ in cell] for cell in shown] == [
         [kind for kind, _ in cell] for cell in wanted
     ]
-    (((_, table),),) = (cell for cell in shown if cell and "| τ (STree) " in cell[0][1])
+    (((_, table),),) = (cell for cell in shown if cell and "| τ (tree) " in cell[0][1])
     assert "step 2" in table and "step 3" in table and "2 prompts" in table
     assert (run / "report.html").is_file() and (run / "table6.csv").is_file()
 

@@ -44,14 +44,14 @@ def test_table6_has_the_papers_layout_and_the_records_numbers(run):
         head, plain, chain_speed, chain_median, chain_tau, tree_speed, tree_median, tree_tau, gains,
     ) = table6(data, "mt_bench", 0.0).rows
     assert [chain_median[0], tree_median[0]] == [
-        "Median speed-up (Vanilla SD)", "Median speed-up (STree)",
+        "Median speed-up (chain)", "Median speed-up (tree)",
     ]
     assert head == ("", "step 100", "step 1000", "step 10000")
     assert [row[0] for row in (plain, chain_speed, chain_tau, tree_speed, tree_tau)] == [
-        "Speed (Autoregressive)", "Speed (Vanilla SD)", "τ (Vanilla SD)", "Speed (STree)",
-        "τ (STree)",
+        "Speed (plain)", "Speed (chain)", "τ (chain)", "Speed (tree)",
+        "τ (tree)",
     ]
-    assert gains[0] == "τ gain (STree − Vanilla SD)"
+    assert gains[0] == "τ gain (tree − chain)"
     for column, step in enumerate(STEPS, start=1):
         for method, speed, tau in (
             ("vanilla_sd", chain_speed, chain_tau),
@@ -222,8 +222,8 @@ def test_two_trees_get_rows_of_their_own(tmp_path):
     wide = Tree(name="wide", parents=(-1, 0))
     add_row(tmp_path, "stree", 100, 30, tree=wide, decoding_hash="x")
     heads = [row[0] for row in table6(load_run(tmp_path), "gsm8k", 0.0).rows]
-    assert "τ (STree, paper)" in heads and "τ (STree, wide)" in heads
-    assert "τ gain (STree, wide − Vanilla SD)" in heads
+    assert "τ (tree, paper)" in heads and "τ (tree, wide)" in heads
+    assert "τ gain (tree, wide − chain)" in heads
 
 
 @pytest.mark.long
@@ -268,8 +268,8 @@ def test_the_advice_has_the_figure_of_what_it_recommends(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "speed_ratio", lambda *_: tables.Gain(1.01, (0.99, 1.03)))
     advice = advise(load_run(make_run(tmp_path, ("gsm8k",), (0.0,))), 0.0)
     assert advice[::2] == ("Use the chain", "vanilla_sd") and advice.fastest == "stree"
-    assert advice.reason.startswith("Vanilla SD is 2.00× plain decoding [2.00, 2.00], τ 2.00. ")
-    assert "and 1.01× Vanilla SD [0.99, 1.03]: they can't be told apart, and" in advice.reason
+    assert advice.reason.startswith("The chain is 2.00× plain decoding [2.00, 2.00], τ 2.00. ")
+    assert "and 1.01× the chain [0.99, 1.03]: they can't be told apart, and" in advice.reason
 
 
 def test_temperatures_are_told_apart_without_colour_and_parts_of_a_step_from_methods(run):
@@ -307,7 +307,7 @@ def test_negative_numbers_have_a_minus_sign(tmp_path, monkeypatch):
 def test_command_prints_table6_and_paths(run, capsys):
     main([str(run)])
     printed = capsys.readouterr().out
-    assert "\nτ (STree) " in printed and "T = 0: Use the tree." in printed
+    assert "\nτ (tree) " in printed and "T = 0: Use the tree." in printed
     assert all(len(line) <= 100 or str(run) in line for line in printed.splitlines())
     *_, lossless, empty, last = printed.splitlines()
     (told,) = re.findall(r"\d+ of \d+ answers", (run / "lossless.md").read_text(encoding="utf-8"))

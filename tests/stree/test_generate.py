@@ -492,7 +492,7 @@ def test_what_a_decoder_and_its_output_say_of_themselves(decoder, shipped):
     )
     out = shipped.complete("The json module", max_new_tokens=5)
     assert repr(out).startswith(
-        "GenerationOutput(5 tokens, finish_reason='length', 4 new tokens in"
+        "GenerationOutput(5 tokens, finish_reason='length', 4 tokens after the first in"
     )
     assert f"text={out.text!r:.99}" in repr(out) and "\n" not in repr(out)
     assert "text" not in repr(decoder.generate(PROMPT, EIGHT))
@@ -503,10 +503,11 @@ def test_statistics_are_a_table():
         10, 4, 12, [0, 2, 2, 2], [0, 2, 2, 2], [2, 2, 2, 2], 2, 0.25, 0.5,
         {"draft": 100.0, "verify": 400.0},
     )
-    assert repr(stats) == "DecodingStats(10 new tokens in 4 calls, τ 2.50, 20.00 tokens/s)"
+    said = "10 tokens after the first in 4 calls, τ 2.50, 20.00 tokens/s"
+    assert repr(stats) == f"DecodingStats({said})"
     rows = [line.rsplit("  ", 1) for line in str(stats).splitlines()]
     assert {name.strip(): value.strip() for name, value in rows} == {
-        "new tokens": "10", "target calls": "4", "acceptance length τ": "2.50",
+        "tokens after the first": "10", "target calls": "4", "acceptance length τ": "2.50",
         "tokens/s": "20.00", "prefill": "0.250 s", "decoding": "0.500 s",
         "draft": "0.100 s", "verify": "0.400 s",
         "calls that kept 0 drafts": "1", "calls that kept 1 draft": "0",

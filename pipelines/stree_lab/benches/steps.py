@@ -82,7 +82,7 @@ def decode_at(
     target: HybridModel, drafter: HybridModel, taus: list[float], context: int, num_steps: int,
     repeats: int,
 ) -> Iterator[Row]:
-    """Yield a row per τ: tokens/s of the paper's tree and of autoregressive decoding, interleaved.
+    """Yield a row per τ: tokens/s of the paper's tree and of plain decoding, interleaved.
 
     The share of a step in which the GPU is idle is host time that is not hidden: 1 − the time of
     the graphs replayed one after the other over that of the steps.

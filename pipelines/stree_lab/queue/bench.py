@@ -36,6 +36,7 @@ from stree_pipelines.evaluation.plan import (
     TREE,
     EvaluationSettings,
     Job,
+    method_of,
     prompt_seed,
 )
 from stree_pipelines.evaluation.records import config_hash
@@ -161,7 +162,7 @@ class QueueBench:
 
 def settings_of(options: Any) -> EvaluationSettings:
     """Return the options' evaluation settings. Raises UsageError for values out of range."""
-    methods = tuple(options.methods)
+    methods = tuple(map(method_of, options.methods))
     if not methods:
         methods = (AUTOREGRESSIVE, TREE) if options.drafter else (AUTOREGRESSIVE,)
     if set(methods) - {AUTOREGRESSIVE} and options.drafter is None:

@@ -1,6 +1,6 @@
 """Evaluate drafter checkpoints through the real engine, for the command and the callback.
 
-Every speculative prompt carries the timing of an autoregressive run of the same prompt, made anew
+Every speculative prompt carries the timing of plain decoding of the same prompt, made anew
 for each checkpoint, at the same batch size and right before the methods' own: a speedup is always a
 pair, even in rows that a resumed run finished. At T = 0 its tokens are compared with that run's,
 and each difference gets the target's own top-2 margin.
@@ -47,6 +47,7 @@ from stree_pipelines.evaluation.plan import (
     Method,
     Round,
     make_job,
+    method_label,
 )
 from stree_pipelines.evaluation.records import (
     Lossless,
@@ -181,7 +182,7 @@ class Evaluation:
         ]
 
     def evaluate(self, checkpoint: str | Path | None) -> list[ResultRow]:
-        """Measure one drafter checkpoint (None: autoregressive only) and return its rows.
+        """Measure one drafter checkpoint (None: plain decoding only) and return its rows.
 
         The baseline's rows are included. Existing rows are returned unchanged, unless `overwrite`.
         Raises as `measure`.
@@ -265,7 +266,7 @@ class Evaluation:
         with self.progress.task(f"{_label(rounds)}warm-up", len(cold)) as task:
             for job, prompt in cold.values():
                 self.answerer.warm_up(job, prompt)
-                task.advance(f"{job.method} T={job.temperature:g}")
+                task.advance(f"{method_label(job.method)} T={job.temperature:g}")
 
     def _read_answers(self, jobs: Sequence[Job]) -> None:
         """Let target and drafters read the data's own answers, for prompts that have them."""
@@ -455,11 +456,12 @@ def require_lossless(rows: Sequence[ResultRow]) -> None:
             ended = each.token is None or each.autoregressive_token is None
             if ended or each.logit_gap > bound:
                 raise InvariantBroken(
-                    f"{row.method} is not lossless: {row.benchmark} prompt {each.prompt_id}, turn "
-                    f"{each.turn}, position {each.position} has token {each.token}, autoregressive "
-                    f"decoding {each.autoregressive_token}, and the target prefers its first "
-                    f"choice by {each.logit_gap:.3g} logits (rounding explains {bound:g} in "
-                    f"{row.environment.dtypes['weights']}); the rows are saved, don't use them"
+                    f"{method_label(row.method)} is not lossless: {row.benchmark} prompt "
+                    f"{each.prompt_id}, turn {each.turn}, position {each.position} has token "
+                    f"{each.token}, plain decoding {each.autoregressive_token}, and the target "
+                    f"prefers its first choice by {each.logit_gap:.3g} logits (rounding explains "
+                    f"{bound:g} in {row.environment.dtypes['weights']}); the rows are saved, don't "
+                    "use them"
                 )
 
 
@@ -484,5 +486,5 @@ def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
         if tau is not None and speed is not None:
             drafts = "" if method == AUTOREGRESSIVE else f"τ {tau:.2f}, "
             digits, unit = 0 if speed >= 100 else 1, "" if parts else " tok/s"
-            parts.append(f"{method} {drafts}{speed:.{digits}f}{unit}")
+            parts.append(f"{method_label(method)} {drafts}{speed:.{digits}f}{unit}")
     return "; ".join(parts)

@@ -36,7 +36,10 @@ from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 from stree_pipelines.evaluation.result_store import packed_samples
 from stree_pipelines.evaluation.sampling import OFF, Sampling, option, sampling_of, switched_on
 
+# Names of methods in rows of results, and what people call them: in options, tables and figures
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
+METHOD_LABELS = {AUTOREGRESSIVE: "plain", CHAIN: "chain", TREE: "tree"}
+_METHOD_OF_LABEL = {label: method for method, label in METHOD_LABELS.items()}
 DRAFTING = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")  # an arm's own
 NUM_FIRST_PROMPTS = 4  # at least; a batch's size when that is larger
 
@@ -77,15 +80,18 @@ class EvaluationSettings(Sampling):
         f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}"
     )
     benchmark_dir: str | None = option("where names are looked up (default: data/benchmarks)", None)
-    methods: tuple[str, ...] = option(", ".join(METHODS), METHODS)
+    methods: tuple[str, ...] = option(
+        f"{', '.join(_METHOD_OF_LABEL)}; or as in rows of results: {', '.join(METHODS)}",
+        tuple(_METHOD_OF_LABEL),
+    )
     temperatures: tuple[float, ...] = option("0 is greedy", (0.0, 1.0))
-    tree: str = option(f"of stree: {TREE_POLICIES}", "paper")
+    tree: str = option(f"of the method tree: {TREE_POLICIES}", "paper")
     verifier: str = option(", ".join(VERIFIERS), "coupled")
     backtracking: str = option(
         "replay what the last call has kept of the accepted path, or joint: feed it again", "replay"
     )
     num_chain_drafts: int = option(
-        "drafts a call of vanilla_sd (the paper's N = 5 counts the root)", 4
+        "drafts a call of the method chain (the paper's N = 5 counts the root)", 4
     )
     max_new_tokens: int = option("a turn", GenerationConfig.max_new_tokens)
     limit: int | None = option("only the first so many prompts of each benchmark", None)
@@ -107,6 +113,7 @@ class EvaluationSettings(Sampling):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, input_path(value))
         object.__setattr__(self, "benchmarks", tuple(map(input_path, self.benchmarks)))
+        object.__setattr__(self, "methods", tuple(map(method_of, self.methods)))
         for name in ("benchmarks", "methods", "temperatures"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
@@ -114,7 +121,9 @@ class EvaluationSettings(Sampling):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise UsageError(f"{name} are {list(getattr(self, name))}, wanted each once")
         if set(self.methods) - set(METHODS):
-            raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
+            raise UsageError(
+                f"methods are {list(self.methods)}, wanted some of {', '.join(_METHOD_OF_LABEL)}"
+            )
         for temperature in self.temperatures:
             # refuses settings that no decoding takes
             generation = GenerationConfig(temperature=temperature, **sampling_of(self))
@@ -145,6 +154,20 @@ class EvaluationSettings(Sampling):
         trees = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(self.num_chain_drafts)}
         tree = trees[name] if name in trees else tree_named(self.tree)
         return Method(name, name, tree, self.verifier, self.backtracking)
+
+
+def method_of(name: str) -> str:
+    """Return the method of one of METHODS' labels; other names as they are."""
+    return _METHOD_OF_LABEL.get(name, name)
+
+
+def method_label(method: str) -> str:
+    """Return what tables and figures call a method of a row, with its tree where it has several.
+
+    method: a name as `reports.run_data.method_names` gives it, such as "stree:paper".
+    """
+    name, _, tree = method.partition(":")
+    return METHOD_LABELS.get(name, name) + (f", {tree}" if tree else "")
 
 
 @dataclass(frozen=True)
@@ -406,7 +429,8 @@ def resolve(options: Mapping[str, Any]) -> tuple[EvaluationSettings, list[str | 
     settings = settings_of(options)
     if not checkpoints and AUTOREGRESSIVE not in settings.methods:
         raise UsageError(
-            f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"
+            f"the methods {', '.join(map(method_label, settings.methods))} need a drafter: give "
+            "--checkpoint or --run"
         )
     return settings, checkpoints or [None]
 

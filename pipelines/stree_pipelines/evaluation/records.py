@@ -41,7 +41,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Divergence(Record):
-    """First token that differs from the autoregressive one, with the target's own margin there.
+    """First token that differs from plain decoding's, with the target's own margin there.
 
     `position` counts the turn's new tokens from 0; `logit_gap` is the target's top-1 minus top-2
     logit after the common prefix, when sampling with the noise that decides.
@@ -56,7 +56,7 @@ class Divergence(Record):
 
 
 class Lossless(Record):
-    """Comparison with autoregressive tokens: the share of equal prompts, and each difference."""
+    """Comparison with plain decoding's tokens: the share of equal prompts, and each difference."""
 
     share: Share
     num_prompts: Count
@@ -184,7 +184,7 @@ class Turn(Record):
 
 
 class BaselineTiming(Record):
-    """Timing of the autoregressive run of the same prompt, right before in the same process.
+    """Timing of plain decoding of the same prompt, right before in the same process.
 
     Rows from before `time_ms` was recorded may share one run among checkpoints.
     """

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 
 from stree import metrics
 from stree_pipelines.comparison.repeats import repeats
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.reports import plots, runs_tables
-from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
+from stree_pipelines.reports.run_data import RunData, checkpoint_title
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length
@@ -22,10 +22,10 @@ from stree_pipelines.reports.tables.findings import Findings
 MAX_SAMPLES_PER_BENCHMARK = 3
 MAX_DIVERGENCES_SHOWN = 50
 INTRO = (
-    "Speed in new tokens per second, with its ratio to autoregressive decoding of the same prompts "
-    "in the same process; τ in new tokens per target call. Autoregressive is plain decoding, "
-    "without drafts; Vanilla SD drafts a chain, STree a tree. Brackets: 95 % intervals over "
-    "prompts, of the ratio and of τ."
+    "Speed in new tokens per second, with its ratio to plain decoding of the same prompts in the "
+    "same process; τ in new tokens per target call. Plain decoding has no drafts; a chain has one "
+    "draft after another, a tree several beside each other. Brackets: 95 % intervals over prompts, "
+    "of the ratio and of τ."
 )
 Drawn = Iterable[tuple[str, str, Figure | None]]  # title, remark and figure of each
 

@@ -14,8 +14,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stree import metrics
 from stree_pipelines.comparison.answers import Gain
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.reports.run_data import Cell, RunData, in_batches, method_label
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE, method_label
+from stree_pipelines.reports.run_data import Cell, RunData, in_batches
 from stree_pipelines.reports.simulation import num_drafts_of, simulated_curve
 
 SIZE_INCHES = (4.6, 3.1)  # about a phone's width, so that text needs no shrinking there

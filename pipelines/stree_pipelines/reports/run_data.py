@@ -27,7 +27,7 @@ from stree_pipelines.comparison.answers import (
     tokens_per_second,
 )
 from stree_pipelines.evaluation.evaluate import summarise_lossless
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE, method_label
 from stree_pipelines.evaluation.records import (
     Lossless,
     Reading,
@@ -41,7 +41,6 @@ from stree_pipelines.reports import settings
 
 POOLED = "all benchmarks"
 CURVES_NAME, COMMAND_NAME, CONFIG_NAME = "metrics.csv", "command.json", "config.yaml"
-METHOD_LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
 
 RESAMPLED: dict[str, Figure] = {  # figures that are compared between cells
     "acceptance_length": acceptance_length,
@@ -123,7 +122,7 @@ class Cell:
 
     @property
     def baseline_speed(self) -> float | None:
-        """Tokens per second of the autoregressive run that this cell's speedup is relative to."""
+        """Tokens per second of plain decoding that this cell's speedup is relative to."""
         speed, speedup = self["tokens_per_second"], self["speedup"]
         return speed / speedup if speed and speedup else None
 
@@ -352,11 +351,6 @@ def _about_batches(data: RunData) -> str:
 def in_batches(batch_size: int, before: str = " ") -> str:
     """Return "in batches of N", after `before`; "" for prompts alone."""
     return f"{before}in batches of {batch_size}" if batch_size > 1 else ""
-
-
-def method_label(method: str) -> str:
-    name, _, tree = method.partition(":")
-    return METHOD_LABELS.get(name, name) + (f", {tree}" if tree else "")
 
 
 def checkpoint_title(data: RunData, checkpoint: str) -> str:

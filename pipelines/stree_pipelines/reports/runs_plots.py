@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stree_pipelines.comparison.answers import Gain
+from stree_pipelines.evaluation.plan import method_label
 from stree_pipelines.reports import plots
-from stree_pipelines.reports.run_data import Cell, method_label
+from stree_pipelines.reports.run_data import Cell
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.tables.tables import acceptance_gain
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from stree import metrics
 from stree_pipelines.comparison.answers import HOW
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.reports.run_data import Cell, checkpoint_title, method_label
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
+from stree_pipelines.reports.run_data import Cell, checkpoint_title
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.settings import common_setting
 from stree_pipelines.reports.tables.findings import Findings
@@ -50,7 +50,7 @@ def intro(runs: Runs) -> str:
         "ratio, the two are not told apart."
     )
     return (
-        "Speed: new tokens per second of decoding, with its ratio to autoregressive decoding of "
+        "Speed: new tokens per second of decoding, with its ratio to plain decoding of "
         "the same prompts in the same process. τ: new tokens per target call, bonus included."
         f"{compared if len(runs.columns) > 1 else ''} Brackets: {HOW}"
     )

@@ -14,7 +14,7 @@ from stree_pipelines.console.progress import EvaluationProgress, clock
 from stree_pipelines.evaluation.evaluate import _so_far
 
 LABEL = "step 1600  sums_prompts T=0.7"
-DETAIL = "stree τ 13.02, 97367 tok/s; vanilla_sd τ 12.57, 96471; autoregressive 95154"
+DETAIL = "tree τ 13.02, 97367 tok/s; chain τ 12.57, 96471; plain 95154"
 SCRIPT = """
 import sys
 from stree_pipelines.console.progress import EvaluationProgress
@@ -31,9 +31,9 @@ with progress.task(label, 4) as task:
 def test_plain_lines_off_a_terminal():
     stream = io.StringIO()
     with EvaluationProgress(stream).task("talk T=0", 2) as task:
-        task.advance("stree τ 2.00")
-        task.advance("stree τ 2.10")
-    assert stream.getvalue() == "talk T=0  2/2  stree τ 2.10  ETA 0:00\n"
+        task.advance("tree τ 2.00")
+        task.advance("tree τ 2.10")
+    assert stream.getvalue() == "talk T=0  2/2  tree τ 2.10  ETA 0:00\n"
 
 
 @pytest.mark.parametrize("columns", [80, 160])
@@ -65,7 +65,7 @@ def test_a_comparison_s_figures_are_as_short():
     }
     assert _so_far(finished) == DETAIL
     slow = SimpleNamespace(num_new_tokens=19, num_calls=10, decode_s=10.0)
-    assert _so_far({"stree": [slow]}) == "stree τ 1.90, 1.9 tok/s"
+    assert _so_far({"stree": [slow]}) == "tree τ 1.90, 1.9 tok/s"
 
 
 def test_one_of_several_processes_is_silent():

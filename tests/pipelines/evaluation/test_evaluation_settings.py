@@ -123,7 +123,7 @@ def test_command_says_what_is_missing(tmp_path):
         eval_spec(["--out", str(tmp_path)])
     with pytest.raises(UsageError, match="no step-"):
         eval_spec(["--run", str(tmp_path)])
-    with pytest.raises(UsageError, match="stree need a drafter: give --checkpoint or --run"):
+    with pytest.raises(UsageError, match="the methods tree need a drafter: give"):
         eval_spec(["--out", str(tmp_path), "--target", str(tmp_path), "--methods", "stree"])
 
 
@@ -140,6 +140,15 @@ def test_shipped_configs_are_understood(config, tmp_path):
     assert refused.value.code == 2
 
 
+def test_methods_have_the_names_of_tables_and_those_of_rows(world, tmp_path):
+    given = settings_for(world, tmp_path, methods=("plain", "stree"))
+    assert given.methods == ("autoregressive", "stree")
+    with pytest.raises(UsageError, match=r"methods are .*, wanted each once"):
+        settings_for(world, tmp_path, methods=("tree", "stree"))
+    with pytest.raises(UsageError, match="wanted some of plain, chain, tree"):
+        settings_for(world, tmp_path, methods=("beam",))
+
+
 def test_progress_says_the_tree_s_figures_first(world, tmp_path):
     """The others' figures follow, plain decoding's also where its row exists."""
     settings = settings_for(world, tmp_path, limit=1)
@@ -153,8 +162,8 @@ def test_progress_says_the_tree_s_figures_first(world, tmp_path):
         said.append([line for line in lines if line.startswith("step ")])
     for step, (warm_up, measured) in zip((1, 10), said, strict=True):
         assert warm_up.startswith(f"step {step}  warm-up  3/3")
-        assert re.sub(r"(τ|,|;|ive|sd τ x,) \d+(\.\d+)?", r"\1 x", measured) == (
-            f"step {step}  talk T=0  1/1  stree τ x, x tok/s; vanilla_sd τ x, x; autoregressive x"
+        assert re.sub(r"(τ|,|;|plain|chain τ x,) \d+(\.\d+)?", r"\1 x", measured) == (
+            f"step {step}  talk T=0  1/1  tree τ x, x tok/s; chain τ x, x; plain x"
             "  ETA 0:00"
         )
 

@@ -94,7 +94,7 @@ def test_runs_that_differ_by_their_seed_share_a_column(folders, runs):
         sum(s.num_new_tokens for s in samples) / sum(s.num_calls for s in samples)
         for samples in (samples_of(folder, 10000, "stree") for folder in folders[:2])
     ]
-    (line,) = (row for row in table.rows if row[0] == "τ of each seed (STree)")
+    (line,) = (row for row in table.rows if row[0] == "τ of each seed (tree)")
     assert line[1] == f"{min(taus):.2f} {max(taus):.2f}"
 
 
@@ -210,7 +210,7 @@ def test_runs_of_plain_decoding_alone_are_compared(folders, tmp_path):
         plain = [line for line in results.read_text().splitlines() if '"autoregressive"' in line]
         results.write_text("\n".join(plain) + "\n")
     found = runs_tables.last_table(load_runs(given), "gsm8k", 0.0)
-    assert found.rows[-1] == ("Speed (Autoregressive)", "–", "–")
+    assert found.rows[-1] == ("Speed (plain)", "–", "–")
 
 
 def test_a_tree_of_a_replaced_checkpoint_has_a_name(folders, tmp_path):
@@ -268,7 +268,7 @@ def test_the_page_overlays_the_runs(written):
     require_self_contained(html)
     assert html.count("<svg") == 6  # τ, its difference and speed-ups, of chain and tree
     for text in ("lk has the longest τ", "kl (2 seeds)", "lk − kl", "Difference of acceptance",
-                 "τ over kl&#39;s (STree)", "over seeds where there are several"):
+                 "τ over kl&#39;s (tree)", "over seeds where there are several"):
         assert text in html, text
 
 
@@ -286,7 +286,7 @@ def test_csv_has_every_figure_of_the_json(written):
 
 def test_latex_is_what_latex_reads(written):
     text = (written / "table6.tex").read_text(encoding="utf-8")
-    assert text.isascii() and r"$\tau$ (STree)" in text and r"{\scriptsize [" in text
+    assert text.isascii() and r"$\tau$ (tree)" in text and r"{\scriptsize [" in text
     for name in ("table", "tabular"):
         assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") >= 1
     table = Table("a_b & 50 %", (("", "x{y}"), ("[1]", r"\^~#$ – −1")))
@@ -342,7 +342,7 @@ def test_the_command_compares_names_and_keeps_records(folders, tmp_path, capsys)
     printed = capsys.readouterr().out
     printed = " ".join(printed.split())  # lines are wrapped
     assert "KL (2 seeds)" in printed
-    assert "T = 0: LK_2 has the longest τ. τ (STree): LK_2 has" in printed
+    assert "T = 0: LK_2 has the longest τ. τ (tree): LK_2 has" in printed
     assert len(load_run(out / "run-3").rows) == 7 and str(out / "report.html") in printed
 
 

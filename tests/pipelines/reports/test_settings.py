@@ -226,7 +226,7 @@ def test_trees_of_one_name_and_other_shapes_have_rows_of_their_own(run):
     assert data.tree("stree:paper (2)") in (changed, TREES["stree"])
     assert {data.tree(name) for name in data.methods[1:]} == {changed, TREES["stree"]}
     heads = [row[0] for row in table6(data, "gsm8k", 0.0).rows]
-    assert "τ (STree, paper (1))" in heads and "τ (STree, paper (2))" in heads
+    assert "τ (tree, paper (1))" in heads and "τ (tree, paper (2))" in heads
 
 
 def test_a_profile_keeps_devices_apart_and_is_of_one_setting_on_each(run):

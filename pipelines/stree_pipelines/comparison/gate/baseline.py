@@ -16,7 +16,7 @@ from stree.common.words import device_name, is_cpu_name
 from stree.drafters.names import DrafterName
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DrafterIdentity, Job
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DrafterIdentity, Job, method_label
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 
@@ -79,7 +79,7 @@ class Baseline:
 
         Raises UsageError when it is missing, or several checkpoints have one.
         """
-        place = f"{job.method} on {job.benchmark.name} at T = {job.temperature:g}"
+        place = f"{method_label(job.method)} on {job.benchmark.name} at T = {job.temperature:g}"
         found = [row for row in stored if row.checkpoint and row.key[1:] == job.result_key[1:]]
         if not found:
             raise UsageError(

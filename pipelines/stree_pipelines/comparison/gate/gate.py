@@ -32,7 +32,7 @@ from stree_pipelines.comparison.answers import (
     tokens_per_second,
 )
 from stree_pipelines.comparison.repeats import repeats
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job, method_label
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
 from stree_pipelines.reports.tables.answer_notes import marks
@@ -149,7 +149,8 @@ class Finding:
 
     @property
     def where(self) -> str:
-        return f"{self.threshold.name} of {self.method} on {self.scope} at T = {self.temperature:g}"
+        what = f"{self.threshold.name} of {method_label(self.method)}"
+        return f"{what} on {self.scope} at T = {self.temperature:g}"
 
 
 def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> None:
@@ -158,7 +159,7 @@ def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> 
         raise UsageError(f"--fail_below is empty: {SYNTAX}")
     trees = [job.tree for job in jobs if job.tree is not None]
     if not trees:
-        raise UsageError("--methods holds nothing that drafts: add stree or vanilla_sd")
+        raise UsageError("--methods holds nothing that drafts: add tree or chain")
     benchmarks = list(dict.fromkeys(job.benchmark.name for job in jobs))
     for threshold in thresholds:
         if threshold.benchmark not in (None, *benchmarks):
@@ -175,8 +176,8 @@ def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> 
         compared = any(job.method == AUTOREGRESSIVE for job in jobs)
         if threshold.metric in RELATIVE_SPEEDS and not compared:
             raise UsageError(
-                f"--fail_below {threshold.text!r} compares with autoregressive decoding: add "
-                "autoregressive to --methods"
+                f"--fail_below {threshold.text!r} compares with plain decoding: add "
+                "plain to --methods"
             )
 
 
@@ -241,26 +242,27 @@ def _judge_one(
     threshold: Threshold, method: str, temperature: float,
     mine: Sequence[SampleRow], theirs: Sequence[SampleRow], seed: int, level: float,
 ) -> Finding:
+    what = f"{threshold.name} of {method_label(method)}"
     if threshold.depth is not None and None in (s.depth_per_call for s in (*mine, *theirs)):
         raise BadData(
-            f"{threshold.name} of {method}: some samples do not say how deep each call's drafts "
-            "were judged: evaluate again with --overwrite"
+            f"{what}: some samples do not say how deep each call's drafts were judged: evaluate "
+            "again with --overwrite"
         )
     new, old = (Answers.of([each], _counted(threshold)) for each in (mine, theirs))
     if new.prompts != old.prompts:
         raise BadData(
-            f"{threshold.name} of {method}: the samples of checkpoint and baseline are of other "
-            "prompts; one of the folders was changed, evaluate again with --overwrite"
+            f"{what}: the samples of checkpoint and baseline are of other prompts; one of the "
+            "folders was changed, evaluate again with --overwrite"
         )
     if threshold.metric in RELATIVE_SPEEDS and any(s.baseline is None for s in (*mine, *theirs)):
         raise BadData(
-            f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
-            "none: evaluate again with autoregressive among the methods and --overwrite"
+            f"{threshold.name} wants plain decoding of each prompt, and some samples have none: "
+            "evaluate again with plain among the methods and --overwrite"
         )
     if threshold.metric in SPEEDS and (told := marks({"": mine}) + marks({"": theirs})):
         raise BadData(
-            f"{threshold.name} of {method} cannot be judged. {told[0]} Evaluate again with "
-            "--overwrite where nothing else runs, or give no threshold of speed"
+            f"{what} cannot be judged. {told[0]} Evaluate again with --overwrite where nothing "
+            "else runs, or give no threshold of speed"
         )
     circles = {(s.benchmark, s.prompt_id) for s in (*mine, *theirs) if repeats(s)}
     new, old = (each.without(circles.__contains__) for each in (new, old))

@@ -14,7 +14,7 @@ from stree_pipelines.comparison.gate.gate import (
     overall,
 )
 from stree_pipelines.console.command_line import typed_command
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.reports.rendering import markdown_page
@@ -93,8 +93,9 @@ def _explain(finding: Finding) -> str:
 def _repeating(findings: Sequence[Finding]) -> list[str]:
     """Return a line for each finding with left-out prompts."""
     found = {
-        f"- left out, {finding.method} on {finding.scope} at T = {finding.temperature:g}: "
-        f"{finding.num_repeating} of {finding.num_prompts + finding.num_repeating} prompts, an "
+        f"- left out, {method_label(finding.method)} on {finding.scope} at "
+        f"T = {finding.temperature:g}: {finding.num_repeating} of "
+        f"{finding.num_prompts + finding.num_repeating} prompts, an "
         "answer to which repeats itself: circles are easy to draft": None
         for finding in findings
         if finding.num_repeating
@@ -115,8 +116,9 @@ def _thresholds(findings: Sequence[Finding]) -> Table:
     )
     rows = [
         (
-            finding.threshold.name, finding.scope, finding.method, f"{finding.temperature:g}",
-            str(finding.num_prompts), figure(finding.baseline, form=".3f"),
+            finding.threshold.name, finding.scope, method_label(finding.method),
+            f"{finding.temperature:g}", str(finding.num_prompts),
+            figure(finding.baseline, form=".3f"),
             figure(finding.checkpoint, form=".3f"), finding.threshold.shown(finding.change),
             finding.shown_interval, finding.threshold.shown(finding.threshold.change),
             finding.verdict,
@@ -135,7 +137,8 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
     others = {row.key[1:]: row for row in theirs}
     rows = [
         (
-            row.benchmark, row.method, f"{row.temperature:g}", whose, str(row.num_prompts),
+            row.benchmark, method_label(row.method), f"{row.temperature:g}", whose,
+            str(row.num_prompts),
             *(MISSING if each is None else str(each) for each in (row.num_ended, row.num_cut)),
             *(
                 figure(each, form=".3f")
@@ -166,8 +169,9 @@ def _chosen(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> list[str]
         if other is None or not (row.tree_shares or other.tree_shares):
             continue
         line = (
-            f"- steps by tree, {row.method} on {row.benchmark} at T = {row.temperature:g}: of the "
-            f"baseline {told_shares(other)}; of the checkpoint {told_shares(row)}"
+            f"- steps by tree, {method_label(row.method)} on {row.benchmark} at "
+            f"T = {row.temperature:g}: of the baseline {told_shares(other)}; of the checkpoint "
+            f"{told_shares(row)}"
         )
         if any(PLAIN.name in each.tree_shares for each in (row, other)):
             line += "; plain ones draft nothing, and say nothing about a drafter"

@@ -20,7 +20,7 @@ from stree_kernels import naive
 from stree_pipelines.evaluation.answering.batching import TimedRows
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
-from stree_pipelines.evaluation.plan import ChosenTree, Job, prompt_seed
+from stree_pipelines.evaluation.plan import ChosenTree, Job, method_label, prompt_seed
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
 from stree_pipelines.evaluation.sampling import sampling_of
 
@@ -147,7 +147,7 @@ class Answerer:
     def with_baseline(
         self, job: Job, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow
     ) -> SampleRow:
-        """Add the autoregressive run of the same prompt to a sample: its timing, and the
+        """Add plain decoding of the same prompt to a sample: its timing, and the
         comparison.
 
         Tokens must be equal at T = 0, and above with the verifier coupled, whose samples are plain
@@ -295,7 +295,7 @@ def _named(error: Exception, job: Job, conversation: Conversation) -> Exception:
         return error
     prompt, turn = conversation.prompt, len(conversation.turns)
     return InvariantBroken(
-        f"{job.benchmark.name} prompt {prompt.id}, turn {turn}, {job.method}: {error}"
+        f"{job.benchmark.name} prompt {prompt.id}, turn {turn}, {method_label(job.method)}: {error}"
     )
 
 

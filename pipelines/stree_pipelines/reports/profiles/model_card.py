@@ -12,11 +12,11 @@ from stree.common.errors import BadData
 from stree.common.plain_data import parse_yaml, read_text
 from stree.common.words import counted
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
-from stree_pipelines.evaluation.plan import METHODS
+from stree_pipelines.evaluation.plan import METHODS, method_label
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.reports.profiles.drafter_profile import withheld
 from stree_pipelines.reports.rendering import markdown_page, render_text
-from stree_pipelines.reports.run_data import RunData, in_batches, method_label
+from stree_pipelines.reports.run_data import RunData, in_batches
 from stree_pipelines.reports.tables.tables import MISSING, Column, Table, figure
 
 CARD_NAME = "README.md"

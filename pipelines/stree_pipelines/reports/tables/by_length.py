@@ -19,10 +19,10 @@ from matplotlib.ticker import FuncFormatter
 
 from stree import metrics
 from stree_pipelines.comparison.answers import Answers, acceptance_length, ratio
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
 from stree_pipelines.reports import plots
-from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title, method_label
+from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title
 from stree_pipelines.reports.settings import dtype_of
 from stree_pipelines.reports.tables.tables import (
     MISSING,
@@ -219,7 +219,7 @@ def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> 
     columns = [
         ("tokens", [rung.length for rung in rungs]),
         ("repeated", [*map(figure, repeats)]),
-        ("tokens/s (Autoregressive)", plain),
+        (f"tokens/s ({method_label(AUTOREGRESSIVE)})", plain),
     ]
     for method, mine in cells.items():
         label, changes = method_label(method), acceptance(data, rungs, method, temperature)

@@ -1,12 +1,12 @@
-"""List every comparison of a run's tokens with autoregressive decoding, as Markdown."""
+"""List every comparison of a run's tokens with plain decoding, as Markdown."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from stree_pipelines.evaluation.plan import method_label
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
-from stree_pipelines.reports.run_data import method_label
 from stree_pipelines.reports.settings import differing, setting_of
 from stree_pipelines.reports.tables.tables import MISSING, Table
 
@@ -24,10 +24,10 @@ def lossless_markdown(run: Path) -> str:
     columns = [name for name in differing(rows) if name != "dtype"]
     parts = [
         "# Losslessness",
-        f"{identical} of {checked} answers are token for token those of autoregressive "
-        "decoding, sampled ones those of the same seed. Where one is not, the gap is the target's "
-        "own first logit (with its noise, when sampling) minus its second after the common prefix: "
-        "rounding decides ties.",
+        f"{identical} of {checked} answers are token for token those of plain decoding, sampled "
+        "ones those of the same seed. Where one is not, the gap is the target's own first logit "
+        "(with its noise, when sampling) minus its second after the common prefix: rounding "
+        "decides ties.",
         _checks(rows, columns).to_markdown(),
     ]
     if identical < checked:

@@ -13,16 +13,20 @@ import numpy as np
 from stree import metrics
 from stree.common.errors import shown
 from stree_pipelines.comparison.answers import Answers, Gain, acceptance_length, speedup
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.evaluation.plan import (
+    AUTOREGRESSIVE,
+    CHAIN,
+    METHOD_LABELS,
+    TREE,
+    method_label,
+)
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.reports.run_data import (
-    METHOD_LABELS,
     RESAMPLED,
     Cell,
     RunData,
     checkpoint_title,
     in_batches,
-    method_label,
 )
 from stree_pipelines.reports.settings import require_one_ending, sampling_note
 from stree_pipelines.reports.simulation import parting_sentence
@@ -190,8 +194,8 @@ def plain_speed(cells: Iterable[Cell | None]) -> str:
 def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     """Make the table of speed and τ against distillation steps, in the paper's layout.
 
-    A speed's bracket is the interval of its speedup, a τ's that of τ. The autoregressive speed of
-    a column is the one that its speedups are relative to: measured in the same process. With a
+    A speed's bracket is the interval of its speedup, a τ's that of τ. Plain decoding's speed in a
+    column is the one that its speedups are relative to: measured in the same process. With a
     chain and a tree a last row has the difference of their τ, over the same prompts.
     """
     place = benchmark, temperature
@@ -258,8 +262,8 @@ def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
     intro = (
         "# Speed and acceptance length against distillation steps\n\n"
         "Layout of the STree paper's Table 6. Speed: new tokens per second of decoding, with its "
-        "ratio to autoregressive decoding of the same prompts in the same process. Median: of "
-        "each prompt's own speed-up. τ: new tokens per target call, bonus included. Brackets: 95 % "
+        "ratio to plain decoding of the same prompts in the same process. Median: of each "
+        "prompt's own speed-up. τ: new tokens per target call, bonus included. Brackets: 95 % "
         "bootstrap intervals over prompts (of the ratio, paired, behind a speed; of τ behind a τ; "
         "of the difference, paired, behind a gain).\n"
     )
@@ -271,7 +275,7 @@ class Advice(NamedTuple):
     """Method to decode with, and the reason.
 
     headline is empty when nothing can be compared; fastest is the fastest speculation, method the
-    one to use: that, a simpler one, or autoregressive decoding.
+    one to use: that, a simpler one, or plain decoding.
     """
 
     headline: str
@@ -303,14 +307,14 @@ def _advise(data: RunData, temperature: float) -> Advice:
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}
     if not timed:
-        why = "no autoregressive baseline was measured, or samples are missing"
+        why = "plain decoding was not measured, or samples are missing"
         return Advice("", f"Speeds of {scope} can't be compared: {why}.")
     best, *rivals = sorted(timed, key=lambda method: -timed[method]["speedup"])
     cell, interval = timed[best], timed[best].interval("speedup")
-    told = f"{method_label(best)} is {_times(cell)}"
+    told = f"{_subject(best)} is {_times(cell)}"
     plain = f"Use plain decoding{batches}"
     if cell["speedup"] <= 1:
-        reason = f"The fastest speculation, {method_label(best)}, is {_times(cell)}."
+        reason = f"The fastest speculation, {_called(best)}, is {_times(cell)}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     if interval and interval[0] <= 1:
         reason = f"{told}: the interval includes 1, so it may be none. More prompts would tell; "
@@ -320,12 +324,12 @@ def _advise(data: RunData, temperature: float) -> Advice:
     between = None
     if rivals:
         ratio, between = speed_ratio(cell, timed[rivals[0]])
-        told += f" and {figure(ratio, between, unit='× ' + method_label(rivals[0]))}"
+        told += f" and {figure(ratio, between, unit='× ' + _called(rivals[0]))}"
     if between is None or not between[0] <= 1 <= between[1]:
         return Advice(f"Use the {_noun(best)}{batches}", f"{told}.", best, best)
     simpler = next((m for m in (best, rivals[0]) if m.startswith(CHAIN)), best)
     if simpler != best:
-        told = f"{method_label(simpler)} is {_times(timed[simpler])}. {told}"
+        told = f"{_subject(simpler)} is {_times(timed[simpler])}. {told}"
     end = ", and a chain verifies fewer tokens." if simpler.startswith(CHAIN) else "."
     reason = f"{told}: they can't be told apart{end}"
     return Advice(f"Use the {_noun(simpler)}{batches}", reason, simpler, best)
@@ -357,6 +361,17 @@ def _noun(method: str) -> str:
     if name not in METHOD_LABELS:
         return f"arm {method}"
     return "chain" if name == CHAIN else f"tree {tree}".rstrip()
+
+
+def _called(method: str) -> str:
+    """Return what a sentence calls a method: "the chain", "the tree paper", or an arm's name."""
+    is_arm = method.partition(":")[0] not in METHOD_LABELS
+    return method if is_arm else f"the {_noun(method)}"
+
+
+def _subject(method: str) -> str:
+    """Return what a sentence that begins with a method calls it: "The chain"."""
+    return re.sub("^the ", "The ", _called(method))
 
 
 def chain_of_run(data: RunData, method: str) -> str | None:

@@ -74,7 +74,7 @@ def summary(world: Path) -> str:
 
 
 def test_a_worse_checkpoint_fails(world):
-    with pytest.raises(gate.Regression, match=r"acceptance_length of stree on .*regression") as got:
+    with pytest.raises(gate.Regression, match=r"acceptance_length of tree on .*regression") as got:
         judge(world, "worse", below=(TAU, "depth_accept_rates[1]=-5%"))
     assert got.value.exit_code == 70
     assert "depth_accept_rates[1]" in str(got.value)
@@ -281,7 +281,7 @@ def test_a_bad_threshold_is_one_clear_line(world, threshold, reason):
 def test_what_cannot_work_is_refused_before_anything_is_measured(world, tmp_path):
     out = ["--out", str(tmp_path / "out")]
     for reason, more in {
-        "add autoregressive": ["--methods", "stree"],
+        "add plain": ["--methods", "tree"],
         "nothing that drafts": ["--methods", "autoregressive"],
         "leads to no folder": ["--baseline", str(tmp_path / "nowhere")],
         "--promote moves a symlink": ["--promote"],

@@ -204,5 +204,5 @@ def test_undefined_figures_and_foreign_samples():
     with pytest.raises(BadData, match="other prompts"):
         judge(TAU, old, old[::-1])
     alone = [sample(q, (1,), baseline=None) for q in range(8)]
-    with pytest.raises(BadData, match="autoregressive"):
+    with pytest.raises(BadData, match="plain decoding"):
         judge("speedup=-3%", alone, old)

@@ -372,7 +372,7 @@ def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run)
         if (r.step, r.method, r.benchmark, r.temperature) == (10000, "stree", "gsm8k", 1.0)
     )
     line = next(
-        line for line in card.text.splitlines() if "gsm8k, T = 1" in line and "STree, paper" in line
+        line for line in card.text.splitlines() if "gsm8k, T = 1" in line and "tree, paper" in line
     )
     low, high = row.confidence_intervals["speedup"]
     assert f" {row.acceptance_length:.2f} [" in line

@@ -59,7 +59,7 @@ def test_a_table_of_a_stalled_answer_is_marked_and_has_the_median_beside(tmp_pat
     assert told not in table6(data, "gsm8k", 1.0).note
     for page in ("table6.md", "report.html"):
         assert (run / page).read_text(encoding="utf-8").count(told) == 1, page
-    (median,) = (r for r in table6(data, "gsm8k", 0.0).rows if r[0] == "Median speed-up (STree)")
+    (median,) = (r for r in table6(data, "gsm8k", 0.0).rows if r[0] == "Median speed-up (tree)")
     calls = (40, 30, 20)  # 60 steps of 10 ms over those of 13 ms, whatever one prompt waited
     assert median[1:] == tuple(f"{60 * 10 / (count * 13):.2f}×" for count in calls)
 
@@ -88,7 +88,7 @@ def test_each_table_says_how_many_answers_ended_and_how_many_were_cut(run):
         "Answers that ended by themselves and that were cut: 2 and 4."
     ]
     # of three checkpoints each, but plain decoding
-    wanted = "that were cut: 2 and 4 (Autoregressive); 6 and 12 (Vanilla SD, STree)."
+    wanted = "that were cut: 2 and 4 (plain); 6 and 12 (chain, tree)."
     assert wanted in table6(data, "gsm8k", 0.0).note
     write_report(data)
     for page in ("table6.md", "report.html"):
@@ -108,14 +108,14 @@ def test_answers_that_repeat_are_flagged_and_figures_stand_with_and_without_them
     table = table6(data, "gsm8k", 0.0)
     assert "The last quarter of answers to q5 repeats, which is easy to draft." in table.note
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["Answers without repeats (STree)"] == ("5 of 6",) * 3
+    assert rows["Answers without repeats (tree)"] == ("5 of 6",) * 3
     for column, checkpoint in enumerate(data.checkpoints):
         samples = data.cell(checkpoint, "stree", "gsm8k", 0.0).samples[:5]
         tau = metrics.acceptance_length(samples)
         times = metrics.speedup(samples, [each.baseline for each in samples])
-        assert rows["τ without repeats (STree)"][column] == f"{tau:.2f}"
-        assert rows["Speed-up without repeats (STree)"][column] == f"{times:.2f}×"
-    assert not any("without repeats (Vanilla SD)" in name for name in rows)
+        assert rows["τ without repeats (tree)"][column] == f"{tau:.2f}"
+        assert rows["Speed-up without repeats (tree)"][column] == f"{times:.2f}×"
+    assert not any("without repeats (chain)" in name for name in rows)
     write_report(data)
     assert "(repeats itself)" not in (run / "report.html").read_text(encoding="utf-8")  # first 3
     row = next(row for row in json.loads((run / "table6.json").read_text())["rows"]
@@ -125,7 +125,7 @@ def test_answers_that_repeat_are_flagged_and_figures_stand_with_and_without_them
     write_report(data)
     assert "gsm8k: q0 (repeats itself)" in (run / "report.html").read_text(encoding="utf-8")
     assert {row[0]: row[1:] for row in table6(data, "gsm8k", 0.0).rows}[
-        "τ without repeats (STree)"
+        "τ without repeats (tree)"
     ] == ("–", "–", "–")
 
 
