@@ -12,7 +12,7 @@ from kernel_cases import relative_error
 
 from stree_kernels import naive
 from stree_kernels.gated_delta.scan import flash_linear_attention_kernel, gated_delta_scan
-from stree_kernels.mamba.chunk_scan import _uncompiled, chunk_scan, mamba_ssm_kernel
+from stree_kernels.mamba.chunk_scan import chunk_scan, mamba_ssm_kernel, uncompiled
 
 FP64 = dict(rtol=0, atol=1e-11)
 
@@ -296,4 +296,4 @@ def test_the_compiler_is_asked_to_keep_out_only_where_the_kernel_can_be(cuda, mo
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.compiler, "disable", lambda function: asked.append(function) or len)
-    assert (_uncompiled(max) is len) == (cuda is not None) and len(asked) == (cuda is not None)
+    assert (uncompiled(max) is len) == (cuda is not None) and len(asked) == (cuda is not None)

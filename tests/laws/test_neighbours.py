@@ -18,6 +18,10 @@ from stree_kernels import ops
 MODELS = {
     "hybrid": dict(num_layers=2),
     "mamba": dict(num_layers=2, attn_layers=()),
+    "mamba-1": dict(
+        layer_types=("mamba1", "mamba1"), num_layers=2, attn_layers=(), mamba1_channels=64,
+        dt_rank=4, selection_norm_eps=1e-6,
+    ),
     "gated-delta": dict(
         layer_types=("gated_delta", "attention"), num_layers=2, d_conv=4,
         num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=16, delta_value_dim=16,
@@ -35,7 +39,7 @@ def long_in_the_interpreter(*values, quick):
 
 
 each_model = pytest.mark.parametrize(
-    "shape", long_in_the_interpreter(*MODELS, quick=["hybrid", "gated-delta"])
+    "shape", long_in_the_interpreter(*MODELS, quick=["hybrid", "mamba-1", "gated-delta"])
 )
 
 

@@ -45,7 +45,6 @@ from stree_kernels.contracts import (
 )
 from stree_kernels.conv import tree_conv
 from stree_kernels.mamba import streamed_scan
-from stree_kernels.mamba1.scan import selective_scan
 from stree_kernels.products import tiled as tiled_products
 
 SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
@@ -229,10 +228,10 @@ def trained(dtype: torch.dtype) -> None:
     ops.rms_norm(x, torch.zeros(1024), 1e-5, 16, gate).backward(x)
     dt, B = torch.zeros(2, 256, 1536), inputs[..., :16]
     for ids in (segments, None):
-        y, _ = selective_scan(inputs, dt, -torch.ones(1536, 16), B, B, segment_ids=ids)
+        y, _ = ops.selective_scan(inputs, dt, -torch.ones(1536, 16), B, B, segment_ids=ids)
         y.backward(inputs)
     with torch.no_grad():
-        selective_scan(inputs, dt, -torch.ones(1536, 16), B, B)
+        ops.selective_scan(inputs, dt, -torch.ones(1536, 16), B, B)
 
 
 def experts(num_rows: int, dtype: torch.dtype) -> None:

@@ -314,7 +314,7 @@ def _mamba1_fields(draw: random.Random, vocab: int) -> dict[str, Any]:
         vocab_size=vocab, hidden_size=24, num_hidden_layers=3, state_size=draw.choice([4, 8, 16]),
         expand=draw.choice([1, 2]), conv_kernel=draw.choice([2, 3, 4]), use_bias=_coin(draw),
         use_conv_bias=_coin(draw), time_step_rank=draw.choice(["auto", 3, 8]),
-        layer_norm_epsilon=1e-4, tie_word_embeddings=_coin(draw),
+        tie_word_embeddings=_coin(draw), layer_norm_epsilon=draw.choice([1e-5, 1e-3]),
     )
 
 

@@ -45,7 +45,7 @@ def chunk_scan(
         )
 
 
-def _uncompiled(function: T) -> T:
+def uncompiled(function: T) -> T:
     """Keep PyTorch's compiler out of a function.
 
     The import takes a second, and is not needed where PyTorch is built without GPUs.
@@ -54,7 +54,7 @@ def _uncompiled(function: T) -> T:
     return torch.compiler.disable(function) if on_gpus else function
 
 
-@_uncompiled  # The compiler would trace mamba-ssm's import and fail inside it.
+@uncompiled  # The compiler would trace mamba-ssm's import and fail inside it.
 def _mamba_ssm_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     chunk_size: int, initial_state: Tensor | None, segment_ids: Tensor | None,

@@ -16,17 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE = 512  # numbers of a state that a program holds
-CHUNK = 32  # tokens
+CHUNK = 32  # tokens between states that are kept
 
 
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
     initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `naive.selective_scan`.
-
-    The last state has no gradient, and an initial state gets none.
-    """
+    """Compute `naive.selective_scan`; no gradient goes through either state."""
     y, state = _SelectiveScan.apply(x, dt, A, B, C, initial_state, segment_ids)
     return y, state
 

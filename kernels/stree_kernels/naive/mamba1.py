@@ -15,9 +15,13 @@ width, K slots of an accepted path. Sums run in fp32, or in fp64 when the inputs
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stree_kernels.contracts import (
     CacheState,
@@ -30,6 +34,8 @@ from stree_kernels.index_plan import accepted_path
 from stree_kernels.naive.conv import convolve
 from stree_kernels.naive.dtypes import accumulation_dtype, as_dtype, widened
 from stree_kernels.naive.pointwise import gated
+
+CHUNK = 32  # tokens that a scan takes at a time
 
 
 def selective_scan(
@@ -52,14 +58,29 @@ def selective_scan(
     out_dtype, dtype = x.dtype, accumulation_dtype(x.dtype)
     x, dt, A, B, C = (as_dtype(part, dtype) for part in (x, dt, A, B, C))
     state = x.new_zeros(len(x), *A.shape) if initial_state is None else initial_state.to(dtype)
-    written, outputs = dt * x, []
-    for t in range(x.shape[1]):
-        if segment_ids is not None and t:
-            same = segment_ids[:, t] == segment_ids[:, t - 1]
-            state = torch.where(same[:, None, None], state, 0.0)
-        state = advanced_by_token(state, dt[:, t], written[:, t], A, B[:, t])
+    kept = torch.ones_like(dt[:, :, :1])  # 0 where a token begins a segment
+    if segment_ids is not None:
+        kept[:, 1:, 0] = (segment_ids[:, 1:] == segment_ids[:, :-1]).to(dtype)
+    parts = (part.split(CHUNK, dim=1) for part in (dt, dt * x, B, C, kept))
+    scan: Any = _scan_chunk
+    outputs = []
+    if torch.is_grad_enabled():  # keeps states between chunks only
+        scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
+    for chunk in zip(*parts, strict=True):
+        y, state = scan(state, A, *chunk)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1).to(out_dtype), state
+
+
+def _scan_chunk(
+    state: Tensor, A: Tensor, dt: Tensor, written: Tensor, B: Tensor, C: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, T, E) of some tokens, and the state after them."""
+    outputs = []
+    for t in range(dt.shape[1]):
+        state = advanced_by_token(state * kept[:, t, None], dt[:, t], written[:, t], A, B[:, t])
         outputs.append(torch.einsum("bes,bs->be", state, C[:, t]))
-    return torch.stack(outputs, dim=1).to(out_dtype), state
+    return torch.stack(outputs, dim=1), state
 
 
 def advanced_by_token(state: Tensor, dt: Tensor, written: Tensor, A: Tensor, B: Tensor) -> Tensor:

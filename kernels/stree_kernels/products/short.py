@@ -92,7 +92,7 @@ def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> 
     outputs //= 1 + gated
     *_, num_warps = shares_of(outputs, inputs, weight, gated)
     together = device_of(weight)[0] * (TOGETHER if num_warps == 4 else 1)
-    whole = weight.is_contiguous() and (isinstance(x, Stream) or x.is_contiguous())
+    whole = weight.is_contiguous() and (isinstance(x, Stream) or _has_even_rows(x))
     return whole and 1 < outputs <= TILE // block_of(inputs) * together
 
 
@@ -104,6 +104,12 @@ def shares_of(
     share = min(triton.cdiv(outputs, device_of(weight)[0]), most)
     block_outputs = max(16, triton.next_power_of_2(share))
     return share, block_outputs, 4 if block_outputs * block_of(inputs) * (1 + gated) <= TILE else 8
+
+
+def _has_even_rows(x: Tensor) -> bool:
+    """Return True for rows (…, D) that lie one after the other, be it with gaps between them."""
+    steps = zip(x.stride()[:-2], x.shape[1:-1], x.stride()[1:-1], strict=True)
+    return x.stride(-1) == 1 and all(outer == size * inner for outer, size, inner in steps)
 
 
 def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> Tensor:

@@ -98,9 +98,10 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Return True for a matrix, or a stack of matrices, that is no embedding."""
+    """Return True for a matrix, or a stack of matrices, that is no embedding, nor Mamba-1's A."""
     stacked = name.endswith((".experts.up", ".experts.down"))  # a matrix per expert
-    return (parameter.ndim == 2 or stacked) and "embed_tokens" not in name
+    others = "embed_tokens" in name or name.endswith("A_log")
+    return (parameter.ndim == 2 or stacked) and not others
 
 
 def is_orthogonalised(name: str, parameter: Tensor) -> bool:

@@ -24,6 +24,7 @@ from stree.models.layers.packed_linear import lay_channels_together, lay_for_pro
 from stree.models.layers.part import Mixer, PrefillPass, TrainingPass, TreePass
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Mamba1Weights
+from stree_kernels.mamba.chunk_scan import uncompiled
 
 
 class Mamba1(Mixer):
@@ -76,7 +77,7 @@ class Mamba1(Mixer):
         """Return the output (B, T, D) and the last state for the conv's output x (B, T, E)."""
         dt, B, C = self._select(x)
         A = -self.A_log.to(naive.accumulation_dtype(self.A_log.dtype)).exp()
-        y, state = ops.selective_scan(x, dt, A, B, C, **options)
+        y, state = _selective_scan(x, dt, A, B, C, **options)
         return self.out_proj(naive.gated((y + self.D * x).to(y.dtype), z)), state
 
     def forward(self, x: Tensor, context: TrainingPass) -> Tensor:
@@ -106,3 +107,8 @@ class Mamba1(Mixer):
             return ops.mamba1_scan(x, selected, dt, gate, *rest)
 
         return call.over_nodes(cache, op, projected, out)
+
+
+@uncompiled  # The compiler would unroll the tokens.
+def _selective_scan(*given: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return ops.selective_scan(*given, **options)

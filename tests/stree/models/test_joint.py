@@ -15,9 +15,12 @@ from stree_kernels import ops
 from stree_kernels.contracts import CacheState
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]), TokenTree.chain(0)]
+OPS = "mamba_tree", "attend_tree", "short_conv_tree", "gated_delta_tree", "mamba1_advance"
 KINDS = dict(  # every mixer, two of them more than once and side by side
-    num_layers=5, attn_layers=(),
-    layer_types=("mamba mlp", "attention mlp", "mamba+attention mlp", "short_conv", "gated_delta"),
+    num_layers=7, attn_layers=(),
+    layer_types=("mamba mlp", "attention mlp", "mamba+attention mlp", "short_conv", "gated_delta",
+                 "mamba1+attention", "mamba1 mlp"),
+    mamba1_channels=40, dt_rank=3,
     num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=8, delta_value_dim=8,
 )
 
@@ -198,15 +201,15 @@ def test_ops_know_what_is_ready_when_they_begin(backtracking, normed, monkeypatc
 
         return run
 
-    for name in ("mamba_tree", "attend_tree", "short_conv_tree", "gated_delta_tree"):
+    for name in OPS:
         monkeypatch.setattr(ops, name, note(name.split("_")[0], getattr(ops, name)))
     model = tiny_model(3, **KINDS, qk_norm=normed)
     cache = model.new_cache(64, 4, backtracking=backtracking)
     model.tree_forward(torch.tensor([[5]]), TokenTree.chain(0), cache)
-    mixers = ["mamba", "attend", "mamba", "attend", "short", "gated"]
+    mixers = ["mamba", "attend", "mamba", "attend", "short", "gated", "mamba1", "attend", "mamba1"]
     if backtracking == "joint":
         assert seen == [(name, ready) for name in mixers for ready in ("memory", "none")]
     else:
-        readies = ["memory"] * 6
-        readies[3] = "memory" if normed else "all"
+        readies = ["memory"] * 9
+        readies[3] = readies[7] = "memory" if normed else "all"
         assert seen == list(zip(mixers, readies, strict=True))

@@ -45,23 +45,29 @@ def test_transformers_loads_the_attention_models_that_we_save(seed, tmp_path):
 
 
 @pytest.mark.parametrize("saved_as", ["safetensors", "bin"])
+@pytest.mark.parametrize(("layout", "seed"), [("mamba", 3), ("mamba2", 6)])
 @torch.no_grad()
-def test_state_spaces_layout(saved_as, tmp_path):
+def test_state_spaces_layout(layout, seed, saved_as, tmp_path):
     """A folder with mamba-ssm's names, its tied head twice and a padded vocabulary loads."""
     size, padded = 97, 112
-    theirs = random_reference("mamba2", 6, vocab=padded)
+    theirs = random_reference(layout, seed, vocab=padded)
     state = {
         name.replace("backbone.embeddings.", "backbone.embedding."): value.clone()
         for name, value in theirs.state_dict().items()
     }
     state["lm_head.weight"] = state["backbone.embedding.weight"].clone()
     read = theirs.config
+    ssm = {
+        "d_state": read.state_size, "d_conv": read.conv_kernel, "conv_bias": read.use_conv_bias,
+        "expand": read.expand,
+    }
+    if layout == "mamba2":
+        ssm |= {"layer": "Mamba2", "headdim": 8, "ngroups": read.n_groups, "chunk_size": 16}
+    else:
+        ssm |= {"dt_rank": read.time_step_rank}
     config = {
-        "d_model": 32, "d_intermediate": 0, "n_layer": 3, "vocab_size": size,
-        "ssm_cfg": {
-            "layer": "Mamba2", "headdim": 8, "d_state": read.state_size, "ngroups": read.n_groups,
-            "chunk_size": 16, "d_conv": read.conv_kernel, "conv_bias": read.use_conv_bias,
-        },
+        "d_model": read.hidden_size, "d_intermediate": 0, "n_layer": 3, "vocab_size": size,
+        "ssm_cfg": ssm,
         "attn_layer_idx": [], "attn_cfg": {}, "rms_norm": True, "residual_in_fp32": True,
         "fused_add_norm": True, "pad_vocab_size_multiple": 16, "tie_embeddings": True,
     }
