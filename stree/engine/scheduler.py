@@ -53,6 +53,7 @@ class Scheduler:
         self.choice = TreeChoice(tree_policy)
         self._planned: deque[_Planned] = deque()  # plans whose reports are awaited
         self._number = 0
+        self._before = (0, 0.0)  # number and time of the last report
         self._decoding: dict[int, RunningSequence] = {}  # rows of the last step
         self._stops: list[int] = []
         self._saves: list[Save] = []
@@ -293,6 +294,7 @@ class Scheduler:
         """
         self.look_ahead()  # the choice rests on what was known while the step ran
         planned = self._forget_first()
+        self._learn_time(planned, report)
         for number, lengths in report.saved.items():
             self.prefixes.settle(number, *lengths)
         for row, seconds in report.drafter_s.items():
@@ -309,6 +311,15 @@ class Scheduler:
         return failed + [
             self._begin(row, self.sequences[row], report) for row in self._beginning(planned)
         ] + blocks
+
+    def _learn_time(self, planned: _Planned, report: Report) -> None:
+        """Let the tree policy learn what a step took that did nothing but decode one tree."""
+        plan, (number, ended) = planned.plan, self._before
+        self._before = plan.number, report.ended
+        trees = list(plan.trees.values())
+        is_alone = not (plan.reads or plan.admits or plan.saves or plan.catch_ups)
+        if number == plan.number - 1 and is_alone and len(set(trees)) == 1:
+            self.tree_policy.learn_step(plan.num_rows, trees[0], report.ended - ended)
 
     def _forget_first(self) -> _Planned:
         planned = self._planned.popleft()

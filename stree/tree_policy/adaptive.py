@@ -40,8 +40,10 @@ class AdaptiveState:
 
 
 class AdaptiveTrees(TreePolicy):
-    """Tree policy that chooses a tree for each step by measured step times.
+    """Tree policy that chooses a tree for each step by step times.
 
+    Times that were measured apart are the first guess; what steps take while it decodes replaces
+    them, tree by tree.
     Drafting takes the time of its steps and, once for each request, the drafter's prefill of the
     prompt, which decides with many rows and short answers. While plain decoding is best, drafters
     read no prompts (`drafts`). All rows whose requests name no tree have the chosen one.
@@ -113,7 +115,7 @@ class AdaptiveTrees(TreePolicy):
         So a change from plain decoding costs at most as much as staying has cost.
         """
         state = self.state
-        state.missed_s += self.costs.of(num_rows, PLAIN) * (1 - speed[PLAIN] / speed[tree])
+        state.missed_s += self.speeds.step_s(num_rows, PLAIN) * (1 - speed[PLAIN] / speed[tree])
         return state.missed_s >= num_rows * state.speeds.catch_up_s
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
@@ -121,6 +123,10 @@ class AdaptiveTrees(TreePolicy):
         if tree.num_nodes > 1:
             self.state.acceptance.learn(tree, path)
             self.state.explorer.count(tree)
+
+    def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
+        """Learn what a step has taken (`TreePolicy.learn_step`)."""
+        self.speeds.learn_step(num_rows, tree, seconds)
 
     def learn_tokens(self, num_tokens: int) -> None:
         """Count new tokens of a request towards the length of the next answer that ends."""

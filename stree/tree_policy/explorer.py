@@ -50,15 +50,15 @@ class Explorer:
 
         A tree that seems to lose less is tried more often.
         """
-        speed, costs = speeds.of(num_rows), speeds.costs
+        speed, step_s = speeds.of(num_rows), speeds.step_s
         share = TRY_SHARE / len(self._telling)
         for tree in self._telling:
             if tree == current:
                 self._unseen_s[tree] = 0.0
                 continue
-            self._unseen_s[tree] += costs.of(num_rows, current)
+            self._unseen_s[tree] += step_s(num_rows, current)
             slower = max(1 - speed[tree] / speed[current], LEAST_LOSS)
-            if self._unseen_s[tree] > slower * costs.of(num_rows, tree) / share:
+            if self._unseen_s[tree] > slower * step_s(num_rows, tree) / share:
                 self._unseen_s[tree] = 0.0
                 return tree
         return None
@@ -69,9 +69,9 @@ class Explorer:
         The trees take turns: if only the best one were tried, no other could show that it is
         better.
         """
-        self._plain_s += speeds.costs.of(num_rows, plain)
+        self._plain_s += speeds.step_s(num_rows, plain)
         tree = self._probed[0]
-        step_s = speeds.costs.of(num_rows, tree)
+        step_s = speeds.step_s(num_rows, tree)
         lost = PROBE_STEPS * step_s + num_rows * speeds.catch_up_s
         if self._plain_s <= lost / PROBE_SHARE:
             return None

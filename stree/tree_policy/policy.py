@@ -74,6 +74,12 @@ class TreePolicy:
         The nodes of dynamic trees are ranks. `tree` may be one that only its request has named.
         """
 
+    def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
+        """Learn how long a step of `num_rows` rows with that tree alone has taken.
+
+        That is from the report before to its own, where nothing came between.
+        """
+
     def learn_tokens(self, num_tokens: int) -> None:
         """Learn that a request whose trees are chosen has new tokens."""
 

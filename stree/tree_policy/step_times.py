@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,6 +21,8 @@ from stree.speculation_profile import StepTimesRecord, Tree, TreeStepTimes, firs
 from stree.trees.token_tree import PLAIN, TokenTree
 
 ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
+STEPS_SEEN = 25  # steps of a tree whose median is what it takes
+FEWEST_SEEN = 8  # below which the times measured apart count
 
 
 @dataclass
@@ -185,8 +189,11 @@ class Speeds:
         self.expect(expected)
 
     def rest_on(self, costs: StepTimes) -> None:
-        """Rest on other step times, and forget the drafter's prefills."""
+        """Rest on other step times, and forget the drafter's prefills and the steps seen."""
         self.costs = costs
+        # Seconds of the last steps, by number of rows and tree
+        self._seen: dict[tuple[int, TokenTree], deque[float]] = {}
+        self._last: dict[int, tuple[float, float]] = {}  # by rows, of the last tree: seen, measured
         # The drafter's seconds a request: to read a prompt, and to catch up after plain steps
         self._prefills_s, self._catch_ups_s = (MovingAverage(costs.catch_up) for _ in range(2))
         self._by_rows: dict[int, dict[TokenTree, float]] = {}
@@ -194,6 +201,26 @@ class Speeds:
     def expect(self, expected: dict[TokenTree, float]) -> None:
         """Rest on other expected tokens of steps."""
         self._expected, self._by_rows = expected, {}
+
+    def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
+        """Learn what a step has taken, the host's work included."""
+        seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
+        seen.append(seconds)
+        if len(seen) >= FEWEST_SEEN:
+            self._last[num_rows] = median(seen), self.costs.of(num_rows, tree)
+
+    def step_s(self, num_rows: int, tree: TokenTree) -> float:
+        """Return what a step takes: by the last ones of this tree, if enough were seen.
+
+        Otherwise it is the time measured apart, changed as for the tree that was seen last: by what
+        that took longer, as the host's work is much the same for all trees, or by its share.
+        """
+        seen = self._seen.get((num_rows, tree), ())
+        if len(seen) >= FEWEST_SEEN:
+            return median(seen)
+        measured = self.costs.of(num_rows, tree)
+        took, guess = self._last.get(num_rows, (0.0, 0.0))
+        return measured + took - guess if took >= guess else measured * took / guess
 
     def learn_answer(self, prefill_s: float | None, catch_up_s: float | None) -> None:
         """Learn that an answer has ended (`TreePolicy.learn_answer`)."""
@@ -226,7 +253,7 @@ class Speeds:
 
     def with_tokens(self, num_rows: int, tree: TokenTree, tokens: float) -> float:
         """Return tokens per second and row of steps that yield `tokens` tokens."""
-        seconds = self.costs.of(num_rows, tree)
+        seconds = self.step_s(num_rows, tree)
         if tree != PLAIN:
             answer_tokens = max(self._answer_tokens.value, 1.0)
             seconds += num_rows * self.prefill_s * tokens / answer_tokens

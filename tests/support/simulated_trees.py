@@ -13,9 +13,13 @@ CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])
 
 
 def simulated(
-    policy: AdaptiveTrees, num_rows: int, steps: int, rates: list[float], seed: int = 0
+    policy: AdaptiveTrees, num_rows: int, steps: int, rates: list[float], seed: int = 0,
+    takes: StepTimes | None = None,
 ):
-    """Steps whose children of rank r are accepted with rates[r]; what each was, and all tokens."""
+    """Steps whose children of rank r are accepted with rates[r]; what each was, and all tokens.
+
+    The policy is told what steps take if `takes` says it, give or take a tenth.
+    """
     rng, used, tokens = random.Random(seed), [], 0
     for _ in range(steps):
         tree = policy.choose(num_rows)
@@ -35,6 +39,8 @@ def simulated(
                 node = wanted
             policy.learn_path(tree, tree.path_to(node))
             tokens += tree.depths[node] + 1
+        if takes is not None:
+            policy.learn_step(num_rows, tree, takes.of(num_rows, tree) * rng.uniform(0.95, 1.05))
     return used, tokens
 
 

@@ -126,6 +126,30 @@ def test_a_tree_that_becomes_better_is_found(step_times, before, after, found, s
     assert used[-1] == found
 
 
+@pytest.mark.parametrize(
+    ("host_s", "rates", "best"),
+    [(0.0, [0.6, 0.2, 0.1], CHAIN), (1.5, [0.6, 0.2, 0.1], WIDE), (0.0, [0.1, 0, 0], PLAIN)],
+)
+def test_what_steps_take_while_it_decodes_replaces_what_was_measured(host_s, rates, best):
+    """A host that takes as long for each step makes large trees worth more."""
+    measured = costs(1.0, 1.1, 1.6)
+    takes = costs(1.0 + host_s, 1.1 + host_s, 1.6 + host_s)
+    policy = AdaptiveTrees([CHAIN, WIDE], measured)
+    used, _ = simulated(policy, 1, 3000, rates, takes=takes)
+    assert used[1000:].count(best) > 0.93 * 2000
+    slow = costs(1.0, 9.0, 9.0)  # what is measured again counts until steps say otherwise
+    policy.costs = slow
+    assert policy.speeds.step_s(1, CHAIN) == 9.0
+
+
+def test_a_step_that_stalls_changes_nothing():
+    policy = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.1, 1.6))
+    for number in range(100):
+        policy.learn_step(1, CHAIN, 50.0 if number % 4 == 0 else 1.2)
+    assert policy.speeds.step_s(1, CHAIN) == 1.2
+    assert policy.speeds.step_s(1, WIDE) == pytest.approx(1.7)  # the host's tenth is added
+
+
 def test_reading_a_prompt_and_catching_up_are_told_apart():
     """Time to catch up delays drafting once; time to read prompts counts against every tree."""
     policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
