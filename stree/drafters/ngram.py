@@ -24,8 +24,9 @@ from stree.generation import require_whole
 from stree.models.layer_caches import Which, fill
 from stree.models.model import HybridModel
 from stree.trees.tree_batch import TreeBatch
+from stree_kernels import ops
+from stree_kernels.naive.sampling.ngrams import NOTHING, Seen, TreesToFill, look
 
-NOTHING = -1  # a slot of no token
 NUM_PLACES = 16  # places of a corpus that a step looks at, for each number of matching tokens
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no token's part of a key is lost
 
@@ -180,25 +181,21 @@ class Text:
 
     def look(self, rows: BatchState, reach: int) -> Seen:
         """Compare all slots with each row's last tokens, for trees of depth `reach`."""
+        return look(*self._slots(rows, reach))
+
+    def _slots(self, rows: BatchState, reach: int) -> tuple[Tensor, Tensor, int, int, int]:
+        """Return slots, roots, context, and number and length of excerpts as `look` takes them."""
         slots = self.slots[: len(rows.active), :-1]
+        roots = (self.start + rows.position).clamp(min=self.start - 1)
+        if self.corpus is None:
+            return slots, roots, self.context, 0, 1
         places = self.start + rows.position[:, None] - self._back
         last = slots.gather(1, places.clamp(min=self.start - 1))
         last = last.masked_fill(last < 0, NOTHING - 1)  # slots before a text match no slot
-        aside = slots[:, :0].bool()  # slots that a continuation must not begin after
-        if self.corpus is not None:
-            excerpts = self.corpus.excerpts(last, reach)
-            number = torch.arange(excerpts.shape[2], device=slots.device)
-            aside = (number != self.context - 1).expand_as(excerpts).flatten(1)
-            slots = torch.cat([excerpts.flatten(1), slots], 1)
-        earlier = F.pad(slots, (self.context - 1, 0), value=NOTHING)
-        same = torch.ones_like(slots, dtype=torch.bool)
-        length = torch.zeros_like(slots)
-        for back in range(self.context):
-            shifted = earlier[:, self.context - 1 - back :][:, : slots.shape[1]]
-            same &= shifted == last[:, back : back + 1]
-            length += same
-        length[:, : aside.shape[1]].masked_fill_(aside, NOTHING)
-        return Seen(slots, length[:, None])
+        excerpts = self.corpus.excerpts(last, reach)
+        number, length = excerpts.shape[1:]
+        slots = torch.cat([excerpts.flatten(1), slots], 1)
+        return slots, roots + number * length, self.context, number, length
 
     def fill(
         self, rows: BatchState, tree_batch: TreeBatch, tokens: Tensor, places: Tensor | None = None,
@@ -213,72 +210,14 @@ class Text:
             places: (B, 1, k), the root's children to write; None is all.
             barred: (B, 1, j), tokens that these children must not be; None is none.
         """
-        size, seen = tree_batch.num_nodes, self.look(rows, tree_batch.max_depth)
-        matches = seen.matches
-        slots = F.pad(tokens, (0, 1))  # the last slot takes drafts without a node
-        for depth, level in enumerate(tree_batch.levels):
-            if depth:
-                nodes = level.nodes.clamp(min=0)
-                above = tree_batch.above(depth)[..., None]
-                matches = matches.gather(1, above.expand(-1, -1, matches.shape[2]))
-                matches = seen.after(matches, slots.gather(1, nodes))
-            here = level.places if depth or places is None else places
-            found = seen.continuations(matches, here.shape[2], None if depth else barred)
-            slots.scatter_(1, here.masked_fill(here < 0, size).flatten(1), found.flatten(1))
-        tokens.copy_(slots[:, :-1])
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Texts that a step looks at.
-
-    Attributes:
-        slots: (B, L), tokens of a corpus' excerpts and of the rows' own text.
-        matches: (B, 1, L) int64, how many tokens up to each slot equal those up to the root; below
-            0 for slots that no continuation begins after.
-    """
-
-    slots: Tensor
-    matches: Tensor
-
-    def after(self, matches: Tensor, tokens: Tensor) -> Tensor:
-        """Return the matches (B, n, L) of nodes with tokens (B, n), given their parents'."""
-        longer = F.pad(matches[..., :-1] + 1, (1, 0), value=1)
-        return longer * (self.slots[:, None] == tokens[..., None])
-
-    def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
-        """Return `count` different tokens (B, n, count) that came next, the longest match first.
-
-        Among equal matches the latest is first. barred (B, n, j) are tokens to leave out, V for
-        none.
-        """
-        following = F.pad(self.slots[:, None, 1:], (0, 1), value=NOTHING).expand_as(matches)
-        length = matches.shape[2]
-        order = matches * length + torch.arange(length, device=matches.device)
-        unwanted = following < 0
-        if barred is not None:
-            unwanted = unwanted | (following[..., None] == barred[:, :, None]).any(-1)
-        found = []
-        for _ in range(count):
-            order = order.masked_fill(unwanted, NOTHING)
-            best, at = order.max(-1, keepdim=True)
-            token = following.gather(2, at)
-            found.append(token.masked_fill(best < 0, NOTHING))
-            unwanted = following == token
-        if count == 1 and barred is None:
-            return found[0].clamp(min=0)
-        return _completed(torch.cat(found, -1), barred)
-
-
-def _completed(found: Tensor, barred: Tensor | None) -> Tensor:
-    """Replace NOTHING in found (…, k) by tokens that neither found nor barred (…, j) has."""
-    taken = found if barred is None else torch.cat([found, barred], -1)
-    tokens = torch.arange(taken.shape[-1], device=found.device)
-    is_taken = (tokens[:, None] == taken[..., None, :]).any(-1)
-    free = is_taken.long().argsort(dim=-1, stable=True)
-    missing = found < 0
-    number = (missing.cumsum(-1) - 1).clamp(min=0)
-    return torch.where(missing, free.gather(-1, number), found)
+        trees = TreesToFill(
+            tree_batch.parents, tree_batch.children,
+            tuple((level.nodes, level.places, level.above) for level in tree_batch.levels),
+        )
+        slots, roots, context, count, length = self._slots(rows, tree_batch.max_depth)
+        ops.draft_ngrams(
+            slots, roots, tokens, trees, context, count, length, places, barred
+        )
 
 
 class NGramDrafter(Drafter):

@@ -45,6 +45,7 @@ from stree_kernels.contracts import (
 )
 from stree_kernels.conv import tree_conv
 from stree_kernels.mamba import streamed_scan
+from stree_kernels.naive import TreesToFill
 from stree_kernels.products import tiled as tiled_products
 
 SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
@@ -115,6 +116,7 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
     for ids in (None, torch.arange(1024)):
         slots.rate(2, logits, torch.ones(1, dtype=torch.float64), slots.pool, ids)
     slots.finish(slots.pool)
+    drafts_of_a_text()
 
 
 def many_sequences(model: HybridModel, num_nodes: int) -> None:
@@ -188,6 +190,17 @@ def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor
         if rule != "naive":
             independent = replace(drafts, independent=True)
             ops.accept_drafts(rule, logits, independent, sampling, active, *committed)
+
+
+def drafts_of_a_text() -> None:
+    """Fill a tree from a text, its root's last child alone, too, and with a very long context."""
+    tree_batch = make_tree_batch([TokenTree.paper()], torch.device("cpu"))
+    trees = TreesToFill(tree_batch.parents, tree_batch.children, ())
+    tokens, one = torch.zeros(1, 13, dtype=torch.long), torch.ones(1, dtype=torch.long)
+    some = one.view(1, 1, 1)
+    for context, *grafted in ((6, None, None), (6, some, some), (2**18, None, None)):
+        slots = torch.zeros(1, 8192, dtype=torch.long)
+        ops.draft_ngrams(slots, one, tokens, trees, context, 0, 1, *grafted)
 
 
 def short_conv(num_nodes: int, dtype: torch.dtype) -> None:

@@ -66,6 +66,7 @@ from stree_kernels.naive.sampling.dynamic_trees import (
     pick_tree,
     rate_slots,
 )
+from stree_kernels.naive.sampling.ngrams import TreesToFill, draft_ngrams
 from stree_kernels.naive.sampling.top import (
     choice_scores,
     choose_best,
