@@ -289,7 +289,8 @@ def test_experts_that_tokens_choose_at_random():
         ("granite-4.0-h-tiny", 7), ("granite-4.0-h-small", 32), ("nemotron-h-8b", 8.1),
         ("falcon-h1-7b", 7.6), ("bamba-9b", 9.8), ("zamba2-7b", 7.4), ("qwen3.5-9b", 9),
         ("lfm2-1.2b", 1.17), ("lfm2-8b-a1b", 8.34), ("olmo-hybrid-7b", 7.43), ("mamba2-1.3b", 1.34),
-        ("mamba2-2.7b", 2.7), ("mamba2-7b", 6.75), ("mamba2-13b", 13), ("mamba2-23b", 23.3),
+        ("mamba-2.8b", 2.77), ("falcon-mamba-7b", 7.27), ("mamba2-2.7b", 2.7),
+        ("mamba2-7b", 6.75), ("mamba2-13b", 13), ("mamba2-23b", 23.3),
     ],
 )
 def test_published_models_have_their_size(name, billions):

@@ -12,11 +12,15 @@ from toys import tiny_model
 
 from stree import TokenTree
 from stree.models.cache import HybridCache
-from stree.models.layer_caches import MambaCache
+from stree.models.layer_caches import AttentionCache
 from stree.trees.token_tree import balanced
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]),
          TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]
+MAMBA_1 = dict(  # alone and side by side with attention
+    layer_types=("mamba1 mlp", "mamba1+attention"), attn_layers=(), num_layers=2,
+    mamba1_channels=40, dt_rank=3, selection_norm_eps=1e-2,
+)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -24,11 +28,11 @@ def assert_same(got: HybridCache, wanted: HybridCache, tolerance: float) -> None
     assert got.num_committed == wanted.num_committed == int(got.length)
     used = got.num_committed
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
-        if isinstance(ours, MambaCache):
-            pairs = [(ours.state, theirs.state), (ours.conv_state, theirs.conv_state)]
-        else:
+        if isinstance(ours, AttentionCache):
             pairs = [(ours.keys[:, :, :used], theirs.keys[:, :, :used]),
                      (ours.values[:, :, :used], theirs.values[:, :, :used])]
+        else:
+            pairs = [(ours.state, theirs.state), (ours.conv_state, theirs.conv_state)]
         for one, other in pairs:
             scale = other.abs().max().clamp(min=1)
             torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=tolerance)
@@ -47,6 +51,7 @@ PROMPT_LENGTHS = [1, 2, 7, 8, 9]  # below the conv; around a chunk of 8
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("config", [dict(), MAMBA_1], ids=["hybrid", "mamba-1"])
 @pytest.mark.parametrize(
     "prompt_length, dtype",
     quick_first(
@@ -54,8 +59,8 @@ PROMPT_LENGTHS = [1, 2, 7, 8, 9]  # below the conv; around a chunk of 8
         [(length, dtype) for length in PROMPT_LENGTHS for dtype in TOLERANCE],
     ),
 )
-def test_every_path_of_every_tree(tree, prompt_length, dtype):
-    model = tiny_model(3, dtype)
+def test_every_path_of_every_tree(tree, config, prompt_length, dtype):
+    model = tiny_model(3, dtype, **config)
     generator = torch.Generator().manual_seed(prompt_length)
     prompt = torch.randint(61, (1, prompt_length), generator=generator)
     tokens = torch.randint(61, (1, tree.num_nodes), generator=generator)
@@ -79,7 +84,9 @@ def test_every_path_of_every_tree(tree, prompt_length, dtype):
         torch.testing.assert_close(after, plain, rtol=0, atol=TOLERANCE[dtype] * 1e3)
 
 
-@pytest.mark.parametrize("config", [dict(), dict(attn_layers=()), dict(repeat_before_conv=True)])
+@pytest.mark.parametrize(
+    "config", [dict(), dict(attn_layers=()), dict(repeat_before_conv=True), MAMBA_1]
+)
 def test_a_chain_equals_the_sequence_and_siblings_cannot_see_each_other(config):
     model = tiny_model(5, **config)
     prompt, tokens = torch.arange(9)[None], torch.arange(20, 33)[None]
@@ -181,11 +188,13 @@ def test_states_of_a_narrow_model_do_not_drift(dtype):
     assert (got - wanted).norm() / wanted.norm() < torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize(
+    "config", [dict(attn_layers=()), dict(), MAMBA_1], ids=["recurrent", "hybrid", "mamba-1"]
+)
 @pytest.mark.parametrize("path", [[], [0], [0, 2], [0, 1, 3]], ids=str)
-def test_a_prefill_goes_on_from_the_accepted_path(path, attn_layers):
+def test_a_prefill_goes_on_from_the_accepted_path(path, config):
     """A second turn is read after the first one's last block, which no call has replayed yet."""
-    model, tree = tiny_model(10, attn_layers=attn_layers), TokenTree((-1, 0, 0, 1))
+    model, tree = tiny_model(10, **config), TokenTree((-1, 0, 0, 1))
     cache, tokens = model.new_cache(64, 4), torch.tensor([[7, 8, 9, 10]])
     model.prefill(torch.tensor([[1, 2, 3]]), cache)
     model.tree_forward(tokens, tree, cache)

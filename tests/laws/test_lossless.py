@@ -26,6 +26,7 @@ from toys import (
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.runners import GraphRunner
+from stree.models.model import HybridModel
 from stree.trees.token_tree import balanced
 from stree.verifiers import VERIFIERS
 from stree.verifiers.coupled import Coupled
@@ -78,24 +79,34 @@ def test_repeated_drafts_change_nothing(monkeypatch):
         assert got.tokens == Decoder(target).generate([0, 1], setting).tokens
 
 
-KINDS = {  # the attention layers of a target's three and a drafter's two
+KINDS = {  # the attention layers of a target's three and a drafter's two, or one kind of all
     "Mamba for Transformer": ((0, 1, 2), ()), "Transformer for Transformer": ((0, 1, 2), (0, 1)),
     "Transformer for Mamba": ((), (0, 1)), "Transformer for hybrid": ((1,), (0, 1)),
+    "Mamba-1 for Mamba-1": ("mamba1", "mamba1"), "Mamba-1 for hybrid": ((1,), "mamba1 mlp"),
 }
+
+
+def of_kind(seed: int, num_layers: int, kind: str | tuple[int, ...]) -> HybridModel:
+    if isinstance(kind, tuple):
+        return tiny_model(seed, vocab_size=5, num_layers=num_layers, attn_layers=kind)
+    return tiny_model(
+        seed, vocab_size=5, num_layers=num_layers, attn_layers=(), mamba1_channels=40, dt_rank=3,
+        layer_types=(kind,) * num_layers,
+    )
 
 
 @pytest.mark.parametrize(
     ("kinds", "backtracking"),
     quick_first(
-        [("Mamba for Transformer", "replay"), ("Transformer for hybrid", "joint")],
+        [("Mamba for Transformer", "replay"), ("Transformer for hybrid", "joint"),
+         ("Mamba-1 for Mamba-1", "joint"), ("Mamba-1 for hybrid", "replay")],
         [(kinds, backtracking) for kinds in KINDS for backtracking in ("replay", "joint")],
     ),
 )
 def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
     """There are few tokens, so that models that have nothing in common agree now and then."""
     target_layers, drafter_layers = KINDS[kinds]
-    target = tiny_model(1, attn_layers=target_layers, vocab_size=5)
-    drafter = tiny_model(2, attn_layers=drafter_layers, num_layers=2, vocab_size=5)
+    target, drafter = of_kind(1, 3, target_layers), of_kind(2, 2, drafter_layers)
     served = [Request(prompt, GenerationConfig(24)) for prompt in ([1, 2, 3], [4], [0, 3, 0, 2, 1])]
     plain = BatchDecoder(target, num_rows=1, max_length=64).generate(served)
     accepted = []

@@ -21,11 +21,10 @@ from stree.drafters.model import ModelDrafter
 from stree.logits.asked import Asked
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
-from stree.models.layer_caches import RecurrentCache
 from stree.models.layers.layer import Layer
 from stree.models.layers.mlp import Experts
 from stree.models.layers.parallel import SideBySide
-from stree.models.layers.part import Part
+from stree.models.layers.part import Mixer, Part
 from stree.models.model import HybridModel, read_row
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
@@ -239,7 +238,7 @@ def memory(target: HybridModel, num_nodes: int) -> Iterator[Row]:
     """
     kept = [kept_bytes(target.new_cache(16, size)) for size in (1, num_nodes)]
     joint = target.new_cache(16, num_nodes, backtracking="joint")
-    states = sum(layer.state.nbytes for layer in joint.layers if isinstance(layer, RecurrentCache))
+    states = sum(layer.state.nbytes for layer in joint.layers if hasattr(layer, "state"))
     yield dict(
         what="memory", num_nodes=num_nodes, kept_bytes=kept[1], kept_bytes_joint=kept_bytes(joint),
         kept_bytes_of_one_node=kept[0], state_bytes=states,
@@ -281,6 +280,11 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
 
     def add_part(part: Part | SideBySide) -> None:
         sizes.extend((each.weight.shape[0], each.weight.shape[1]) for each in part.packed)
+        mixers = [each for each, _ in part.mixers] if isinstance(part, SideBySide) else [part]
+        for mixer in mixers:
+            if isinstance(mixer, Mixer):
+                for inner in mixer.inner_products():
+                    add(inner)
         if isinstance(part, Experts):
             chosen = round(chosen_experts(part.config, num_nodes))
             for weight in (part.up, part.down):

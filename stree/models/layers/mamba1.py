@@ -47,9 +47,12 @@ class Mamba1(Mixer):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         return [(self.in_proj,), (self.out_proj,)]
 
+    def inner_products(self) -> list[nn.Linear]:
+        return [self.x_proj, self.dt_proj]
+
     def pack_own(self) -> None:
         lay_channels_together(self.conv1d)
-        for inner in (self.x_proj, self.dt_proj):
+        for inner in self.inner_products():
             lay_for_products(inner.weight)
 
     @property

@@ -303,8 +303,13 @@ class Part(nn.Module):
 class Mixer(Part):
     """A part with a cache, which `extend(x, cache, context)` continues by more tokens.
 
-    The first of its products reads the input, the last gives the output.
+    The first of its products reads the input, the last gives the output. `mix` has what lies
+    between: conv and replay, products by `inner_products` if any, and the scan or attention.
     """
+
+    def inner_products(self) -> list[nn.Linear]:
+        """Return projections that `mix` applies."""
+        return []
 
     def tree(self, x: Stream, cache: Any, call: TreePass) -> Tensor:
         read, last = self.packed

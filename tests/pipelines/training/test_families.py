@@ -1,11 +1,14 @@
 """A drafter is distilled from a target of each family, saved, and decoded with."""
 
+import json
+
 import pytest
+import torch
 from families import FAMILIES, random_reference
-from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace
+from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
 
 import stree
-from stree.checkpoints.load_save import load_config
+from stree.checkpoints.load_save import load_config, load_model
 from stree.generation import GenerationConfig
 from stree_pipelines.commands import distill
 
@@ -15,8 +18,8 @@ SEEDS = {"granite": 3, "nemotron": 3, "qwen3_5": 1}  # with experts
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=[] if family == "nemotron" else [pytest.mark.long])
-        for family in FAMILIES
+        pytest.param(family, marks=[] if family in ("nemotron", "mamba") else [pytest.mark.long])
+        for family in (*FAMILIES, "mamba", "falcon_mamba")
     ],
 )
 def test_a_drafter_is_distilled_and_decodes(tmp_path, family):
@@ -36,3 +39,27 @@ def test_a_drafter_is_distilled_and_decodes(tmp_path, family):
     alone = stree.load(target, dtype="float64", max_length=96)
     prompt = [5, 6, 7]
     assert decoder.generate(prompt, generation).tokens == alone.generate(prompt, generation).tokens
+
+
+def test_a_mamba_1_drafter_of_a_hybrid_learns_and_drafts(tmp_path):
+    """model.drafter.layer_types names the kind of layer; A is trained and not decayed."""
+    workspace = make_workspace(tmp_path)
+    drafter = dict(
+        vocab_size=VOCAB_SIZE, d_model=24, num_layers=2, layer_types=["mamba1 mlp", "mamba1"],
+        mamba1_channels=48, d_state=8, dt_rank=3, intermediate_size=32, tie_embeddings=True,
+    )
+    options = [word for key, value in drafter.items()
+               for word in (f"--model.drafter.{key}", json.dumps(value))]
+    more = (*options, "--model.optimizer.lr", "0.02")
+    distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=12))
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path / "run") if row["loss"]]
+    assert losses[-1] < 0.6 * losses[0]
+    model = load_model(tmp_path / "run/drafter/latest")
+    assert not model.model.layers[0].mamba1.A_log[0].exp().diff().allclose(torch.ones(7))
+    target, prompt = workspace / "target", [5, 6, 7]
+    for setting in (GenerationConfig(24), GenerationConfig(24, temperature=1.0, seed=3)):
+        outputs = []
+        for drafted in ({}, dict(drafter=tmp_path / "run/drafter/latest", tree="beam-2-3-6")):
+            decoder = stree.load(target, **drafted, dtype="float64", max_length=96)
+            outputs.append(decoder.generate(prompt, setting))
+        assert outputs[0].tokens == outputs[1].tokens
