@@ -291,13 +291,13 @@ def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build DySpec's Tables 1 and 2, for the data sets that we have."""
     keys = {"GSM8k": "gsm8k", "MT-Bench": "mt_bench"}
     (*labels, _, _, _), *lines_of_paper = paper
-    rows = [row for row in _arms(folder) if _is_model(row)]
+    rows = [row for row in _arms(folder) if _drafting(row) is not None]
     arms = sorted({
-        (name, row.verifier or "") for row in rows
-        if (name := _tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-"))
+        (name, row.verifier or "", _drafting(row) or "") for row in rows
+        if (name := _tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-", "sequoia-64"))
     })
     theirs = (f"{name}, paper" for name in paper[0][len(labels):])
-    ours = (f"{tree}, {verifier}, {OURS}" for tree, verifier in arms)
+    ours = (f"{tree}, {verifier}, {drafting}{OURS}" for tree, verifier, drafting in arms)
     lines: list[Cells] = [(*labels, *theirs, *ours)]
     used: list[ResultRow | None] = []
     for cells in lines_of_paper:
@@ -306,7 +306,7 @@ def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
             _fastest(
                 row for row in rows
                 if (row.benchmark, row.temperature) == wanted
-                and (_tree_name(row), row.verifier) == arm
+                and (_tree_name(row), row.verifier, _drafting(row)) == arm
             )
             for arm in arms
         ]
@@ -359,6 +359,17 @@ def _is_model(
     name = DrafterName.parse(row.checkpoint or "ngram")
     alone = name == DrafterName(name.folder, siblings=siblings)
     return alone and row.backtracking != "joint"
+
+
+def _drafting(row: ResultRow) -> str | None:
+    """Return in words how a model drafts, "" for as usual; None where more than a model does."""
+    name = DrafterName.parse(row.checkpoint or "ngram")
+    if _is_model(row):
+        return ""
+    if row.backtracking == "joint" or not name.draws or name.context or name.float8:
+        return None
+    warm = "" if name.temperature is None else f"drawn at {name.temperature:g}, "
+    return warm + ("" if name.draws_in_turn else "independent siblings, ")
 
 
 def _fastest(rows: Iterable[ResultRow]) -> ResultRow | None:
