@@ -1,8 +1,10 @@
 """Benchmark a drafter checkpoint against a baseline; exit with 70 when it is worse beyond noise.
 
-python pipelines/benchmark_checkpoint.py runs/new/drafter/latest --baseline baselines/main \\
-  --target T --fail_below acceptance_length=-3% gsm8k.speedup=-5% depth_accept_rates[1]=-5% \\
-  --benchmarks gsm8k mt_bench --temperatures 0 --out gate
+    python pipelines/benchmark_checkpoint.py runs/new/drafter/latest \\
+      --baseline baselines/main --target T --benchmarks gsm8k mt_bench --out gate \\
+      --fail_below acceptance_length=-3% gsm8k.speedup=-5% \\
+      depth_accept_rates[1]=-5%
+
 Writes summary.md (for a pull request) and the rows of both. A threshold holds for all benchmarks'
 prompts together, or for the one that it names; the sign of its change is part of it.
 """

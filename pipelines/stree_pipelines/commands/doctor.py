@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--target", help="target folder: is there memory and disk for distilling from it?")
     add("--run_dir", "--run-dir", default="runs", help="where runs are to be kept (default: runs)")
-    add("--need", nargs="+", default=[], choices=OPTIONAL, help="what must work here, too")
+    add("--need", nargs="+", default=[], choices=OPTIONAL, metavar="WHAT",
+        help=f"what must work here, too: {', '.join(OPTIONAL)}")
     options = parser.parse_args(arguments)
     target = options.target and input_path(options.target)
     failed = examine(target, options.run_dir, tuple(options.need))

@@ -7,10 +7,12 @@ default each; shipped configs work from any folder.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,6 +47,7 @@ _REQUIRED = "the following arguments are required: "
 _KEY_AT_START = re.compile(r"(?:there is no option )?([\w.]+)\b")
 _NO_FILE = "File does not exist: "
 _NO_KEYS = {"help", "help_all", "config", "print_config"}  # options that are no keys of a YAML file
+WIDTH_LEFT_FREE = 2  # characters at the right, by argparse
 SUBCOMMAND = "fit"  # the only one
 
 
@@ -191,7 +194,26 @@ class OneLineErrors:
 
 
 class OneDefault:
-    """Mixin of help formatters: descriptions keep their lines, and an option has one default."""
+    """Mixin of help formatters: descriptions fit the terminal, and an option has one default."""
+
+    def start_section(self, heading: str | None) -> None:
+        wrapped = None if heading is None else textwrap.fill(heading, self._width)  # type: ignore[attr-defined]
+        super().start_section(wrapped)  # type: ignore[misc]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap prose; break a command line, which is indented, before its last option that fits."""
+        width += WIDTH_LEFT_FREE
+        blocks: list[str] = []
+        for is_command, lines in itertools.groupby(text.splitlines(), lambda each: each[:1] == " "):
+            if not is_command:
+                blocks += (textwrap.fill(each, width) for each in _paragraphs(lines))
+                continue
+            for line in lines:
+                at = max(line.rfind(" --", 0, width - 2), 0)
+                if len(line) > width and line[:at].strip():
+                    line = f"{line[:at]} \\\n       {line[at:]}"
+                blocks.append(line)
+        return textwrap.indent("\n".join(blocks), indent)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -245,6 +267,21 @@ class PlainParser(OneLineErrors, argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": PlainHelp, **options})
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    """Join the lines of each paragraph; an empty line and an item of a list begin another."""
+    paragraph: list[str] = []
+    for line in lines:
+        if paragraph and (not line or line.startswith("- ")):
+            yield " ".join(paragraph)
+            paragraph = []
+        if line:
+            paragraph.append(line)
+        else:
+            yield ""
+    if paragraph:
+        yield " ".join(paragraph)
 
 
 def one_line(message: str, known: Iterable[str] = ()) -> str:

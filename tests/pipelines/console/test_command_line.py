@@ -41,6 +41,7 @@ from stree_pipelines.commands import (
     generate_data,
     profile_drafter,
     report,
+    serve,
     suggest_tree,
     train_target,
 )
@@ -68,6 +69,7 @@ COMMANDS = {
     report: ["r"],
     suggest_tree: ["r"],
     chat: ["t"],
+    serve: ["t"],
     corpus: ["o"],
     fetch_benchmarks: [],
     ask_conversations: ["c", "--out", "o"],
@@ -280,6 +282,14 @@ def test_the_help_has_one_default_each(command, capsys, monkeypatch):
     options = re.split(r"\n(?=  -)", text)[1:]
     assert options and all(option.count("default") <= 1 for option in options), options
     assert "null" not in re.findall(r"\(default: (\w+)", text)
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in COMMANDS if not each.__name__.startswith("stree_lab")], ids=label
+)
+def test_the_help_fits_80_columns(command, capsys, monkeypatch):
+    text = help_of(command.main, ["--help"], capsys, monkeypatch)
+    assert [line for line in text.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("main", [distill.main, train_target.main])
