@@ -158,6 +158,15 @@ def _split_length(length, num_splits: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(length, old_length, SHAPE: tl.constexpr):
+    """Return the first committed slot that a node at `length`, the first position, sees."""
+    if SHAPE.window > 0:
+        return tl.minimum(tl.maximum(length + 1 - SHAPE.window, 0), old_length)
+    else:
+        return 0
+
+
+@triton.jit
 def _at_head(call, batch, kv_head):
     """Return the offset of a sequence's head of keys in the cache."""
     row = batch
@@ -347,8 +356,9 @@ def attend_kernel(
     qkv, slot_stride = call.qkv + batch * call.qkv_strides[0], call.cache_strides[2]
 
     # First come parts of the corner, then splits, whose first keys come ahead of the queries
-    share = _split_length(old_length, SHAPE.num_splits, BLOCK.L)
-    begin = (part - SHAPE.num_corners) * share
+    seen_from = _first_seen(length, old_length, SHAPE)
+    share = _split_length(old_length - seen_from, SHAPE.num_splits, BLOCK.L)
+    begin = seen_from + (part - SHAPE.num_corners) * share
     end = tl.minimum(begin + share, old_length)
     num_keys, corner_share = _corner(
         block * BLOCK.M, num_new, path_length if REPLAY else first, SHAPE, BLOCK
@@ -437,13 +447,14 @@ def combine_kernel(
         row = (block - writers) * BLOCK_R + tl.arange(0, BLOCK_R)
         known = row < call.num_rows
         part = tl.arange(0, BLOCK_PARTS)
-        share = _split_length(old_length, SHAPE.num_splits, BLOCK.L)
+        num_seen = old_length - _first_seen(old_length + path_length, old_length, SHAPE)
+        share = _split_length(num_seen, SHAPE.num_splits, BLOCK.L)
         num_keys, corner_share = _corner(
             row, num_new, path_length if REPLAY else first, SHAPE, BLOCK
         )
         # A part without keys left nothing
         split = part - SHAPE.num_corners
-        used = (split >= 0) & (split < SHAPE.num_splits) & (split * share < old_length)
+        used = (split >= 0) & (split < SHAPE.num_splits) & (split * share < num_seen)
         in_corner = part[:, None] * corner_share[None, :] < num_keys[None, :]
         used = used[:, None] | ((split < 0)[:, None] & in_corner)
         used = used & known[None, :]

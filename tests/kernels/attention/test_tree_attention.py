@@ -240,6 +240,20 @@ def test_windows(window, alone):
     assert torch.equal(got, plain) == (window == 1000)
 
 
+def test_keys_before_the_window_are_not_read():
+    tree, length, window = comb(5), 200, 70
+    inputs = make(tree, [length], [[0]], torch.float32)
+    outputs = []
+    for spoilt in (0, length + 2 - window):  # the first slot that the root at length + 1 sees
+        qkv, keys, values, rotary = (each.clone() for each in inputs)
+        keys[:, :, :spoilt] = values[:, :, :spoilt] = torch.nan
+        outputs.append(tree_attention.attend_tree(
+            qkv, keys, values, rotary, topology_of([tree]), cache_state_of([length], [[0]], 1, 2),
+            0, 0, window=window,
+        ))
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("first", [0, 4])
 def test_a_window_is_that_of_positions(first):
     """Each node gets what its own path gives without a window, once earlier keys are cut."""
