@@ -126,7 +126,8 @@ class AdaptiveTrees(TreePolicy):
 
     def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
         """Learn what a step has taken (`TreePolicy.learn_step`)."""
-        self.speeds.learn_step(num_rows, tree, seconds)
+        if tree in self.trees:  # not one that a request has named
+            self.speeds.learn_step(num_rows, tree, seconds)
 
     def learn_tokens(self, num_tokens: int) -> None:
         """Count new tokens of a request towards the length of the next answer that ends."""

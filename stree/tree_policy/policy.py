@@ -77,7 +77,8 @@ class TreePolicy:
     def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
         """Learn how long a step of `num_rows` rows with that tree alone has taken.
 
-        That is from the report before to its own, where nothing came between.
+        That is from the report before to its own, where nothing came between. `tree` may be one
+        that only its request has named.
         """
 
     def learn_tokens(self, num_tokens: int) -> None:

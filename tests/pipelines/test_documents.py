@@ -60,6 +60,7 @@ RUN = {
 }
 ELSEWHERE = (  # their own tests run them
     "pipelines/corpus.py", "pipelines/doctor.py", "pipelines/ask_conversations.py",
+    "pipelines/serve.py",
 )
 
 
@@ -241,7 +242,7 @@ def test_every_command_of_the_guides_is_known():
     commands = [command for guide in GUIDES for command in commands_in(guide)]
     others = {command.words[:2] for command in commands if command.script is None}
     assert others == {
-        ("make", "quickstart"), ("make", "test"), ("hf", "download")
+        ("make", "quickstart"), ("make", "test"), ("hf", "download"),
     }
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -63,7 +64,7 @@ def require_options(content: Any, path: Path, kinds: Mapping[str, Any]) -> dict[
         kinds,
     )
     for name, value in values.items():
-        is_file = isinstance(value, str) and Path(value).is_file()
+        is_file = isinstance(value, str) and os.path.isfile(value)
         if name in sections and not is_file:
             require_type(value, dict, f"{path}: {name}")
         if kinds.get(name) is not None:

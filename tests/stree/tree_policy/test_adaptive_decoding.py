@@ -24,7 +24,6 @@ def only_measured_times(monkeypatch):
     monkeypatch.setattr(AdaptiveTrees, "learn_step", lambda *_: None)
 
 
-
 class Counting(AdaptiveTrees):
     """Keeps how many tokens counted for each answer, and what it is told of requests."""
 

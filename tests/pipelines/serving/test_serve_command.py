@@ -1,0 +1,80 @@
+"""`stree serve` as a process: what it prints, and how it goes down."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from ports import free_port
+
+COMMAND = [
+    sys.executable, "pipelines/serve.py", "checkpoints/python-docs-hybrid", "--drafter", "ngram:3",
+    "--max_length", "512", "--num_rows", "2",
+]
+LONG = dict(prompt="a", max_tokens=400, temperature=0, ignore_eos=True, stream=True)
+
+
+@pytest.fixture
+def process():
+    made = subprocess.Popen(
+        [*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    for line in made.stdout:
+        lines.append(line)
+        if found := re.search(r"served at (http://\S+)/v1", line):
+            made.url = found[1]
+            break
+    assert hasattr(made, "url"), "".join(lines)
+    yield made
+    made.kill()
+    made.wait()
+
+
+def streaming(url: str, texts: list[str], begun: threading.Event) -> None:
+    """Collect a long answer's texts; "cut" if its stream ends before it."""
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    texts += [each["text"] for each in json.loads(line[6:])["choices"]]
+                    begun.set()
+                if line == "data: [DONE]":
+                    texts.append("[DONE]")
+    except httpx.HTTPError:
+        texts.append("cut")
+    begun.set()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals):
+    texts, begun = [], threading.Event()
+    client = threading.Thread(target=streaming, args=(process.url, texts, begun))
+    client.start()
+    assert begun.wait(60)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(httpx.HTTPError):  # nobody listens any more
+        httpx.post(f"{process.url}/v1/completions", json=LONG, timeout=5)
+    if signals == 2:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    client.join(30)
+    assert (texts[-1] == "[DONE]") == (signals == 1)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded():
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        told = subprocess.run([*COMMAND, "--port", str(port)], capture_output=True, text=True)
+    assert told.returncode == 2
+    assert f"nobody can listen at 127.0.0.1:{port}" in told.stderr
+    assert "Traceback" not in told.stderr
