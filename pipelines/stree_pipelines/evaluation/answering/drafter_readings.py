@@ -63,14 +63,14 @@ def read_answer(
     answer = tokens[start:]
     after, begun = None, None
     with ops.current(target.device):
-        hidden, inputs = _target_read(target, model, tokens, start)
+        hidden, inputs = target_hidden(target, model, tokens, start)
         log_probs = target.logits(hidden).log_softmax(-1)
         if model is not None:
             after = Agreement.of(
-                log_probs, _drafter_log_probs(model, tokens, inputs, 0, start), answer
+                log_probs, drafter_log_probs(model, tokens, inputs, 0, start), answer
             )
             begun = Agreement.of(
-                log_probs, _drafter_log_probs(model, tokens, inputs, question, start), answer
+                log_probs, drafter_log_probs(model, tokens, inputs, question, start), answer
             )
     return Reading(
         **key._asdict(), num_prompt_tokens=start, num_tokens=len(answer),
@@ -86,7 +86,7 @@ def loss_of(log_probs: Tensor, answer: Tensor) -> float:
     return -float(log_probs.gather(-1, answer[:, None]).double().sum())
 
 
-def _target_read(
+def target_hidden(
     target: HybridModel, drafter: HybridModel | None, tokens: Tensor, start: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return the target's hidden states (A, D) that predict the tokens (T,) from `start` on.
@@ -109,7 +109,7 @@ def _target_read(
     return hidden, torch.cat(following, 1).roll(1, dims=1) if following else None
 
 
-def _drafter_log_probs(
+def drafter_log_probs(
     drafter: HybridModel, tokens: Tensor, inputs: Tensor | None, begin: int, start: int
 ) -> Tensor:
     """Return the drafter's log-probabilities (A, V) of the tokens (T,) from `start` on.
