@@ -291,6 +291,20 @@ def test_temperatures_are_told_apart_without_colour_and_parts_of_a_step_from_met
     assert not methods & set(plots.PART_COLOURS.values())
 
 
+def test_a_run_with_one_checkpoint_shows_its_points_and_intervals():
+    """A line or a band through one point would have no length."""
+    points = [(10.0, 2.0, 1.5, 2.5)]
+    _, axes = plots.new_figure()
+    plots.draw_line(axes, points, "black", marker="s")
+    (bar,) = axes.collections
+    assert bar.get_segments()[0].tolist() == [[10.0, 1.5], [10.0, 2.5]]
+    plots.draw_curve(axes, [(10.0, 2.0)], label="one")
+    assert [line.get_marker() for line in axes.lines] == ["s", "o"]
+    plots.draw_curve(axes, [(10.0, 2.0), (20.0, 2.0)])
+    plots.draw_line(axes, [*points, (20.0, 2.0, 1.5, 2.5)], "black")
+    assert axes.lines[2].get_marker() == "" and len(axes.collections) == 2
+
+
 def test_negative_numbers_have_a_minus_sign(tmp_path, monkeypatch):
     monkeypatch.setitem(CALLS, "stree", (60, 60, 60))
     make_run(tmp_path, ("gsm8k",), (0.0,))

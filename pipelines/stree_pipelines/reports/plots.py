@@ -55,7 +55,7 @@ def tau_vs_step(data: RunData) -> Figure | None:
             _plot_over_steps(axes, data, method, temperature, "acceptance_length")
         if promised and temperature == data.temperatures[0]:  # the legend's columns are even so
             label = f"chain of {num_drafts}, simulated"
-            axes.plot(*zip(*promised, strict=True), ":", color=PLAIN_COLOUR, label=label, lw=1.4)
+            draw_curve(axes, promised, linestyle=":", color=PLAIN_COLOUR, label=label, lw=1.4)
     return _finish(figure, axes, "τ, new tokens per call", data)
 
 
@@ -81,7 +81,7 @@ def loss_vs_step(data: RunData) -> Figure | None:
     ):
         points = data.curves.get(name)
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, lw=width, color=colour)
+            draw_curve(axes, points, label=label, lw=width, color=colour)
     return _finish(figure, axes, "distillation loss", data)
 
 
@@ -247,7 +247,15 @@ def draw_line(
     if points:
         at, values, low, high = zip(*points, strict=True)
         axes.plot(at, values, color=colour, **look)
-        axes.fill_between(at, low, high, color=colour, alpha=alpha, linewidth=0)
+        if len(points) == 1:  # a band would have no width
+            axes.vlines(at, low, high, color=colour)
+        else:
+            axes.fill_between(at, low, high, color=colour, alpha=alpha, linewidth=0)
+
+
+def draw_curve(axes: Axes, points: Sequence[tuple[float, float]], **look: Any) -> None:
+    """Draw a line without intervals; a single point has a marker, since its line has no length."""
+    axes.plot(*zip(*points, strict=True), marker="o" if len(points) == 1 else "", **look)
 
 
 def _plot_over_steps(axes: Axes, data: RunData, method: str, temperature: float, name: str) -> None:
