@@ -3,7 +3,8 @@
 python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks
 python pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
 
-Alpaca, XSum, CNN/DailyMail and LongBench are data sets, of which the first rows become prompts:
+Alpaca, XSum, CNN/DailyMail, C4, OpenWebText and LongBench are data sets, of which the first rows
+become prompts:
 
 python pipelines/fetch_benchmarks.py xsum cnn_dailymail alpaca
 python pipelines/fetch_benchmarks.py longbench_single --rows LongBench/data \\

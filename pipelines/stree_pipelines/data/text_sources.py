@@ -1,4 +1,4 @@
-"""Make benchmarks of public data sets: instructions, articles to summarise, documents to answer of.
+"""Make benchmarks of public data sets: instructions, documents to summarise, answer of or go on.
 
 The papers take about 80 rows of each (Mamba Drafters, A.1). Rows come from the hub, or from files
 that were downloaded by hand. A document may be cut, so that its prompt has a number of tokens.
@@ -71,6 +71,10 @@ def _summary(column: str) -> Callable[[Mapping[str, Any]], TextPrompt]:
     return lambda row: TextPrompt(str(row["id"]), "Summarise this article.\n\n", row[column])
 
 
+def _beginning(row: Mapping[str, Any]) -> TextPrompt:
+    return TextPrompt(None, "", row["text"])
+
+
 def _question(row: Mapping[str, Any]) -> TextPrompt:
     return TextPrompt(
         str(row["_id"]), "Answer the question by the text below.\n\n", row["context"],
@@ -97,6 +101,9 @@ TEXT_SOURCES = {
             "cnn_dailymail", {"summary": "abisee/cnn_dailymail/3.0.0:test"}, "Apache-2.0",
             _summary("article"),
         ),
+        # Of DySpec, whose prompts are the first 128 tokens
+        TextSource("c4", {"text": "allenai/c4/en:validation"}, "ODC-BY", _beginning),
+        TextSource("openwebtext", {"text": "Skylion007/openwebtext:train"}, "CC0-1.0", _beginning),
         _long_bench("longbench_single", "narrativeqa", "qasper", "multifieldqa_en"),
         _long_bench("longbench_multi", "hotpotqa", "2wikimqa", "musique"),
     )

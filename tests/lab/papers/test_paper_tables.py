@@ -19,7 +19,6 @@ from stree_lab.papers import order_bench as orders
 from stree_lab.papers.registry import ENTRIES
 from stree_pipelines.commands import compare
 from stree_pipelines.evaluation.result_store import ResultStore
-from stree_pipelines.evaluation.sources import SOURCES
 
 REPOSITORY = Path(__file__).parents[3]
 STEP = REPOSITORY / "docs/results/h200-step"
@@ -314,15 +313,6 @@ def test_what_cannot_be_made_says_why(tmp_path, capsys):
         paper_tables.main(["stree-table-9"])
     with pytest.raises(UsageError, match="no table is named"):
         paper_tables.main([])
-
-
-def test_what_is_left_out_for_want_of_prompts_is_no_benchmark_that_can_be_fetched():
-    fetched = " ".join(f"{each.name} {each.licence}" for each in SOURCES.values()).lower()
-    notes = " ".join(entry.note for entry in ENTRIES.values())
-    left = re.findall(r"([\w, ]+) (?:is|are) left out: we have no prompts", notes)
-    names = [name.strip() for each in left for name in re.split(r",| and ", each)]
-    assert len(names) >= 3
-    assert [name for name in names if name.lower() in fetched] == []
 
 
 @pytest.mark.costly
