@@ -210,7 +210,8 @@ class Mamba1Shape:
 class Mamba1Weights:
     """Parameters of conv and scan: conv (E, W) and (E,) or None; dt_bias and D (E,); A_log (E, S).
 
-    E are channels, S the dimension of a channel's state.
+    E are channels, S the dimension of a channel's state. C is multiplied by `c_scale` (S,), if any,
+    after its norm.
     """
 
     conv: Tensor
@@ -218,6 +219,7 @@ class Mamba1Weights:
     dt_bias: Tensor
     A_log: Tensor
     D: Tensor
+    c_scale: Tensor | None = None
 
 
 class Mamba1Held(NamedTuple):

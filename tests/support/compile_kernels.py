@@ -216,11 +216,12 @@ def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
 
 
 def mamba1(num_nodes: int, dtype: torch.dtype) -> None:
-    """Call a layer in the shape of Mamba-2.8B, and of FalconMamba, over a tree and its leaves."""
+    """Call a layer in the shape of Mamba-2.8B, and with Jamba's norms, over a tree, and levels."""
     for eps in (None, 1e-6):
         model = HybridModel(HybridConfig(
             vocab_size=64, d_model=256, num_layers=1, layer_types=("mamba1",), d_state=16,
             mamba1_channels=5120, dt_rank=160, selection_norm_eps=eps,
+            selection_scaled=eps is not None,
         )).to(dtype)
         tree = TokenTree.chain(num_nodes - 1)
         cache, tokens = model.new_cache(64, num_nodes), torch.zeros(1, num_nodes, dtype=torch.long)

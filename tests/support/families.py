@@ -22,6 +22,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -329,6 +331,18 @@ def _falcon_mamba(draw: random.Random, vocab: int) -> PreTrainedModel:
     )
 
 
+def _jamba(draw: random.Random, vocab: int) -> PreTrainedModel:
+    return JambaForCausalLM(JambaConfig(
+        **_common(draw, vocab), num_hidden_layers=3, attn_layer_period=3,
+        attn_layer_offset=draw.choice([0, 1]), expert_layer_period=2, expert_layer_offset=1,
+        num_experts=draw.choice([1, 4, 5]), num_experts_per_tok=draw.choice([1, 2]),
+        mamba_d_state=draw.choice([4, 8]), mamba_d_conv=draw.choice([2, 3, 4]),
+        mamba_expand=draw.choice([1, 2]), mamba_dt_rank=draw.choice(["auto", 3]),
+        mamba_conv_bias=_coin(draw), mamba_proj_bias=_coin(draw), rms_norm_eps=1e-4,
+        tie_word_embeddings=_coin(draw), use_mamba_kernels=False,
+    ))
+
+
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
     "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
@@ -339,7 +353,8 @@ TRANSFORMERS: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
 }
 LAYOUTS = {
     **FAMILIES, **TRANSFORMERS,
-    "mamba": _mamba1, "falcon_mamba": _falcon_mamba, "mamba2": _mamba2,
+    "mamba": _mamba1, "falcon_mamba": _falcon_mamba, "jamba": _jamba,
+    "mamba2": _mamba2,
 }
 
 

@@ -104,7 +104,8 @@ def mamba1_scan(
     assert x.stride(2) == selected.stride(2) == dt.stride(2) == gate.stride(2) == y.stride(2) == 1
     mamba1_scan_kernel[(triton.cdiv(channels, sizes.C), num_new, batch)](
         new, _held(held), weights.conv, weights.conv.stride(), weights.conv_bias,
-        weights.dt_bias, weights.A_log, weights.D, topology.args, cache_state.variant, first,
+        weights.dt_bias, weights.A_log, weights.D, weights.c_scale, topology.args,
+        cache_state.variant, first,
         SIZES=sizes, WIDTH=shape.width, GROWN=first > 0, num_warps=2, **overlapping(x),
     )
     return y
@@ -280,7 +281,7 @@ def _convolved(
 
 @triton.jit
 def mamba1_scan_kernel(
-    new, held, conv, conv_strides, conv_bias, dt_bias, A_log, D, tree, variants, first,
+    new, held, conv, conv_strides, conv_bias, dt_bias, A_log, D, c_scale, tree, variants, first,
     SIZES: tl.constexpr, WIDTH: tl.constexpr, GROWN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     channel = tl.program_id(0) * SIZES.C + tl.arange(0, SIZES.C)
@@ -306,6 +307,8 @@ def mamba1_scan_kernel(
     held_B = held.B + batch * held.B_strides[0] + s
     row = selected + q * new.selected_strides[1]
     C = _normed(row + SIZES.rank + SIZES.states + s, in_s, SIZES.states, SIZES)
+    if c_scale is not None:
+        C *= load_kept(c_scale + s, in_s).to(tl.float32)
     # Of the node itself, as the replay will read them
     scale = _dt_scale(row, q >= 0, SIZES)
     dt = tl.load(dt_at + q * new.dt_strides[1], mask=mine, other=0.0).to(tl.float32) * scale

@@ -134,6 +134,8 @@ def mamba1_scan(
     if shape.norm_eps is not None:
         dt = dt * root_mean_square(low, shape.norm_eps).reciprocal()
         B, C = (part / root_mean_square(part, shape.norm_eps) for part in (B, C))
+    if weights.c_scale is not None:
+        C = C * widened(weights.c_scale)
     held.dt[:, first:last] = dt
     held.B[:, first:last] = B
     seen = x if first == 0 else _convolved(held, weights, topology, cache_state, 0, last)

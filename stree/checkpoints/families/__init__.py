@@ -5,6 +5,7 @@ from stree.checkpoints.families import (
     falcon_h1,
     gpt_neox,
     granite_moe_hybrid,
+    jamba,
     lfm2,
     lfm2_moe,
     nemotron_h,
@@ -18,6 +19,6 @@ FAMILIES = tuple(
     family.LAYOUT
     for family in (
         bamba, granite_moe_hybrid, nemotron_h, falcon_h1, lfm2, lfm2_moe, zamba2, qwen3_next,
-        qwen3_5, olmo_hybrid, gpt_neox,
+        qwen3_5, olmo_hybrid, gpt_neox, jamba,
     )
 )

@@ -234,11 +234,13 @@ class Mamba1Config(StateSpaceConfig):
         dt_rank: Rank of the product that gives dt.
         selection_norm_eps: Epsilon of RMS norms of low-rank dt, B and C, as in FalconMamba; None
             for no norms.
+        selection_scaled: Whether these norms have scales, as in Jamba.
     """
 
     mamba1_channels: int = 0
     dt_rank: int = 0
     selection_norm_eps: float | None = None
+    selection_scaled: bool = False
 
     @property
     def mamba1_shape(self) -> Mamba1Shape:

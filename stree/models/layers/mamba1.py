@@ -28,7 +28,7 @@ from stree_kernels.mamba.chunk_scan import uncompiled
 
 
 class Mamba1(Mixer):
-    """Mamba-1's mixer, or FalconMamba's, which norms dt, B and C."""
+    """Mamba-1's mixer, or FalconMamba's and Jamba's, which norm dt, B and C."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -42,6 +42,8 @@ class Mamba1(Mixer):
         self.dt_proj = nn.Linear(shape.dt_rank, channels)
         self.A_log = nn.Parameter(torch.empty(channels, shape.d_state))
         self.D = nn.Parameter(torch.ones(channels))
+        # dt's scale is a part of dt_proj, and B's of this one: y is linear in each product B·C
+        self.c_scale = nn.Parameter(torch.ones(shape.d_state)) if config.selection_scaled else None
         self.out_proj = nn.Linear(channels, d_model, bias=config.mamba_out_bias)
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
@@ -59,7 +61,8 @@ class Mamba1(Mixer):
     def weights(self) -> Mamba1Weights:
         """Weights that conv and scan read."""
         return Mamba1Weights(
-            self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_proj.bias, self.A_log, self.D
+            self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_proj.bias, self.A_log, self.D,
+            self.c_scale,
         )
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +72,8 @@ class Mamba1(Mixer):
             low, B, C = (
                 (part / naive.root_mean_square(part, eps)).to(part.dtype) for part in (low, B, C)
             )
+        if self.c_scale is not None:
+            C = C * self.c_scale
         dt = torch.nn.functional.linear(low, self.dt_proj.weight)
         return naive.mamba1_dt(dt, self.weights), B, C
 

@@ -69,6 +69,7 @@ def make(shape, N, dtype=torch.float32, batch=2, bias=True):
         normal(E, seed=4, dtype=dtype) if bias else None,
         normal(E, seed=5, dtype=dtype) - 1, normal(E, S, seed=6, dtype=dtype) * 0.5,
         normal(E, seed=7, dtype=dtype),
+        None if shape.norm_eps is None else normal(S, seed=12, dtype=dtype),
     )
     products = (
         normal(R + 2 * S, E, seed=8, dtype=dtype) * E**-0.5,
@@ -80,7 +81,9 @@ def make(shape, N, dtype=torch.float32, batch=2, bias=True):
 
 def recurrence(case, row, number, path, state, conv_state):
     """Return y (E,) after a path of nodes, its state and its conv state, token by token."""
-    weights = {name: each.numpy() for name, each in vars(case.weights).items()}
+    weights = {
+        name: each.numpy() for name, each in vars(case.weights).items() if each is not None
+    }
     (select, low_rank), shape = (each.numpy() for each in case.products), case.shape
 
     def unit(vector):
@@ -98,7 +101,8 @@ def recurrence(case, row, number, path, state, conv_state):
         dt = np.logaddexp(0, low_rank @ unit(low) + weights["dt_bias"])
         decay = np.exp(-np.exp(weights["A_log"]) * dt[:, None])
         state = decay * state + np.outer(dt * x, unit(B))
-        y = (state @ unit(C) + weights["D"] * x) * gate / (1 + np.exp(-gate))
+        y = state @ (unit(C) * weights.get("c_scale", 1)) + weights["D"] * x
+        y = y * gate / (1 + np.exp(-gate))
     return y, state, conv_state
 
 

@@ -21,7 +21,11 @@ def test_through_the_kernels(monkeypatch, layers, eps):
 
     fp32 leaves about 1e-6 of logits of size 1 on both sides; 1e-4 leaves room for sums of layers.
     """
-    model = tiny_model(1, torch.float32, layer_types=layers, selection_norm_eps=eps, **KIND)
+    norms = dict(selection_norm_eps=eps, selection_scaled=eps is not None)
+    model = tiny_model(1, torch.float32, layer_types=layers, **norms, **KIND)
+    for name, scale in model.named_parameters():
+        if name.endswith("c_scale"):
+            scale.uniform_(0.5, 1.5)
     model, tree = model.to(DEVICE), TokenTree((-1, 0, 0, 1, 3))
     draw = torch.Generator().manual_seed(0)
     nodes = torch.randint(61, (2, 1, 5), generator=draw).to(DEVICE)
