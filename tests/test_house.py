@@ -20,7 +20,7 @@ FOLDERS = (
 )
 COMMANDS = ROOT / "pipelines/stree_pipelines/commands"  # one module for each command
 LAB = "stree_lab"
-MOST_MODULES = 12
+MAX_MODULES = 12
 FORBIDDEN = re.compile(
     r"(What|Whether|Which|Of|Those|As|By|Who|Whose|How|Where|That|The same|Such|So|Nobody|Whoever"
     r"|None where|Beside|Behind)\b"
@@ -92,7 +92,7 @@ def edges() -> dict[str, set[str]]:
 def crowded(paths: list[Path]) -> list[Path]:
     """Return the folders with more than a dozen modules, packages' own not counted."""
     counts = Counter(path.parent for path in paths if path.name != "__init__.py")
-    return [path for path, count in counts.items() if count > MOST_MODULES and path != COMMANDS]
+    return [path for path, count in counts.items() if count > MAX_MODULES and path != COMMANDS]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -167,8 +167,8 @@ def test_a_page_of_something_else_is_no_benchmark(server, tmp_path, content):
 
 
 def test_a_file_without_end_is_given_up(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch_benchmarks, "MOST_BYTES", 1000)
-    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    monkeypatch.setattr(fetch_benchmarks, "MAX_BYTES", 1000)
+    monkeypatch.setattr(sources, "MAX_BYTES", 1000)
     with pytest.raises(BadData, match="over 1,000 bytes"):
         fetch("spec_bench", tmp_path, server.url)
     server.files["/" + SOURCES["spec_bench"].path] = gzip.compress(FILES["spec_bench"], mtime=0)

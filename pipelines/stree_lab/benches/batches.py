@@ -128,7 +128,7 @@ def serve_at(
     `steps.decode_at`.
     """
     tree = TREES[-1]
-    longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
+    max_length = context + (tree.max_depth + 1) * (2 * num_steps + 4)
     ways: dict[str, TokenTree | TreePolicy] = {
         "plain": PLAIN,
         "tree": tree,
@@ -137,7 +137,7 @@ def serve_at(
     for count in counts:
         verifier = GivenAcceptance(accepted_for(1, tree.max_depth), target.device)
         decoders = {
-            name: _decoder(target, drafter, way, count, longest, verifier)
+            name: _decoder(target, drafter, way, count, max_length, verifier)
             for name, way in ways.items()
         }
         decoders["modes"].measure_step_times(counts=[count])  # all rows decode to the end

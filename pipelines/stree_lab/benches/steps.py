@@ -88,12 +88,12 @@ def decode_at(
     the graphs replayed one after the other over that of the steps.
     """
     tree = TokenTree.paper()
-    longest = context + (tree.max_depth + 1) * (num_steps + 2)
-    plain = Decoder(target, max_length=longest)
+    max_length = context + (tree.max_depth + 1) * (num_steps + 2)
+    plain = Decoder(target, max_length=max_length)
     prompt = tokens_of_row(0, context, target.config.vocab_size)
     for tau in taus:
         verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
-        decoder = Decoder(target, drafter, tree, max_length=longest, verifier=verifier)
+        decoder = Decoder(target, drafter, tree, max_length=max_length, verifier=verifier)
         seconds: dict[str, list[float]] = {"plain": [], "tree": []}
         reached = 0.0
         for _ in range(repeats + 1):  # the first one warms up
@@ -125,9 +125,9 @@ def graphs(
     """
     for count, temperature in itertools.product(num_rows, (0.0, 1.0)):
         for method, tree, verifier in compared(temperature, verifiers):
-            longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
+            max_length = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
             decoder = BatchDecoder(
-                target, drafter if tree else None, tree, num_rows=count, max_length=longest,
+                target, drafter if tree else None, tree, num_rows=count, max_length=max_length,
                 verifier=verifier,
             )
             functions = graphs_of(decoder, context, temperature)

@@ -49,7 +49,7 @@ def train(
     failures: list[tuple[int, str]] = []
     failed: list[StudyRun] = []
     children: set[subprocess.Popen[bytes]] = set()
-    told = threading.Lock()
+    lock = threading.Lock()
     with (
         progress.task("drafters", len(runs)) as task,
         ThreadPoolExecutor(at_once * len(gpus)) as pool,
@@ -57,7 +57,7 @@ def train(
 
         def run_one(run: StudyRun) -> None:
             if unread := [other.name for other in failed if run.reads(other)]:
-                with told:
+                with lock:
                     failed.append(run)
                     task.advance(f"{run.name} waits for {unread[0]}")
                 return
@@ -66,7 +66,7 @@ def train(
                 code = _distil(run, more, gpu, children)
             finally:
                 places.put(gpu)
-            with told:
+            with lock:
                 if not code:
                     write_atomically(run.folder / DONE, "")
                 else:

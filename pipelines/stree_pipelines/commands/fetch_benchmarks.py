@@ -32,7 +32,7 @@ from stree.common.files import reporting_refusals, sweep_leftovers, write_atomic
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.data.text_sources import TEXT_SOURCES, prompts_of
 from stree_pipelines.evaluation.benchmarks import DEFAULT_DIRECTORY, parse_prompts
-from stree_pipelines.evaluation.sources import HOST, MOST_BYTES, SOURCES, add, is_there
+from stree_pipelines.evaluation.sources import HOST, MAX_BYTES, SOURCES, add, is_there
 
 ATTEMPTS = 3
 PAUSE_S = 1.0  # before the second attempt, then twice as long
@@ -53,9 +53,9 @@ def download(url: str) -> bytes:
             time.sleep(PAUSE_S * 2 ** (attempt - 1))
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-                content = answer.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise BadData(f"{url} has over {MOST_BYTES:,} bytes: that is no such file")
+                content = answer.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise BadData(f"{url} has over {MAX_BYTES:,} bytes: that is no such file")
             wanted = int(answer.headers.get("Content-Length", 0))
             if len(content) == wanted or not wanted:
                 return content

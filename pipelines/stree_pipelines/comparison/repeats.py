@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stree_pipelines.evaluation.records import SampleRow
 
-LEAST_TOKENS = 8  # of a last quarter; fewer repeat in any text
+MIN_QUARTER_TOKENS = 8  # of a last quarter; fewer repeat in any text
 
 
 def repeats(sample: SampleRow) -> bool:
@@ -17,7 +17,7 @@ def repeats(sample: SampleRow) -> bool:
 
 def _ends_in_a_circle(tokens: Sequence[int]) -> bool:
     size = len(tokens) // 4
-    if size < LEAST_TOKENS:
+    if size < MIN_QUARTER_TOKENS:
         return False
     end = tokens[-size:]
     return any(tokens[at : at + size] == end for at in range(len(tokens) - size))

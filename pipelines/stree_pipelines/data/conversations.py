@@ -35,7 +35,7 @@ from stree_pipelines.data.raw_rows import (
 )
 
 # Names in a report: how many differ, how many are said, and how long one may be.
-MOST_NAMES, SAID_NAMES, LONGEST_NAME = 1000, 8, 40
+MAX_NAMES_COUNTED, NUM_SHOWN, MAX_NAME_CHARS = 1000, 8, 40
 Turn = tuple[str, str]  # (role, text), role one of "system", "user", "assistant"
 
 ROLES = {
@@ -132,8 +132,8 @@ class ReadReport:
             ("keys passed over", self.passed_over),
         ):
             if counts:
-                said = [f"{count:,} {name}" for name, count in counts.most_common(SAID_NAMES)]
-                more = [f"{len(counts) - SAID_NAMES} more"] if len(counts) > SAID_NAMES else []
+                said = [f"{count:,} {name}" for name, count in counts.most_common(NUM_SHOWN)]
+                more = [f"{len(counts) - NUM_SHOWN} more"] if len(counts) > NUM_SHOWN else []
                 text += f"; {title}: " + ", ".join(said + more)
         if self.num_without_thought:
             text += (
@@ -176,7 +176,7 @@ def _accepted(
             conversation, notes = parse_row(row, place)
         except BadRow as bad:
             if bad.role is not None:
-                _count(report.roles, [repr(bad.role[:LONGEST_NAME])])
+                _count(report.roles, [repr(bad.role[:MAX_NAME_CHARS])])
             report.skip(bad.reason, place)
             continue
         report.accepted += 1
@@ -195,7 +195,7 @@ def _accepted(
 
 def _count(counter: Counter[str], names: list[str]) -> None:
     for name in names:
-        if name in counter or len(counter) < MOST_NAMES:
+        if name in counter or len(counter) < MAX_NAMES_COUNTED:
             counter[name] += 1
 
 
@@ -207,7 +207,7 @@ def _unknown_keys(row: Any) -> list[str]:
     turns = _turns_in(row)
     for turn in turns if isinstance(turns, list) else []:
         names |= {f"turn.{key}" for key in set(turn) - KNOWN_TURN_KEYS if turn[key] is not None}
-    return [ascii(name[:LONGEST_NAME])[1:-1] for name in sorted(names)]
+    return [ascii(name[:MAX_NAME_CHARS])[1:-1] for name in sorted(names)]
 
 
 def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
@@ -318,7 +318,7 @@ def _parse_turn(turn: Any, number: int) -> Turn:
             f"and {type(text).__name__}",
         )
     if role not in ROLES:
-        detail = f"turn {number} is from {role[:LONGEST_NAME]!r}, wanted {', '.join(ROLES)}"
+        detail = f"turn {number} is from {role[:MAX_NAME_CHARS]!r}, wanted {', '.join(ROLES)}"
         raise BadRow(WRONG_ROLES, detail, role)
     if not text.strip():
         raise BadRow(EMPTY_TEXT, f"turn {number} ({role}) says nothing")
@@ -336,7 +336,7 @@ def _text_of(part: Any, number: int) -> str:
     if kind in TOOL_PARTS:
         raise BadRow(TOOLS, f"turn {number} has a part of type {kind!r}")
     if isinstance(kind, str) and kind not in TEXT_PARTS:
-        raise BadRow(MEDIA, f"turn {number} has a part of type {kind[:LONGEST_NAME]!r}")
+        raise BadRow(MEDIA, f"turn {number} has a part of type {kind[:MAX_NAME_CHARS]!r}")
     raise BadRow(WRONG_TYPES, f"turn {number} has a part that is no text")
 
 
@@ -383,7 +383,8 @@ def _is_learnt(turn: dict[str, Any], number: int) -> bool:
             told = f"turn {number} has {key} {str(value)[:20]}"
             raise BadRow(WRONG_TYPES, f"{told}, wanted 0 or 1, or false or true")
         elif not WORDS_OF_LOSS.isdisjoint(re.split(r"[^a-z]+", key.lower())):
-            raise BadRow(UNKNOWN_LOSS, f"turn {number} has {key[:LONGEST_NAME]} {str(value)[:20]}")
+            name = key[:MAX_NAME_CHARS]
+            raise BadRow(UNKNOWN_LOSS, f"turn {number} has {name} {str(value)[:20]}")
     return is_learnt
 
 

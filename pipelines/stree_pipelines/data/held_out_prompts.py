@@ -16,10 +16,10 @@ from stree.common.errors import BadData
 from stree_pipelines.evaluation.benchmarks import parse_prompts
 
 Exchange = tuple[str, str]  # a user's text, and the answer
-# Shares of a prompt's length that may stay free: below LEAST_LEFT the search ends, above MOST_LEFT
-# the text is too little. At most MOST_TRIED exchanges are tried.
-LEAST_LEFT, MOST_LEFT = 0.02, 0.1
-MOST_TRIED = 300
+# Shares of a prompt's length that may stay free: below MIN_SHARE_LEFT the search ends, above
+# MAX_SHARE_LEFT the text is too little. At most MAX_EXCHANGES_TRIED exchanges are tried.
+MIN_SHARE_LEFT, MAX_SHARE_LEFT = 0.02, 0.1
+MAX_EXCHANGES_TRIED = 300
 
 
 class SourcedRow(NamedTuple):
@@ -97,7 +97,7 @@ def held_out_prompts_by_length(
             room += length - shorter
             before, left = _fitting(unused, room, length, size)
             room -= sum(map(size, before))
-            if room > MOST_LEFT * length and not left:
+            if room > MAX_SHARE_LEFT * length and not left:
                 raise BadData(
                     f"{file} has too little text for {length} tokens before {row.id}: take "
                     "shorter --lengths, or a larger file"
@@ -127,7 +127,7 @@ def _fitting(
     """
     fitting: list[Exchange] = []
     left: list[Exchange] = []
-    while room > LEAST_LEFT * length and len(left) < MOST_TRIED:
+    while room > MIN_SHARE_LEFT * length and len(left) < MAX_EXCHANGES_TRIED:
         exchange = next(unused, None)
         if exchange is None:
             break

@@ -35,8 +35,8 @@ REASONS = (
     WRONG_TYPES, HUGE, UNKNOWN_LOSS,
 )
 # JSON of conversations packs to a third or a fifth; of one row repeated, gzip makes a 200th.
-MOST_EXPANSION = 500
-MOST_EMPTY_LINES = 100_000
+MAX_EXPANSION = 500
+MAX_EMPTY_LINES = 100_000
 BOM = b"\xef\xbb\xbf"
 GZIP, ZSTD, UTF16 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", (b"\xff\xfe", b"\xfe\xff")
 PACKINGS = ("", ".gz", ".zst")
@@ -210,8 +210,8 @@ def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 except UnicodeDecodeError as bad:
                     raise BadData(f"{path}: row {number + 1} is not UTF-8") from bad
                 num_read += len(piece)
-                if packed and num_read > MOST_EXPANSION * stored.tell():
-                    raise OSError(f"it unpacks to over {MOST_EXPANSION} times its size") from error
+                if packed and num_read > MAX_EXPANSION * stored.tell():
+                    raise OSError(f"it unpacks to over {MAX_EXPANSION} times its size") from error
                 ended = not piece
                 buffer, at = buffer[at:] + piece, 0
                 continue
@@ -225,18 +225,18 @@ def _lines(file: io.BufferedReader, stored: BinaryIO | None) -> Iterator[bytes |
 
     stored: the packed file that `file` unpacks, None when it is not packed.
 
-    Raises OSError when a packed file unpacks to more than `MOST_EXPANSION` times its size, or there
+    Raises OSError when a packed file unpacks to more than `MAX_EXPANSION` times its size, or there
     is nothing but empty lines.
     """
     num_bytes, num_empty = 0, 0
     is_whole = True  # the line so far
     while piece := file.readline(MAX_ROW_BYTES + 1):
         num_bytes += len(piece)
-        if stored is not None and num_bytes > MOST_EXPANSION * stored.tell():
-            raise OSError(f"it unpacks to over {MOST_EXPANSION} times its size")
+        if stored is not None and num_bytes > MAX_EXPANSION * stored.tell():
+            raise OSError(f"it unpacks to over {MAX_EXPANSION} times its size")
         num_empty = num_empty + 1 if piece == b"\n" else 0
-        if num_empty > MOST_EMPTY_LINES:
-            raise OSError(f"{MOST_EMPTY_LINES:,} empty lines in a row")
+        if num_empty > MAX_EMPTY_LINES:
+            raise OSError(f"{MAX_EMPTY_LINES:,} empty lines in a row")
         ends = len(piece) <= MAX_ROW_BYTES or piece.endswith(b"\n")
         if ends:
             yield piece if is_whole else None

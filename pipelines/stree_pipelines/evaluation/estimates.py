@@ -10,7 +10,7 @@ from stree.checkpoints.load_save import load_config
 from stree.common.words import counted
 from stree.models.config import HybridConfig
 from stree_pipelines.evaluation.answering.decoders import num_warmup_tokens
-from stree_pipelines.evaluation.answering.drafter_readings import MOST_TOKENS
+from stree_pipelines.evaluation.answering.drafter_readings import MAX_ANSWER_TOKENS
 from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.evaluate import Evaluation, disk_of, groups_of, what_to_lower
@@ -223,6 +223,6 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
         prefixes = of_caches(*[target] * len(trees), *drafting)
         parts["earlier turns"] = decoders.num_prefixes * prefixes
     if any(prompt.reference_answer for job in jobs for prompt in job.benchmark.prompts):
-        probabilities = PROBABILITY_BYTES * MOST_TOKENS * target.vocab_size
+        probabilities = PROBABILITY_BYTES * MAX_ANSWER_TOKENS * target.vocab_size
         parts["answers of the data"] = probabilities + of_caches(*both)
     return MemoryEstimate(parts, decoders.device.type == "cuda")

@@ -39,7 +39,7 @@ ARCHIVE_NAME = "samples.parquet"
 JOURNALS_NAME = "journals"
 LOCK_NAME = ".lock"
 # Rows pack to a fifth or a tenth of their size; a file that packs better than this holds no rows.
-MOST_EXPANSION, SMALL_BYTES = 100, 1 << 26
+MAX_EXPANSION, SMALL_BYTES = 100, 1 << 26
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -260,7 +260,7 @@ def _journal_stem(samples_name: str) -> str:
 
 def _unpacked(path: Path) -> bytes:
     """Return a packed file's content; refuses more bytes than rows can have."""
-    most = max(MOST_EXPANSION * path.stat().st_size, SMALL_BYTES)
+    most = max(MAX_EXPANSION * path.stat().st_size, SMALL_BYTES)
     try:
         with gzip.open(path) as file:
             content = file.read(most + 1)
@@ -269,7 +269,7 @@ def _unpacked(path: Path) -> bytes:
             error
         )
     if len(content) > most:
-        raise BadData(f"{path} unpacks to over {MOST_EXPANSION} times its size: it holds no rows")
+        raise BadData(f"{path} unpacks to over {MAX_EXPANSION} times its size: it holds no rows")
     return content
 
 

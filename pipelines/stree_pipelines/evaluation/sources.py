@@ -27,7 +27,7 @@ from stree_pipelines.evaluation.benchmarks import Benchmark, load_benchmark, par
 
 HOST = "https://raw.githubusercontent.com"
 PINS_NAME = "SOURCES.json"  # in the benchmarks' folder
-MOST_BYTES = 1 << 26  # packed or unpacked; the largest has about one megabyte
+MAX_BYTES = 1 << 26  # packed or unpacked; the largest has about one megabyte
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _unpacked(content: bytes) -> bytes:
     if not content.startswith(b"\x1f\x8b"):
         return content
     with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-        unpacked = file.read(MOST_BYTES + 1)
-    if len(unpacked) > MOST_BYTES:
-        raise ValueError(f"it unpacks to over {MOST_BYTES:,} bytes")
+        unpacked = file.read(MAX_BYTES + 1)
+    if len(unpacked) > MAX_BYTES:
+        raise ValueError(f"it unpacks to over {MAX_BYTES:,} bytes")
     return unpacked

@@ -18,7 +18,7 @@ CHAIN_DRAFTS = 4  # the paper's, when no chain was measured
 CURVES = ("val_simulated_acceptance", "simulated_acceptance")  # of metrics.csv, the better first
 # Least share of the promised drafts per call that decoding keeps. A good run of ours keeps 0.71
 # (docs/results/h200-sharegpt, T = 1): below half, the promise is about another kind of text.
-LEAST_KEPT = 0.5
+MIN_SHARE_KEPT = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def find_parting(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint from which on the two diverge; None when they agree at the last one.
 
     A checkpoint is apart when it is worse than an earlier one though its simulated acceptance is
-    higher, or keeps less than `LEAST_KEPT` of the promised drafts.
+    higher, or keeps less than `MIN_SHARE_KEPT` of the promised drafts.
     """
     ordered = sorted(checkpoints, key=lambda each: each.step)
     since = None
@@ -109,7 +109,7 @@ def _compared_method(data: RunData) -> str | None:
 
 
 def _is_apart(checkpoint: Checkpoint, earlier: Sequence[Checkpoint]) -> bool:
-    if checkpoint.measured - 1 < LEAST_KEPT * (checkpoint.promised - 1):
+    if checkpoint.measured - 1 < MIN_SHARE_KEPT * (checkpoint.promised - 1):
         return True
     return any(
         checkpoint.acceptance > before.acceptance and checkpoint.interval[1] < before.interval[0]

@@ -21,7 +21,7 @@ from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.plan import DrafterIdentity
 from stree_pipelines.evaluation.records import Reading, ReadingKey
 
-MOST_TOKENS = 512  # of an answer: the logits of all of them are in memory at once
+MAX_ANSWER_TOKENS = 512  # of an answer: the logits of all of them are in memory at once
 
 
 class Agreement(NamedTuple):
@@ -59,7 +59,7 @@ def read_answer(
     whole = encoder.encode([*turns, ("assistant", prompt.reference_answer)])[-1].tokens.tolist()
     start = len(encoder.encode_prompt(turns))
     question = start - len(encoder.encode_prompt(turns[-1:]))
-    tokens = torch.tensor(whole[: start + MOST_TOKENS], device=decoders.device)
+    tokens = torch.tensor(whole[: start + MAX_ANSWER_TOKENS], device=decoders.device)
     answer = tokens[start:]
     after, begun = None, None
     with ops.current(target.device):

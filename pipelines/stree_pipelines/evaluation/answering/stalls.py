@@ -11,11 +11,11 @@ from statistics import median
 
 from stree_pipelines.evaluation.records import BaselineTiming, SampleRow
 
-LEAST_ANSWERS = 5  # of a row; the median of fewer says little
+MIN_ANSWERS = 5  # of a row; the median of fewer says little
 SLOW = 2.0  # times the median step
 WAITED = 0.5  # of a median step, on average over an answer's steps, beyond the median waiting
 MATTERS = 0.1  # of the median answer's time; what is lost below that moves no figure
-MOST_WAITING = 0.2  # of plain decoding's time
+MAX_WAITING_SHARE = 0.2  # of plain decoding's time
 
 Answered = SampleRow | BaselineTiming
 
@@ -37,7 +37,7 @@ def outliers(answers: Sequence[Answered]) -> list[int]:
     """Return which answers of one row waited, or took, far longer a step than its median answer."""
     steps = {number: _num_steps(each) for number, each in enumerate(answers) if each.decode_s}
     steps = {number: count for number, count in steps.items() if count}
-    if len(steps) < LEAST_ANSWERS:
+    if len(steps) < MIN_ANSWERS:
         return []
     waits = {number: waiting_s(answers[number]) or 0.0 for number in steps}
     step_s = median(answers[number].decode_s / count for number, count in steps.items())

@@ -12,10 +12,10 @@ from stree_pipelines.comparison.answers import (
     speedup,
 )
 from stree_pipelines.comparison.repeats import repeats
-from stree_pipelines.evaluation.answering.stalls import MOST_WAITING, stalled, waiting_share
+from stree_pipelines.evaluation.answering.stalls import MAX_WAITING_SHARE, stalled, waiting_share
 from stree_pipelines.evaluation.records import SampleRow
 
-MOST_NAMED = 5
+MAX_PROMPTS_NAMED = 5
 UNRELIABLE = "speeds and speed-ups here are not to be relied on"
 
 Samples = Mapping[str, Sequence[SampleRow]]  # by what the table calls a method
@@ -85,7 +85,7 @@ def waiting_marks(plain_ms: Sequence[Mapping[str, float]]) -> list[str]:
     """
     worst = max(plain_ms, key=lambda each: waiting_share(each) or 0.0, default={})
     share, step_ms = waiting_share(worst) or 0.0, sum(worst.values())
-    if share <= MOST_WAITING:
+    if share <= MAX_WAITING_SHARE:
         return []
     return [
         f"Marked: plain decoding waited between its steps, for {100 * share:.0f} % of its time at "
@@ -105,8 +105,8 @@ def _prompt(sample: SampleRow) -> tuple[str, str]:
 
 def _named(prompts: Sequence[str]) -> str:
     """Return a few of the prompts by name, and how many there are besides."""
-    more = len(prompts) - MOST_NAMED
-    return ", ".join(prompts[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(prompts) - MAX_PROMPTS_NAMED
+    return ", ".join(prompts[:MAX_PROMPTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shown(rows: Sequence[SampleRow], of: Figure) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports.settings import dtype_of
 
-MOST_SPREAD = 1.25  # fastest over slowest; quiet machines had up to 1.15 (docs/results)
+MAX_SPEED_RATIO = 1.25  # fastest over slowest; quiet machines had up to 1.15 (docs/results)
 TOLD_SPREAD = 1.01  # what is less is no news
 
 
@@ -31,7 +31,7 @@ class PlainSpread:
     @property
     def is_noisy(self) -> bool:
         """True when the machine had other work, so that no speed is to be relied on."""
-        return self.ratio > MOST_SPREAD
+        return self.ratio > MAX_SPEED_RATIO
 
     def __str__(self) -> str:
         return (

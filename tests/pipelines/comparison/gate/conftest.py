@@ -10,6 +10,6 @@ from stree_pipelines.reports.tables import answer_notes
 def calm():
     """Mark no rows: a machine that runs many tests holds answers up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stalls, "LEAST_ANSWERS", 10**9)
-        patch.setattr(answer_notes, "MOST_WAITING", 1.0)
+        patch.setattr(stalls, "MIN_ANSWERS", 10**9)
+        patch.setattr(answer_notes, "MAX_WAITING_SHARE", 1.0)
         yield

@@ -152,7 +152,7 @@ def test_answers_that_go_in_circles_are_left_out():
 
 
 def test_speeds_of_marked_rows_are_refused_and_other_figures_are_not(monkeypatch):
-    monkeypatch.setattr(stalls, "LEAST_ANSWERS", 5)
+    monkeypatch.setattr(stalls, "MIN_ANSWERS", 5)
     old = [sample(q, (1, 2)) for q in range(12)]
     waited = BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=9.0)
     held_up = [*old[:-1], sample(11, (1, 2), baseline=waited)]
@@ -165,7 +165,7 @@ def test_speeds_of_marked_rows_are_refused_and_other_figures_are_not(monkeypatch
 
 
 def test_speeds_over_plain_decoding_that_waits_are_refused(monkeypatch):
-    monkeypatch.setattr(answer_notes, "MOST_WAITING", 0.2)
+    monkeypatch.setattr(answer_notes, "MAX_WAITING_SHARE", 0.2)
     times = {"verify": 1500.0, "accept": 0.0, "host": 500.0}
     waited = BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0, time_ms=times)
     rows = [sample(q, (1, 2), baseline=waited) for q in range(12)]
