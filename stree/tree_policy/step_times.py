@@ -193,7 +193,7 @@ class Speeds:
         self.costs = costs
         # Seconds of the last steps, by number of rows and tree
         self._seen: dict[tuple[int, TokenTree], deque[float]] = {}
-        self._last: dict[int, tuple[float, float]] = {}  # by rows, of the last tree: seen, measured
+        self._last: dict[int, TokenTree] = {}  # by rows, the last tree of which enough were seen
         # The drafter's seconds a request: to read a prompt, and to catch up after plain steps
         self._prefills_s, self._catch_ups_s = (MovingAverage(costs.catch_up) for _ in range(2))
         self._by_rows: dict[int, dict[TokenTree, float]] = {}
@@ -207,7 +207,7 @@ class Speeds:
         seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
         seen.append(seconds)
         if len(seen) >= FEWEST_SEEN:
-            self._last[num_rows] = median(seen), self.costs.of(num_rows, tree)
+            self._last[num_rows] = tree
 
     def step_s(self, num_rows: int, tree: TokenTree) -> float:
         """Return what a step takes: by the last ones of this tree, if enough were seen.
@@ -219,7 +219,9 @@ class Speeds:
         if len(seen) >= FEWEST_SEEN:
             return median(seen)
         measured = self.costs.of(num_rows, tree)
-        took, guess = self._last.get(num_rows, (0.0, 0.0))
+        if (last := self._last.get(num_rows)) is None:
+            return measured
+        took, guess = median(self._seen[num_rows, last]), self.costs.of(num_rows, last)
         return measured + took - guess if took >= guess else measured * took / guess
 
     def learn_answer(self, prefill_s: float | None, catch_up_s: float | None) -> None:

@@ -79,12 +79,16 @@ def make(shape, N, dtype=torch.float32, batch=2, bias=True):
     return Case(shape, weights, products, buffers, inputs)
 
 
+def array(tensor):
+    return tensor.cpu().numpy()
+
+
 def recurrence(case, row, number, path, state, conv_state):
     """Return y (E,) after a path of nodes, its state and its conv state, token by token."""
     weights = {
-        name: each.numpy() for name, each in vars(case.weights).items() if each is not None
+        name: array(each) for name, each in vars(case.weights).items() if each is not None
     }
-    (select, low_rank), shape = (each.numpy() for each in case.products), case.shape
+    (select, low_rank), shape = map(array, case.products), case.shape
 
     def unit(vector):
         if shape.norm_eps is None:
@@ -92,7 +96,7 @@ def recurrence(case, row, number, path, state, conv_state):
         return vector / np.sqrt(np.mean(vector**2) + shape.norm_eps)
 
     for node in path:
-        raw, gate = np.split(case.inputs[number][row, node].numpy(), 2)
+        raw, gate = np.split(array(case.inputs[number][row, node]), 2)
         window = np.concatenate([conv_state, raw[None]])
         conv_state = window[1:]
         x = (weights["conv"].T * window).sum(0) + weights["conv_bias"]
@@ -112,7 +116,7 @@ def test_the_twin_equals_the_recurrence_along_each_path(shape):
     paths = [list(comb(9).path_to(5)), [0, 1]]
     case = make(shape, 9).in_fp64()
     topology = topology_of(trees, shape.width)
-    starts = [(case.held.state[row].numpy().copy(), case.held.conv_state[row].numpy().copy())
+    starts = [(array(case.held.state[row]).copy(), array(case.held.conv_state[row]).copy())
               for row in range(2)]
     for number, committed in enumerate([[[], []], paths]):
         cache_state = cache_state_of([0, 0], committed, 2, 5)
@@ -122,9 +126,9 @@ def test_the_twin_equals_the_recurrence_along_each_path(shape):
                 _, *starts[row] = recurrence(case, row, 0, committed[row], *starts[row])
             for node in range(9):
                 wanted, *_ = recurrence(case, row, number, tree.path_to(node), *starts[row])
-                assert np.abs(got[row, node].numpy() - wanted).max() < 1e-12
-            assert np.abs(case.held.state[row].numpy() - starts[row][0]).max() < 1e-12
-            assert np.array_equal(case.held.conv_state[row].numpy(), starts[row][1])
+                assert np.abs(array(got[row, node]) - wanted).max() < 1e-12
+            assert np.abs(array(case.held.state[row]) - starts[row][0]).max() < 1e-12
+            assert np.array_equal(array(case.held.conv_state[row]), starts[row][1])
 
 
 def compare(shape, tree, dtype, paths, **options):
