@@ -89,9 +89,9 @@ def _step(config, weights, states, token):
         if config.intermediate_size:
             scale = weights[name + "post_attention_layernorm.weight"]
             normed = _rms_norm(hidden, scale, config.rms_norm_eps)
-            gate = weights[name + "mlp.gate_proj.weight"] @ normed
-            up = weights[name + "mlp.up_proj.weight"] @ normed
-            hidden = hidden + weights[name + "mlp.down_proj.weight"] @ (_silu(gate) * up)
+            gate = _product(weights, name + "mlp.gate_proj", normed)
+            up = _product(weights, name + "mlp.up_proj", normed)
+            hidden = hidden + _product(weights, name + "mlp.down_proj", _silu(gate) * up)
     hidden = _rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     return weights[head] @ hidden
@@ -99,9 +99,9 @@ def _step(config, weights, states, token):
 
 def _attention(config, weights, name, hidden, state):
     position = len(state["keys"])
-    queries = _heads(weights[name + "q_proj.weight"] @ hidden, config.num_heads)
-    keys = _heads(weights[name + "k_proj.weight"] @ hidden, config.num_kv_heads)
-    values = _heads(weights[name + "v_proj.weight"] @ hidden, config.num_kv_heads)
+    queries = _heads(_product(weights, name + "q_proj", hidden), config.num_heads)
+    keys = _heads(_product(weights, name + "k_proj", hidden), config.num_kv_heads)
+    values = _heads(_product(weights, name + "v_proj", hidden), config.num_kv_heads)
     state["keys"].append(_rotate(config, keys, position))
     state["values"].append(values)
     queries = _rotate(config, queries, position)
@@ -112,7 +112,7 @@ def _attention(config, weights, name, hidden, state):
         scores = np.exp((scores - scores.max()) / math.sqrt(config.head_dim))
         mixture = scores / scores.sum()
         outputs.append(mixture @ np.stack([value[shared] for value in state["values"]]))
-    return weights[name + "o_proj.weight"] @ np.concatenate(outputs)
+    return _product(weights, name + "o_proj", np.concatenate(outputs))
 
 
 def _rotate(config, heads, position):
@@ -146,7 +146,7 @@ def _frequency(config, index):
 
 def _mamba(config, weights, name, hidden, state):
     num_heads = config.num_ssm_heads
-    projected = weights[name + "in_proj.weight"] @ hidden
+    projected = _product(weights, name + "in_proj", hidden)
     inner = num_heads * config.ssm_head_dim
     x_size, b_size, c_size = _sizes_of_x_b_c(config)
     gate, x, b, c, dt = np.split(projected, np.cumsum([inner, x_size, b_size, c_size]))
@@ -178,7 +178,7 @@ def _mamba(config, weights, name, hidden, state):
     gated = np.concatenate(outputs) * _silu(gate)
     groups = _heads(gated, config.gated_norm_groups)
     normed = np.concatenate([_rms_norm(group, 1.0, config.gated_norm_eps) for group in groups])
-    return weights[name + "out_proj.weight"] @ (normed * weights[name + "norm.weight"])
+    return _product(weights, name + "out_proj", normed * weights[name + "norm.weight"])
 
 
 def gated_delta_step(shape, weights, projected, state):
@@ -248,6 +248,11 @@ def _heads(vector, count):
 
 def _rms_norm(vector, scale, eps):
     return vector / np.sqrt(np.mean(vector * vector) + eps) * scale
+
+
+def _product(weights, name, x):
+    """Return a layer's product with a vector, and its bias if it has one."""
+    return weights[name + ".weight"] @ x + weights.get(name + ".bias", 0)
 
 
 def _silu(x):
