@@ -169,10 +169,12 @@ def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
     layers one with a model type of our own, and mamba_config.json. Other models are written as they
     are, in a table of config.json.
     """
-    if not mamba_in_llama.has_words_for(config):
-        files = {"config.json": own.config_json(config, dtype)}
-    elif len(config.attn_layers) == config.num_layers:
+    unbiased = config.replace(attention_bias=False, mlp_bias=False)
+    is_attention = len(config.attn_layers) == config.num_layers
+    if is_attention and mamba_in_llama.has_words_for(unbiased):
         files = {"config.json": llama.config_json(config, dtype)}
+    elif not mamba_in_llama.has_words_for(config):
+        files = {"config.json": own.config_json(config, dtype)}
     else:
         files = {
             "config.json": llama.json_fields(config, dtype, MODEL_TYPE),

@@ -11,6 +11,7 @@ SIGTERM or Ctrl-C lets answers end and takes no more requests, the second stops 
 from __future__ import annotations
 
 import socket
+import sys
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,8 @@ from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import PlainParser, input_path
+
+SWITCH_S = 2e-4  # after which a thread lets another go on: steps are short beside Python's 5 ms
 
 
 def build_parser() -> PlainParser:
@@ -88,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     say(f"{decoder}, {counted(num_prefixes, 'prefix')} kept")
     for line in speculation_lines(decoder):
         say(line)
+    sys.setswitchinterval(SWITCH_S)
     with stree.Engine(decoder, options.max_waiting) as engine:
         name = options.served_model_name or Path(target).name
         server = Server(engine, name, options.api_key, options.timeout_s)

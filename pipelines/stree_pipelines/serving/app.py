@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from importlib.resources import files
@@ -42,6 +43,7 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
           408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
           503: "service_unavailable_error", 504: "timeout_error"}
 B = TypeVar("B", bound=Body)
+Told = tuple[Answer, StepOutput]  # an answer, and what a step gave it
 
 
 class Refused(Exception):
@@ -82,6 +84,7 @@ class Server:
         self.asker = Asker(engine.decoder)
         self.statistics = Statistics(engine, name)
         self.created = int(time.time())
+        self._inbox: deque[tuple[asyncio.Queue[Told], Told]] = deque()
         self.is_draining = False
 
     def require_key(self, request: HttpRequest) -> None:
@@ -112,23 +115,31 @@ class Server:
             )
         return body
 
-    def submit(self, answers: list[Answer]) -> asyncio.Queue[tuple[Answer, StepOutput]]:
+    def submit(self, answers: list[Answer]) -> asyncio.Queue[Told]:
         """Submit the requests of all answers; return the queue that their reports come through.
 
         None is under way if one of them is refused.
         """
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[Answer, StepOutput]] = asyncio.Queue()
+        queue: asyncio.Queue[Told] = asyncio.Queue()
         try:
             for answer in answers:
                 def listen(_: Handle, report: StepOutput, to: Answer = answer) -> None:
-                    loop.call_soon_threadsafe(queue.put_nowait, (to, report))
+                    self._inbox.append((queue, (to, report)))
+                    if len(self._inbox) == 1:  # the loop wakes once for all that a step tells
+                        loop.call_soon_threadsafe(self._hand_out)
 
                 answer.handle = self.engine.submit(answer.request, listen)
         except BaseException:
             self.cancel(answers)
             raise
         return queue
+
+    def _hand_out(self) -> None:
+        while self._inbox:
+            queue, told = self._inbox[0]
+            queue.put_nowait(told)
+            self._inbox.popleft()  # an empty inbox is one that the loop is not told of
 
     def cancel(self, answers: list[Answer]) -> None:
         """Cancel what is under way."""
@@ -137,7 +148,7 @@ class Server:
                 self.engine.cancel(answer.handle)
 
     async def deltas(
-        self, answers: list[Answer], queue: asyncio.Queue[tuple[Answer, StepOutput]],
+        self, answers: list[Answer], queue: asyncio.Queue[Told],
         timeout_s: float | None,
     ) -> AsyncIterator[tuple[Answer, Delta]]:
         """Yield what submitted answers gain, to the end of all.

@@ -352,7 +352,7 @@ def test_the_error_of_a_row_is_its_prompt_s(world, tmp_path):
     evaluation.decoders._warm.update(
         (*job.decoder_key, ("temperature", 0.0)) for job in evaluation.plan(export(world, 100))
     )
-    with pytest.raises(InvariantBroken, match="talk prompt a, turn 0, stree: the target's logits"):
+    with pytest.raises(InvariantBroken, match="talk prompt a, turn 0, tree: the target's logits"):
         evaluation.evaluate(export(world, 100))
     (job,) = evaluation.plan(export(world, 100))
     assert [key[4] for key in ResultStore(tmp_path).journalled(job.samples_name)] == ["b"]
