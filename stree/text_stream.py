@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback, in SentencePiece's vocabularies
 _UNFINISHED = "\ufffd"
+MOST_CACHED = 2  # tokens whose text is kept: most of what is decoded is a token after another
+
+
+@lru_cache(maxsize=2**16)
+def _text_of(tokenizer: Any, tokens: tuple[int, ...]) -> str:
+    return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 class TextStream:
@@ -126,6 +133,8 @@ class TextStream:
         return ready
 
     def _decode(self, tokens: list[int]) -> str:
+        if len(tokens) <= MOST_CACHED:
+            return _text_of(self.tokenizer, tuple(tokens))
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _special_text(self, token: int) -> str:

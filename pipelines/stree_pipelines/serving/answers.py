@@ -61,9 +61,12 @@ class Answer:
         asked: What it answers.
         number: Its number among the prompt's answers.
         tokenizer: Of the target.
+        is_whole: Whether nobody reads it before its end.
     """
 
-    def __init__(self, index: int, asked: Asked, number: int, tokenizer: Any) -> None:
+    def __init__(
+        self, index: int, asked: Asked, number: int, tokenizer: Any, is_whole: bool = False
+    ) -> None:
         self.index, self.asked, self.request = index, asked, asked.requests[number]
         self.moments = Moments()
         self.handle: Handle | None = None
@@ -71,10 +74,20 @@ class Answer:
         self._text = TextStream(tokenizer, stops, visible=asked.marks.texts)
         self._segments = Segments(asked.marks, asked.prompt_end)
         self._num_calls = 0
+        # The text of all tokens at once is the same where nothing in it is looked for
+        is_plain = is_whole and not stops and not asked.marks.texts and not asked.wants_drafts
+        self._tokens: list[int] | None = [] if is_plain else None
 
     def take(self, report: StepOutput) -> Delta:
         """Return what a report adds."""
         delta = Delta(tokens=list(report.tokens), logprobs=list(report.logprobs))
+        if self._tokens is not None:
+            self._tokens += report.tokens
+            if report.finish_reason:
+                decode = self._text.tokenizer.decode
+                delta.content = decode(self._tokens, skip_special_tokens=True)
+                delta.finish_reason = _REASONS.get(report.finish_reason, report.finish_reason)
+            return delta
         for place, token in enumerate(report.tokens):
             text = self._text.add(token)
             delta.drafts.append((text, place < report.num_accepted))

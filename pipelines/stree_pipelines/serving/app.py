@@ -202,7 +202,7 @@ class Reply:
         self.server, self.body, self.asked = server, body, asked
         self.is_chat = isinstance(body, ChatBody)
         self.answers = [
-            Answer(index, each, number, server.tokenizer)
+            Answer(index, each, number, server.tokenizer, is_whole=not body.stream)
             for index, (each, number) in enumerate(
                 (each, number) for each in asked for number in range(len(each.requests))
             )

@@ -38,6 +38,7 @@ class Asked:
         tools: That may be called.
         echoes: Whether the answer begins with the prompt.
         wants_none: Whether no token is wanted but the prompt's log-probabilities.
+        wants_drafts: Whether the text of each token is wanted, and whether it was a draft.
     """
 
     prompt: list[int]
@@ -47,6 +48,7 @@ class Asked:
     tools: Sequence[Mapping[str, Any]] = ()
     echoes: bool = False
     wants_none: bool = False
+    wants_drafts: bool = False
 
 
 class Asker:
@@ -135,7 +137,9 @@ class Asker:
                 ))
                 for each in requests
             ]
-        return Asked(ids, requests, marks, end, tools, body.echo, most == 0)
+        return Asked(
+            ids, requests, marks, end, tools, body.echo, most == 0, body.return_drafts
+        )
 
     def _generation(self, body: Body, most: int) -> GenerationConfig:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
