@@ -1,7 +1,7 @@
 """Fetch MT-Bench, HumanEval, GSM8K and Spec-Bench from their public homes, for --benchmarks.
 
-python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks
-python pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
+python pipelines/fetch_benchmarks.py                 # all of them
+python pipelines/fetch_benchmarks.py mt_bench gsm8k  # these
 
 Alpaca, XSum, CNN/DailyMail, C4, OpenWebText and LongBench are data sets, of which the first rows
 become prompts:

@@ -193,6 +193,11 @@ class OneLineErrors:
         return [each for each in spelt if each.startswith("--") and not each.endswith("+")]
 
 
+def _is_command_line(line: str) -> bool:
+    """Return whether a line of a description is one to type: indented, or begun by a program."""
+    return line.startswith((" ", "stree ", "python ", "accelerate ", "torchrun ", "sbatch "))
+
+
 class OneDefault:
     """Mixin of help formatters: descriptions fit the terminal, and an option has one default."""
 
@@ -201,10 +206,10 @@ class OneDefault:
         super().start_section(wrapped)  # type: ignore[misc]
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap prose; break a command line, which is indented, before its last option that fits."""
+        """Wrap prose; break a command line before its last option that fits."""
         width += WIDTH_LEFT_FREE
         blocks: list[str] = []
-        for is_command, lines in itertools.groupby(text.splitlines(), lambda each: each[:1] == " "):
+        for is_command, lines in itertools.groupby(text.splitlines(), _is_command_line):
             if not is_command:
                 blocks += (textwrap.fill(each, width) for each in _paragraphs(lines))
                 continue

@@ -24,6 +24,8 @@ from stree_lab import (
     bench_queue,
     bench_report,
     bench_training,
+    calibration,
+    grown_trees,
     paper_tables,
     project_speed,
     study,
@@ -82,6 +84,8 @@ COMMANDS = {
     bench_queue: ["o", "--target", "t"],
     bench_training: ["o"],
     bench_report: ["o"],
+    calibration: ["t", "d", "o"],
+    grown_trees: ["t", "d", "o"],
     paper_tables: ["stree-table-1"],
 }
 NAMES = {command: command.__name__.rpartition(".")[2] for command in COMMANDS}
