@@ -269,6 +269,13 @@ def test_the_usage_and_the_metrics_agree(running):
 
 def test_a_key_is_asked_for_and_a_full_queue_says_when_to_come_back():
     made = Running(num_rows=1, max_waiting=0, api_key="secret", num_prefixes=0)
+    runner, launch = made.decoder.worker.runner, made.decoder.worker.runner.launch
+
+    def slowly(*arguments):
+        time.sleep(0.05)
+        return launch(*arguments)
+
+    runner.launch = slowly
     try:
         assert made.post(messages=QUESTION).status_code == 401
         made.client.headers["authorization"] = "Bearer secret"

@@ -117,7 +117,7 @@ def test_damaged_shards_are_refused(tmp_path, damage, reason):
 CONFIG_DAMAGES = {
     "kind-list": ({"model_type": ["llama"]}, r"a \['llama'\] model, wanted one of: MambaInLlama"),
     "kind-table": ({"model_type": {"a": 1}}, r"a \{'a': 1\} model, wanted one of: MambaInLlama"),
-    "foreign": ({"model_type": "jamba"}, "'jamba' model, wanted one of: MambaInLlama"),
+    "foreign": ({"model_type": "bert"}, "'bert' model, wanted one of: MambaInLlama"),
     "nameless": ({"model_type": None}, "'nameless' model, wanted"),
     "attention-bias": ({"attention_bias": 1}, "attention_bias = 1, wanted true or false"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
