@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request, samples_of
-from stree.chat_templates import THOUGHT_OPENED, resolve_template
+from stree.chat_templates import resolve_template
 from stree.common.errors import UsageError
 from stree.generation import GenerationConfig
 from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
@@ -188,13 +188,10 @@ class Asker:
 
     def _end_of_thought(self, prompt_end: str, marks: Marks) -> int | None:
         """Return the token that ends the thought which the prompt has opened; None for none."""
-        if not THOUGHT_OPENED.search(prompt_end):
+        if (end := marks.end_of_opened(prompt_end)) is None:
             return None
-        for start, end in marks.thoughts:
-            if prompt_end.rstrip().endswith(start):
-                ids = self.tokenizer.encode(end, add_special_tokens=False)
-                return ids[0] if len(ids) == 1 else None
-        return None
+        ids = self.tokenizer.encode(end, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from stree.common.errors import UsageError
 
-ANY_OBJECT = {"type": "object"}
-
 
 class Grammars:
     """Grammars over one tokenizer.

@@ -46,6 +46,11 @@ class Marks:
         calls = [pair for pair in CALLS if pair[0] in template] if with_tools else []
         return cls(thoughts, calls)
 
+    def end_of_opened(self, prompt_end: str) -> str | None:
+        """Return the mark that ends the thought which a prompt's end opens; None for none."""
+        text = prompt_end.rstrip()
+        return next((end for start, end in self.thoughts if text.endswith(start)), None)
+
     @property
     def texts(self) -> list[str]:
         """All marks."""
@@ -74,9 +79,8 @@ class Segments:
         self._held = ""
         self._end: str | None = None  # of the thought or call that is open
         self._kind = "content"
-        for start, end in marks.thoughts:
-            if prompt_end.rstrip().endswith(start):
-                self._kind, self._end = "reasoning", end
+        if (end := marks.end_of_opened(prompt_end)) is not None:
+            self._kind, self._end = "reasoning", end
 
     def add(self, text: str) -> Iterator[Piece]:
         """Yield the pieces that a text completes; a call comes as a whole."""
