@@ -31,15 +31,13 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.common.errors import UsageError, shown
 from stree.common.words import described, ends_of, placed
-from stree.drafters.names import DRAFTERS
 from stree.generation import DecodingStats, GenerationConfig
 from stree.loading import DTYPE_HELP
 from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
 from stree.text_stream import TextStream
-from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
-from stree.verifiers import VERIFIERS
+from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import PlainParser, input_path
-from stree_pipelines.evaluation.options import DEFAULTS, add_options
+from stree_pipelines.evaluation.options import DEFAULTS, add_options, add_pair
 from stree_pipelines.evaluation.sampling import OFF, sampling_of
 
 ACCEPTED, QUIET = "green", "dim"
@@ -203,11 +201,7 @@ def typed_lines(console: Console) -> Iterator[str]:
 def build_parser() -> PlainParser:
     parser = PlainParser("chat.py", description=__doc__)
     add = parser.add_argument
-    add("target", help="checkpoint folder, or a name on the hub")
-    add("--drafter", help=f"{DRAFTERS}; a folder may be a name on the hub")
-    add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
-    add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
-    add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
+    add_pair(parser)
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add_options(parser, DEFAULTS, OFF)
     add("--seed", type=int, help="of sampling (default: a fresh one for each answer)")

@@ -21,12 +21,11 @@ import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 import stree
 from stree.common.errors import UsageError
 from stree.common.words import counted
-from stree.drafters.names import DRAFTERS
 from stree.generation import GenerationConfig
 from stree.loading import DTYPE_HELP
-from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
-from stree.verifiers import VERIFIERS
+from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import PlainParser, input_path
+from stree_pipelines.evaluation.options import add_pair
 
 SWITCH_S = 2e-4  # after which a thread lets another go on: steps are short beside Python's 5 ms
 
@@ -34,11 +33,7 @@ SWITCH_S = 2e-4  # after which a thread lets another go on: steps are short besi
 def build_parser() -> PlainParser:
     parser = PlainParser("serve.py", description=__doc__)
     add = parser.add_argument
-    add("target", help="checkpoint folder, or a name on the hub")
-    add("--drafter", help=f"{DRAFTERS}; a folder may be a name on the hub")
-    add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
-    add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
-    add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
+    add_pair(parser)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--num_rows", "--num-rows", type=int, default=8, help="answers at once")

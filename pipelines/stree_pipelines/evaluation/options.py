@@ -1,4 +1,4 @@
-"""Add the options that eval_spec.py, the gate and compare.py share, and all those of sampling."""
+"""Add the options that several commands share, and all those of sampling."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
+from stree.drafters.names import DRAFTERS
+from stree.tree_policy.names import TREE_POLICIES
+from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import CommandParser, PlainParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS
 from stree_pipelines.evaluation.plan import EvaluationSettings
@@ -21,6 +24,16 @@ OPTIONS: dict[str, str] = {
 DEFAULTS: dict[str, Any] = {
     each.name: each.default for each in fields(EvaluationSettings) if each.default is not MISSING
 } | {"benchmarks": DEFAULT_BENCHMARKS, "dry_run": False}
+
+
+def add_pair(parser: PlainParser) -> None:
+    """Add the target to decode with, its drafter, and how trees are made and verified."""
+    add = parser.add_argument
+    add("target", help="checkpoint folder, or a name on the hub")
+    add("--drafter", help=f"{DRAFTERS}; a folder may be a name on the hub")
+    add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
+    add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
+    add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
 
 
 def add_options(
