@@ -31,11 +31,12 @@ from stree.drafters.names import DrafterName
 from stree.engine.sequence import SharedPrompt
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.loading import checkpoint_folder
+from stree.logits.hf_processors import CalledForRow, settings_of
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.models.packing import version_of
 from stree.prompts import prompts_of
-from stree.settings import THEIRS, end_of, refuse
+from stree.settings import end_of, refuse
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
@@ -176,7 +177,9 @@ class TransformersDecoder:
             inputs: Prompts (B, T), padded at the left; or None with input_ids.
             generation_config: transformers' GenerationConfig; None is the model's.
             **arguments: Other arguments of `model.generate`. A stopping criterion is called with
-                one sequence at a time, after each of its tokens, without scores. A streamer takes
+                one sequence at a time, after each of its tokens, without scores. A logits processor
+                is called with one sequence at a time too, for each node of a tree: it must depend
+                on its arguments alone (`stree.logits.processors.LogitsProcessor`). A streamer takes
                 one prompt.
 
         Returns:
@@ -184,8 +187,8 @@ class TransformersDecoder:
 
         Raises:
             UsageError: For an argument that is not supported, which it names: beams, logits
-                processors other than temperature, top-k, top-p, min-p, repetition penalty, bad
-                words and least lengths, other outputs than tokens, other inputs than tokens.
+                processors of transformers that remember their calls, other outputs than tokens,
+                other inputs than tokens.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         with ExitStack() as stack:
@@ -223,7 +226,10 @@ class TransformersDecoder:
         if mask is not None and not bool(mask[:, -1].all()):
             raise UsageError("attention_mask pads at the right: wanted padding at the left")
         stops = _Stops(stopping_criteria, input_ids.shape[1])
-        settings = _settings_of(logits_processor, generation_config, mask, stops)
+        settings, called = settings_of(
+            logits_processor, bool(generation_config.do_sample), stops.eos_ids, stops.prompt_length,
+            mask,
+        )
         prompts, _ = prompts_of(input_ids, mask)
         requests: list[Request] = []
         times = generation_config.num_return_sequences or 1  # as often a prompt comes, in a row
@@ -231,14 +237,16 @@ class TransformersDecoder:
             if number % times == 0:
                 shared = SharedPrompt(times - 1)
             seed = int(torch.randint(2**62, ())) if "temperature" in settings else None
+            padding = input_ids[number : number + 1, : input_ids.shape[1] - len(prompt)]
+            own = CalledForRow(called, number, padding) if called else ()
             generation = GenerationConfig(
                 stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
-                ignore_eos=not stops.eos_ids, **settings,
+                ignore_eos=not stops.eos_ids, logits_processor=own, **settings,
             )
             requests.append(SampleRequest(prompt, generation, keep_prompt=True, shared=shared))
         rows = [torch.tensor(each) for each in self._serve(requests, input_ids, stops, streamer)]
-        padding = generation_config._pad_token_tensor
-        padding_id = 0 if padding is None else int(padding)
+        padded_by = generation_config._pad_token_tensor
+        padding_id = 0 if padded_by is None else int(padded_by)
         new = pad_sequence(rows, batch_first=True, padding_value=padding_id)
         return torch.cat([input_ids, new.to(input_ids)], dim=1)
 
@@ -326,42 +334,6 @@ class _Stops:
             return False
         so_far = torch.cat([prompt, prompt.new_tensor(tokens)])[None]
         return any(bool(torch.as_tensor(each(so_far, None)).any()) for each in self.others)
-
-
-def _settings_of(
-    processors: Any, generation_config: Any, mask: Tensor | None, stops: _Stops
-) -> dict[str, Any]:
-    """Return our settings for transformers' list of logits processors; empty for greedy ones."""
-    from transformers.generation import logits_process as theirs
-
-    filters = {
-        theirs.TemperatureLogitsWarper: "temperature", theirs.TopKLogitsWarper: "top_k",
-        theirs.TopPLogitsWarper: "top_p", theirs.MinPLogitsWarper: "min_p",
-    }
-    rules = {
-        theirs.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-        theirs.NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
-        theirs.MinLengthLogitsProcessor: ("min_new_tokens", "min_length"),
-        theirs.MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
-    }
-    sampled = bool(generation_config.do_sample)
-    names = rules | {kind: (name, name) for kind, name in filters.items() if sampled}
-    asked: dict[str, Any] = {"temperature": 1.0} if sampled else {}
-    for each in processors:
-        name, theirs_is = names.get(type(each), ("", ""))
-        unseen = getattr(each, "prompt_ignore_length", None)
-        if unseen is not None and mask is not None:  # padding is no part of our prompts
-            padding = (mask != 0).int().argmax(1)
-            unseen = None if torch.equal(torch.as_tensor(unseen), padding) else unseen
-        ends = stops.eos_ids if name != "min_new_tokens" else each.eos_token_id.tolist()
-        if not name or unseen is not None or set(ends) != set(stops.eos_ids):
-            raise UsageError(f"generate cannot honour {type(each).__name__}: {THEIRS}")
-        value = getattr(each, theirs_is)
-        if name == "min_new_tokens":  # transformers states it as both lengths
-            value = value - stops.prompt_length if theirs_is == "min_length" else value
-            value = max(value, asked.get(name, 0))
-        asked[name] = value
-    return asked
 
 
 def _stop_strings_as_criterion(generation_config: Any, given: dict[str, Any]) -> Any:

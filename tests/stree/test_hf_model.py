@@ -29,6 +29,7 @@ from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.hf_model import generate
+from stree.logits.hf_processors import CalledForRow, settings_of
 from stree.settings import THEIRS
 from stree_kernels import ops
 
@@ -321,6 +322,71 @@ def test_bad_words_and_least_lengths_are_those_of_generate(granite):
                                                         "min_new_tokens": None, "min_length": None})
 
 
+def odd_after_even(ids, scores):
+    """Leave out tokens of the last token's parity, as a user's own processor might."""
+    left_out = torch.arange(VOCAB)[None] % 2 == ids[:, -1:] % 2
+    return scores.masked_fill(left_out, -torch.inf)
+
+
+def allowed_for(row, ids):
+    return range(row, VOCAB, 3) if len(ids) < 15 else range(row, VOCAB, 2)
+
+
+PENALTY = RepetitionPenaltyLogitsProcessor(4.0)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        dict(no_repeat_ngram_size=1),
+        dict(sequence_bias={(4,): 9.0, (4, 7): 20.0}),
+        dict(prefix_allowed_tokens_fn=allowed_for),
+        dict(forced_eos_token_id=7),
+        dict(logits_processor=[odd_after_even], repetition_penalty=4.0),
+        dict(logits_processor=[odd_after_even, PENALTY]),
+        dict(logits_processor=[RepetitionPenaltyLogitsProcessor(4.0, 4)]),
+        dict(logits_processor=[odd_after_even], eos_token_id=[30, 41], min_new_tokens=5),
+    ],
+    ids=str,
+)
+def test_logits_processors_are_called_as_generate_calls_them(granite, rules):
+    decoder, (ids, mask) = decoder_of(granite), prompts((9, 4))
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    if "logits_processor" in rules:
+        rules = {**rules, "logits_processor": LogitsProcessorList(rules["logits_processor"])}
+    got = assert_same(granite, decoder, ids, **options, **rules)
+    assert not torch.equal(got, granite.generate(ids, **options))
+
+
+@pytest.mark.parametrize("own", [(), (odd_after_even, PENALTY)], ids=["", "own"])
+@pytest.mark.parametrize(
+    "cuts", [dict(typical_p=0.7), dict(epsilon_cutoff=0.02, min_p=0.01), dict(eta_cutoff=0.1), {}],
+    ids=str,
+)
+def test_scores_of_sampled_answers_are_transformers(granite, cuts, own):
+    config = GenerationConfig(do_sample=True, temperature=0.8, top_k=20, top_p=0.9,
+                              repetition_penalty=1.3, min_new_tokens=12, **cuts)
+    config._eos_token_tensor = torch.tensor([7])
+    theirs = granite._get_logits_processor(
+        config, input_ids_seq_length=9, logits_processor=LogitsProcessorList(own), device="cpu"
+    )
+    (ids, mask), scores = prompts((9, 4)), torch.randn(2, VOCAB)
+    wanted = theirs(ids, scores.clone())
+    settings, called = settings_of(theirs, True, (7,), 9, mask)
+    assert (settings["repetition_penalty"], settings["min_new_tokens"]) == (4.0 if own else 1.3, 12)
+    made_of = {each: each for each in called}
+    for first in theirs[:2]:  # what the two settings stand for
+        scores = first(ids, scores)
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        by_row = CalledForRow(called, row, ids[row : row + 1, :padding])
+        scores[row] = by_row(ids[row : row + 1, padding:], scores[row : row + 1].clone())[0]
+    for each in theirs[2:]:
+        scores = scores if each in made_of else each(ids, scores)
+    assert torch.equal(scores, wanted)
+    cut_by_function = len(cuts) - ("min_p" in cuts)
+    assert ("temperature" in settings and settings["temperature"] == 1.0) == bool(cut_by_function)
+
+
 def letters():
     """Return a tokenizer of one letter a token."""
     vocabulary = {chr(65 + token): token for token in range(VOCAB)}
@@ -347,11 +413,7 @@ def test_stop_strings(granite):
     [
         (dict(num_beams=2), f"num_beams = 2: {THEIRS}"),
         (dict(return_dict_in_generate=True), "generate = True: the ids are returned"),
-        (dict(no_repeat_ngram_size=2), f"NoRepeatNGramLogitsProcessor: {THEIRS}"),
-        (dict(sequence_bias={(4,): 1.0}), f"SequenceBiasLogitsProcessor: {THEIRS}"),
-        (dict(logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5, 2)])),
-         f"RepetitionPenaltyLogitsProcessor: {THEIRS}"),
-        (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor: tran"),
+        (dict(guidance_scale=2.0), f"UnbatchedClassifierFreeGuidanceLogitsProcessor: {THEIRS}"),
         (dict(assistant_model="small"), "assistant_model = 'small': the drafter of stree.from_"),
         (dict(max_new_token=4), r"did you mean max_new_tokens\?"),
         (dict(assistant_model=torch.nn.ModuleList([torch.nn.ReLU()])), "model = ModuleList"),
