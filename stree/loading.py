@@ -23,6 +23,7 @@ from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig, require_whole
 from stree.models.joint import require_backtracking
 from stree.models.layers.part import has_products_in_8_bits
+from stree.models.offload import stream_layers
 from stree.speculation_profile import FOLDER, load_profile
 from stree.tree_policy.names import as_tree_policy, choice_of
 from stree.tree_policy.policy import FixedTree, TreePolicy
@@ -46,7 +47,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
-    revision: str | None = None,
+    revision: str | None = None, offload: int | None = None,
 ) -> Decoder: ...
 
 
@@ -57,7 +58,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
-    revision: str | None = None,
+    revision: str | None = None, offload: int | None = None,
 ) -> BatchDecoder: ...
 
 
@@ -67,7 +68,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
-    revision: str | None = None,
+    revision: str | None = None, offload: int | None = None,
 ) -> Decoder | BatchDecoder:
     """Load target, drafter and tokenizer from checkpoint folders, or from the Hugging Face hub.
 
@@ -103,6 +104,8 @@ def load(
             and tokenizer; None returns a `Decoder`.
         revision: Branch, tag or commit of a target on the hub; None is its main branch, or the
             one in its name.
+        offload: Layers of the target whose weights stay in the CPU's memory and are copied to the
+            GPU in each step, one ahead of their use (`stree.models.offload`). None copies none.
 
     Raises:
         UsageError: For a value out of range, before anything is read.
@@ -120,8 +123,9 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _name_of_dtype(dtype)
     require_whole("max_length", max_length)
-    if num_rows is not None:
-        require_whole("num_rows", num_rows)
+    for name_of_number, number in (("num_rows", num_rows), ("offload", offload)):
+        if number is not None:
+            require_whole(name_of_number, number)
     verifier = None if verifier is None else named(verifier)
     if backtracking is not None:
         require_backtracking(backtracking)
@@ -154,7 +158,9 @@ def load(
     elif tree is not None:
         tree = as_tree_policy(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
-        model = load_model(target_folder, device, dtype)
+        model = load_model(target_folder, device if offload is None else "cpu", dtype)
+        if offload is not None:
+            stream_layers(model, offload, device)
     if not eos_token_ids(model.config, tokenizer):
         warn(
             f"{target}: neither its config nor its tokenizer names an EOS, so answers end at "

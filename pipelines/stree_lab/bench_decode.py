@@ -108,6 +108,11 @@ class Bench:
         nodes = [each for each in self.options.nodes if each in PROFILED_NODES]
         return calls.profiles(self.target, nodes, self.options.context, 5)
 
+    def offloaded(self) -> Iterator[Row]:
+        o, target = self.options, self.__dict__.pop("target", None)  # it is another one afterwards
+        target = target or random_target(self.shape, self.device)
+        return calls.offloaded(target, o.nodes, o.context, self.few)
+
     def draft_lengths(self) -> Iterator[Row]:
         o = self.options
         drafters = {kind: random_drafter(self.shape, self.device, kind) for kind in o.drafters}
@@ -130,6 +135,7 @@ OF_TARGETS: dict[str, Measurement] = {
     "beams": lambda bench, o: calls.beams(bench.target, o.context, bench.few),
     "memory": lambda bench, o: calls.memory(bench.target, 64),
     "prompts": lambda bench, o: calls.prompts(bench.target, PROMPT_TOKENS, bench.few),
+    "offloaded": lambda bench, o: bench.offloaded(),
 }
 OF_PAIRS: dict[str, Measurement] = {
     "draft": lambda bench, o: calls.draft(bench.drafter, o.trees, o.context, o.repeats),

@@ -31,6 +31,7 @@ class PackedModel(HeadedModel):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
+        self.offload: Any = None  # the `Offload` of a model with streamed layers
         self._packed_at: Places | None = None  # those of the projections at the last `pack`
         self._module_dicts: list[dict[str, Any]] = []  # children and weights of all modules
         self._weight_dicts: list[dict[str, Any]] = []

@@ -26,6 +26,7 @@ from stree.models.layers.mlp import Experts
 from stree.models.layers.parallel import SideBySide
 from stree.models.layers.part import Mixer, Part
 from stree.models.model import HybridModel, read_row
+from stree.models.offload import stream_layers
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import ops
@@ -62,6 +63,30 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
             over_step=medians["tree"] / medians["step"],
             over_floor=medians["tree"] / medians["floor"],
             step_over_floor=medians["step"] / medians["step_floor"], **us_fields(times),
+        )
+
+
+def offloaded(target: HybridModel, nodes: list[int], context: int, repeats: int) -> Iterator[Row]:
+    """Time target calls whose layers all come from the CPU's memory, in µs.
+
+    Beside them stand the same calls without copies, and the copies without computation. The model
+    streams its layers from then on.
+    """
+    streamed = stream_layers(target, target.config.num_layers, target.device)
+    for num_nodes in nodes:
+        call = _tree_call(target, _star(num_nodes), context)
+
+        def compute(call: Callable[[], object] = call) -> None:
+            with streamed.without_copies():
+                call()
+
+        functions = {"copies": streamed.copy_all, "compute": compute, "call": call}
+        times = side_by_side(functions, target.device, repeats)
+        medians = {name: each["median"] for name, each in times.items()}
+        longer, shorter = sorted((medians["copies"], medians["compute"]))[::-1]
+        yield dict(
+            what="offloaded call", num_nodes=num_nodes, context=context, bytes=streamed.num_bytes,
+            overlap=1 - (medians["call"] - longer) / shorter, **us_fields(times),
         )
 
 

@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
             temperature=options.temperature, device=options.device, dtype=options.dtype,
             max_length=options.max_length, verifier=options.verifier,
             backtracking=options.backtracking, num_prefixes=num_prefixes, num_rows=num_rows,
+            offload=options.offload,
         )
     for line in dict.fromkeys(str(each.message) for each in told):
         say(f"note: {line}")

@@ -34,6 +34,8 @@ def add_pair(parser: PlainParser) -> None:
     add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
     add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
     add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
+    add("--offload", type=int, metavar="N", help="layers of the target whose weights stay in the "
+        "CPU's memory, for a GPU that cannot hold them (default: none)")
 
 
 def add_options(
