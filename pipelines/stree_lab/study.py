@@ -34,7 +34,7 @@ from stree_lab.studies.plan import (
     in_order,
     read_study,
 )
-from stree_lab.studies.training import require_as_trained, train
+from stree_lab.studies.training import require_as_trained, require_understood, train
 from stree_pipelines.console import input_checks as inputs
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.console.config_files import read_yaml, require_type
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for run in runs:
                 print(f"distill.py {' '.join(run.arguments(more))}")
         require_there(inputs_of(study, runs, deep=options.dry_run))
+        require_understood(runs, more)
         if options.dry_run:
             return
         if study.held_back is not None:

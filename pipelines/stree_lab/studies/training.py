@@ -92,6 +92,15 @@ def train(
         )
 
 
+def require_understood(runs: Sequence[StudyRun], more: Mapping[str, Any]) -> None:
+    """Raise UsageError, before anything is trained, for an arm whose options distill.py refuses.
+
+    more: options of distill.py for all, as `train` gets them.
+    """
+    for run in {run.arm.name: run for run in reversed(runs)}.values():
+        _resolved(run, more)
+
+
 def require_as_trained(runs: Sequence[StudyRun], more: Mapping[str, Any]) -> None:
     """Raise UsageError for a drafter whose training differs from the study's file.
 

@@ -24,7 +24,7 @@ STUB = """
 import pathlib, sys
 given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 folder = pathlib.Path(given["--run_dir"])
-if given.get("--fail"):
+if given["--trainer.max_steps"] == "9":
     print("runs: the disk is full", file=sys.stderr)
     sys.exit(73)
 (folder / "drafter/latest").mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_a_drafter_is_not_trained_on_what_a_failed_training_left(tmp_path, stub)
     (out / "first/seed-0/drafter/latest").mkdir(parents=True)  # an export of its first steps
     read = f"{out}/first/seed-0/drafter/latest"
     arms = [
-        {"name": "first", "set": {"fail": "yes"}},
+        {"name": "first", "set": {"trainer.max_steps": 9}},
         {"name": "second", "set": {"model.start_from": read}},
         {"name": "third"},
     ]
@@ -126,7 +126,7 @@ def test_drafters_that_read_each_other_are_refused(tmp_path, stub):
 
 
 def test_what_fails_is_told_after_the_others_have_ended(tmp_path, stub):
-    arms = [{"name": "bad", "set": {"fail": "yes"}}, {"name": "good"}]
+    arms = [{"name": "bad", "set": {"trainer.max_steps": 9}}, {"name": "good"}]
     path = written(tmp_path, content(tmp_path / "runs", arms=arms, seeds=[0]))
     with pytest.raises(CannotWrite, match=r"1 drafter failed: bad, seed 0: runs: the disk is full"):
         study.main(["train", path])
@@ -189,9 +189,11 @@ def test_what_is_no_study_is_refused(tmp_path, changes, words):
     [
         ({"trees": ["papr"]}, "no tree 'papr'"),
         ({"compare": {"target": "t", "benchmarks": ["starter"], "limt": 2}}, "limt"),
+        ({"arms": [{"name": "a"}, {"name": "b", "set": {"model.los.kind": "lk"}}]},
+         r"b, seed 0: .*model\.los"),
     ],
 )
-def test_what_could_not_be_compared_is_not_trained(tmp_path, changes, words, stub):
+def test_what_could_not_be_trained_and_compared_is_not_begun(tmp_path, changes, words, stub):
     with pytest.raises(StreeError, match=words):
         study.main(["train", written(tmp_path, content(tmp_path / "runs", **changes))])
     assert not (tmp_path / "runs").exists()
