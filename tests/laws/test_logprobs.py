@@ -36,6 +36,7 @@ KINDS = {  # verifier and tree
     "naive": ("naive", "paper"), "multi_step": ("multi_step", "expand-3-2"),
     "block": ("block", "chain-3"), "traversal": ("traversal", "paper"),
 }
+QUICK = ("plain", "beam", "multi_step")
 
 
 def requests(count: int) -> list[Request]:
@@ -132,10 +133,12 @@ def assert_of_whole_forwards(target, request: Request, output) -> None:
             assert [each for _, each in got] == pytest.approx(wanted[ids].tolist(), abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.costly) for kind in KINDS
+])
 def test_log_probabilities_are_those_of_whole_forwards(kind, captured_on_cpu):
     verifier, tree = KINDS[kind]
-    target, served = tiny_model(1), requests(10)
+    target, served = tiny_model(1), requests(5)
     drafter = None if tree is None else right_now_and_then(target)
     decoder = BatchDecoder(
         target, drafter, tree, num_rows=4, max_length=64, verifier=verifier
@@ -156,7 +159,7 @@ def test_log_probabilities_are_those_of_whole_forwards(kind, captured_on_cpu):
     assert [each.tokens for each in changed] != [each.tokens for each in outputs]
     for before in (outputs, changed):
         accepted = sum(sum(each.stats.accepted_per_call) for each in before)
-        assert tree is None or accepted > 5
+        assert tree is None or accepted > 2
     if verifier == "coupled":
         alone = BatchDecoder(target, num_rows=1, max_length=64).generate(served_with_rules[::3])
         assert [each.tokens for each in alone] == [each.tokens for each in changed[::3]]

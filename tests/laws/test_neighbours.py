@@ -31,15 +31,17 @@ ON_GPU = DEVICE == "cuda"
 LONGEST = 100
 
 
-def long_in_the_interpreter(*values, quick):
-    return [
-        pytest.param(each, marks=[] if ON_GPU or each in quick else pytest.mark.long)
-        for each in values
-    ]
+def long_in_the_interpreter(*values, quick, costly=()):
+    def marks(value):
+        if ON_GPU or value in quick:
+            return []
+        return pytest.mark.costly if value in costly else pytest.mark.long
+
+    return [pytest.param(each, marks=marks(each)) for each in values]
 
 
 each_model = pytest.mark.parametrize(
-    "shape", long_in_the_interpreter(*MODELS, quick=["hybrid", "mamba-1", "gated-delta"])
+    "shape", long_in_the_interpreter(*MODELS, quick=["hybrid", "gated-delta"], costly=["mamba-1"])
 )
 
 

@@ -232,7 +232,7 @@ def test_graphs_give_what_eager_steps_give(
     trees = [TokenTree.chain(3), TokenTree.paper(), balanced([3, 2]), TokenTree((-1, 0, 0, 2))]
     served = [
         replace(each, generation=replace(each.generation, repetition_penalty=penalty))
-        for each in mixed_requests(8, trees, seed=1)
+        for each in mixed_requests(6, trees, seed=1)
     ]
 
     def serve():

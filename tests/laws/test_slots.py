@@ -56,7 +56,8 @@ def block_distribution(
 CASES = [
     ("dyspec-2-1-2", MultiStep), ("dyspec-3-1-3", MultiStep), ("dyspec-1-2-3", MultiStep),
     ("dyspec-2-1-3", Traversal), ("dyspec-1-2-3", Traversal), ("dyspec-1-2-3", Block),
-    ("dyspec-3-1-3", Naive), ("dyspec-2-2-4-0.3", MultiStep), ("dyspec-2-1-3-0.4", Traversal),
+    ("dyspec-3-1-3", Naive), ("dyspec-2-1-3-0.4", MultiStep), ("dyspec-2-1-3-0.4", Traversal),
+    pytest.param("dyspec-2-2-4-0.3", MultiStep, marks=pytest.mark.long),
     pytest.param("dyspec-2-2-3", MultiStep, marks=pytest.mark.long),
     pytest.param("dyspec-1-3-4", Block, marks=pytest.mark.long),
     *(pytest.param(name, verifier, marks=pytest.mark.long)
@@ -131,13 +132,16 @@ MISTAKES = {
 def test_planted_mistake_is_caught(mistake, monkeypatch):
     function = edited(*MISTAKES[mistake])
     monkeypatch.setattr(ops, function.__name__, function)
-    setting, worst = GenerationConfig(temperature=1.0), 0.0
-    for name in ("dyspec-2-1-2", "dyspec-1-2-3", "dyspec-2-2-4-0.3"):
+    setting = GenerationConfig(temperature=1.0)
+
+    def is_wrong(name):
         tree = TokenTree.load(name)
         target, drafter, _, _ = random_case(3, [balanced([3])])
         distribution = block_distribution((target, drafter), tree, setting)
-        worst = max(worst, distance(distribution, target, setting, tree.max_depth + 1))
-    assert worst > 1e-4
+        return distance(distribution, target, setting, tree.max_depth + 1) > 1e-4
+
+    # The cheapest that shows it is enough
+    assert any(map(is_wrong, ("dyspec-2-1-2", "dyspec-1-2-3", "dyspec-2-2-4-0.3")))
 
 
 def by_heap(shares_of, size: int, depth: int, threshold: float = 0.0) -> Counter:
