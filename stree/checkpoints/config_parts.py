@@ -154,16 +154,34 @@ def _rope_table(
         values.refuse(f"has partial_rotary_factor {share}, wanted a share of a head")
     kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
     if kind == "llama3":
-        scaling = {"rope_type": "llama3", **{name: rope.number(name) for name in ROPE_NUMBERS}}
+        scaling = {"rope_type": kind, **{name: rope.number(name) for name in ROPE_NUMBERS[kind]}}
+    elif kind == "yarn":
+        scaling = {
+            "rope_type": kind, "factor": rope.number("factor"),
+            "beta_fast": rope.number("beta_fast", 32.0), "beta_slow": rope.number("beta_slow", 1.0),
+            "truncate": rope.boolean("truncate", True), "attention_factor": _attention_factor(rope),
+        }
+    if kind in ROPE_NUMBERS:
         scaling[ROPE_LENGTH] = length = rope.integer(ROPE_LENGTH)
         # The key outside the table wins over the one in it, in some versions of transformers.
         values.require(**{ROPE_LENGTH: length})
     elif kind != "default":
         raise CheckpointRefused(
-            f"{values.path} asks for rope type {kind!r:.99}; supported are 'default' and 'llama3'"
+            f"{values.path} asks for rope type {kind!r:.99}; supported are 'default', 'llama3' and "
+            "'yarn'"
         )
     rope.refuse_unread(ignored)
     return {"rope_theta": theta, "rope_scaling": scaling}, share
+
+
+def _attention_factor(rope: CheckedJson) -> float:
+    """Return YaRN's factor of cosines and sines: as given, or by transformers' rule."""
+    stretch = math.log(max(rope.number("factor"), 1.0))
+    above, below = (rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    usual = 0.1 * stretch + 1
+    if above and below:
+        usual = (0.1 * above * stretch + 1) / (0.1 * below * stretch + 1)
+    return rope.number("attention_factor", usual)
 
 
 def quotient(values: CheckedJson, total: int, name: str, count: int) -> int:

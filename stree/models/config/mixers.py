@@ -12,8 +12,11 @@ from stree_kernels.contracts import GatedDeltaShape, Mamba1Shape, MixerShape
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
 MLP_KINDS = ("swiglu", "geglu", "relu2", "gelu")
 UNGATED = ("relu2", "gelu")  # down(relu(up)²) and down(gelu(up))
-ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_LENGTH = "original_max_position_embeddings"
+ROPE_NUMBERS = {  # of each scaling; where there are two bounds, the lower one first
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_slow", "beta_fast"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class AttentionConfig:
         num_kv_heads: Heads of keys and values; a divisor of num_heads.
         head_dim: Channels of a head; even.
         rope_theta: Base of rotary positions.
-        rope_scaling: Llama 3's scaling, with config.json's keys; None for none.
+        rope_scaling: Llama 3's scaling or YaRN's, with config.json's keys; None for none.
         rotary_dim: Channels of a head that are rotated; None for all, 0 for no positions.
         attention_scale: Factor of the scores; None for head_dim^−½.
         attention_bias: Whether all four projections have a bias.
@@ -63,8 +66,9 @@ class AttentionConfig:
         if not math.isfinite(self.attention_scale or 0):
             yield f"attention_scale is {self.attention_scale}, it must be finite"
         rope = self.rope_scaling or {}
-        if rope.get("rope_type", rope.get("type")) == "llama3":
-            names = (*ROPE_NUMBERS, ROPE_LENGTH)
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ROPE_NUMBERS:
+            names = (*ROPE_NUMBERS[kind], ROPE_LENGTH)
             numbers: list[Any] = [rope.get(name) for name in names]
             factor, low, high, length = numbers
             if not all(isinstance(number, int | float) for number in numbers) or not (
@@ -72,8 +76,7 @@ class AttentionConfig:
             ):
                 yield (
                     f"rope_scaling has {dict(zip(names, numbers, strict=True))}: wanted factor of "
-                    f"at least 1, 0 < low_freq_factor < high_freq_factor, {ROPE_LENGTH} of at "
-                    "least 1"
+                    f"at least 1, 0 < {names[1]} < {names[2]}, {ROPE_LENGTH} of at least 1"
                 )
 
 

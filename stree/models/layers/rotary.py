@@ -1,4 +1,4 @@
-"""Rotary positions, with Llama 3.1's scaling for long contexts."""
+"""Rotary positions, with the scalings for long contexts of Llama 3.1 and of YaRN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def rotary_angles(config: HybridConfig, positions: Tensor, dtype: torch.dtype) -
     pairs = config.head_dim // 2
     frequencies = _frequencies(rotated, pairs, config.rope_theta, scaling, positions.device)
     angles = positions[..., None].to(dtype) * frequencies.to(dtype)
-    return torch.stack([angles.cos(), angles.sin()])
+    angles = torch.stack([angles.cos(), angles.sin()])
+    factor = dict(scaling).get("attention_factor", 1.0)
+    if factor != 1:
+        angles[..., : rotated // 2] *= factor
+    return angles
 
 
 @functools.lru_cache(maxsize=64)
@@ -37,7 +41,7 @@ def _frequencies(
 ) -> Tensor:
     """Return inverse frequencies (pairs,) in fp64; 0 for channels that are not rotated.
 
-    scaling is Llama 3.1's for long contexts.
+    scaling is Llama 3.1's for long contexts, or YaRN's (Peng et al. 2023, Section 3.2).
     """
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     frequencies = theta**-exponents
@@ -46,12 +50,30 @@ def _frequencies(
     if kind == "llama3":
         factor, low, high, original = (
             float(values[key])  # type: ignore[arg-type]
-            for key in (*ROPE_NUMBERS, ROPE_LENGTH)
+            for key in (*ROPE_NUMBERS["llama3"], ROPE_LENGTH)
         )
         wavelengths = 2 * math.pi / frequencies
         # 1 keeps a frequency, 0 divides it by the factor, between the two bands a blend
         keep = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (keep + (1 - keep) / factor)
+    elif kind == "yarn":
+        factor, slow, fast, original = (
+            float(values[key])  # type: ignore[arg-type]
+            for key in (*ROPE_NUMBERS["yarn"], ROPE_LENGTH)
+        )
+        # Channels that turn `fast` times within the original length keep their frequency, those
+        # that turn `slow` times have it divided
+        low, high = (
+            rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (fast, slow)
+        )
+        if values.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotated - 1)
+        pair = torch.arange(rotated // 2, dtype=torch.float64)
+        divided = ((pair - low) / ((high - low) or 0.001)).clamp(0, 1)
+        frequencies = frequencies * (1 - divided + divided / factor)
     elif kind != "default":
-        raise UsageError(f"rope type {kind!r} is not supported, wanted 'default' or 'llama3'")
+        wanted = "wanted 'default', 'llama3' or 'yarn'"
+        raise UsageError(f"rope type {kind!r} is not supported, {wanted}")
     return F.pad(frequencies, (0, pairs - rotated // 2)).to(device)

@@ -25,10 +25,14 @@ from stree.common.errors import CheckpointRefused
 SEEDS = {"granite": 3, "nemotron": 3, "zamba": 1, "qwen3_5": 1}
 TOKENS = torch.arange(9)[None] % VOCAB
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 2.0,
+    "original_max_position_embeddings": 64,
+}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 OTHER_KEYS = {
     "rope_parameters": [
-        LLAMA3_ROPE, LINEAR_ROPE, PLAIN_ROPE, {**PLAIN_ROPE, "factor": 2.0},
+        LLAMA3_ROPE, YARN_ROPE, LINEAR_ROPE, PLAIN_ROPE, {**PLAIN_ROPE, "factor": 2.0},
     ],
     "rope_scaling": [LLAMA3_ROPE, LINEAR_ROPE, PLAIN_ROPE, {"type": "linear", "factor": 2.0}],
     "rope_theta": [77.0],
