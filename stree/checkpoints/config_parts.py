@@ -161,7 +161,7 @@ def _rope_table(
             "beta_fast": rope.number("beta_fast", 32.0), "beta_slow": rope.number("beta_slow", 1.0),
             "truncate": rope.boolean("truncate", True), "attention_factor": _attention_factor(rope),
         }
-    if kind in ROPE_NUMBERS:
+    if scaling is not None:
         scaling[ROPE_LENGTH] = length = rope.integer(ROPE_LENGTH)
         # The key outside the table wins over the one in it, in some versions of transformers.
         values.require(**{ROPE_LENGTH: length})

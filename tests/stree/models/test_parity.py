@@ -74,36 +74,6 @@ def test_yarn_is_transformers(layout, more, tmp_path):
         assert (again(tokens).logits - wanted).abs().max() <= TOLERANCE
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-@pytest.mark.parametrize("layout", ["llama", "gpt_neox"])  # the latter rotates a share of a head
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"beta_fast": 3.0, "beta_slow": 0.5}, {"truncate": False, "beta_fast": 3.0},
-     {"attention_factor": 1.5}, {"mscale": 0.7, "mscale_all_dim": 1.3}],
-    ids=str,
-)
-@torch.no_grad()
-def test_yarn_is_transformers(layout, more, tmp_path):
-    theirs = random_reference(layout, 1)
-    given = {**theirs.config.rope_parameters, **YARN, **more, "rope_theta": 50.0}
-    config = type(theirs.config)(**{
-        **theirs.config.to_dict(), "rope_parameters": given, "max_position_embeddings": 64,
-    })
-    model = type(theirs)(config).eval()
-    model.load_state_dict(theirs.state_dict())
-    model.save_pretrained(tmp_path / "it")
-    ours, tokens = load_model(tmp_path / "it"), torch.randint(VOCAB, (1, 60))
-    wanted = model(tokens).logits
-    assert (ours(tokens) - wanted).abs().max() <= TOLERANCE
-    assert (theirs(tokens).logits - wanted).abs().max() > 10 * TOLERANCE
-    if layout == "llama":
-        save_model(ours, tmp_path / "again")
-        again = LlamaForCausalLM.from_pretrained(tmp_path / "again").eval()
-        assert (again(tokens).logits - wanted).abs().max() <= TOLERANCE
-
-
 @pytest.mark.parametrize("saved_as", ["safetensors", "bin"])
 @pytest.mark.parametrize(("layout", "seed"), [("mamba", 3), ("mamba2", 6)])
 @torch.no_grad()
