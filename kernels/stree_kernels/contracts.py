@@ -355,10 +355,24 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A weight in 8 bits: values (E, D) in fp8 e4m3, and a scale (E,) in fp32 for each row."""
+    """A weight in 8 bits: values (E, D) in fp8 e4m3, and scales (E, G) in fp32.
+
+    Each row has a scale for each of its G groups of D / G inputs: one, or with the published blocks
+    of 128 × 128 one for 128 inputs.
+    """
 
     values: Tensor
     scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (E, D)."""
+        return self.values.shape
+
+    @property
+    def group(self) -> int:
+        """Return the inputs of a scale."""
+        return self.values.shape[1] // self.scale.shape[1]
 
 
 @dataclass

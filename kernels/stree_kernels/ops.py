@@ -21,6 +21,7 @@ from stree_kernels import naive
 from stree_kernels.contracts import (
     CacheState,
     Derived,
+    Gated,
     GatedDeltaShape,
     Mamba1Shape,
     MixerShape,
@@ -115,10 +116,13 @@ def _source(stream: Stream, *_: Any, **__: Any) -> Tensor:
     return stream.source
 
 
-def _of_weight(x: Tensor | Stream, weight: Tensor | Scaled, *_: Any, **__: Any) -> Tensor:
+def _of_weight(x: Tensor | Stream | Gated, weight: Tensor | Scaled, *_: Any, **__: Any) -> Tensor:
+    """Return the weight, or with one in 8 bits the inputs."""
     if isinstance(weight, Tensor):
         return weight
-    return x if isinstance(x, Tensor) else x.source
+    if isinstance(x, Tensor):
+        return x
+    return x.y if isinstance(x, Gated) else x.source
 
 
 def _no_dim(*_: Any, **__: Any) -> int:
@@ -159,7 +163,7 @@ def _with_kernel(
 
 
 _pointwise = _with_kernel("pointwise")
-_short = _with_kernel("products.short", _second)
+_short = _with_kernel("products.short", _of_weight)
 _linear = _with_kernel("products.linear")
 _experts = _with_kernel("products.experts")
 _top = _with_kernel("sampling.top")
@@ -177,7 +181,7 @@ segment_conv = _with_kernel("conv.segment_conv")(naive.segment_conv)  # these tw
 rms_norm = _with_kernel("rms_norm")(naive.rms_norm)
 
 norm = _with_kernel("products.short", _source)(naive.norm)
-linear = _with_kernel("products.short", _of_weight)(naive.linear)
+linear = _short(naive.linear)
 linear_parts = _short(naive.linear_parts)
 linear_swiglu = _short(naive.linear_swiglu)
 linear_wide = _linear(naive.linear_wide)

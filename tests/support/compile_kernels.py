@@ -15,6 +15,7 @@ python tests/support/compile_kernels.py --capability 90 --nodes 16
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from stree_kernels.contracts import (
     GatedDeltaWeights,
     Router,
     Sampling,
+    Scaled,
     Stream,
 )
 from stree_kernels.conv import tree_conv
@@ -353,6 +355,10 @@ def main() -> None:
         head = naive.in_8_bits(model.head_weight)
         for rows in (1, 8, 16, 64):
             ops.linear(many[:, :rows], head)
+        in_blocks = Scaled(head.values, head.scale.repeat(1, config.d_model // 128))
+        for rows, weight in itertools.product((1, 33), (head, in_blocks)):
+            ops.linear_parts(many[:, :rows], weight)
+            ops.linear_swiglu(many[:, :rows], weight)
         narrow = naive.in_8_bits(model.head_weight[:, :48].contiguous())  # rows end within a block
         ops.linear(many[:, :1, :48].contiguous(), narrow)
     for name, kernel in dict.fromkeys(compiled):

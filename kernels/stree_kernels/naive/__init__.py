@@ -51,6 +51,7 @@ from stree_kernels.naive.pointwise import (
     sigmoid_gated,
 )
 from stree_kernels.naive.products import (
+    dequantised,
     in_8_bits,
     laid,
     linear,

@@ -22,20 +22,25 @@ def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     if isinstance(weight, Tensor):
         return F.linear(x, weight)
     wide = widened(x)
-    return (F.linear(wide, weight.values.to(wide.dtype)) * weight.scale).to(x.dtype)
+    return F.linear(wide, dequantised(weight, wide.dtype)).to(x.dtype)
+
+
+def dequantised(weight: Scaled, dtype: torch.dtype) -> Tensor:
+    """Return a weight in 8 bits as numbers (E, D) of another dtype, rounded once."""
+    grouped = weight.values.to(dtype).unflatten(1, (-1, weight.group))
+    return grouped.mul_(weight.scale[..., None]).flatten(1)
 
 
 def in_8_bits(weight: Tensor) -> Scaled:
-    """Return a weight (E, D) in e4m3, scaled so that each row's largest number is 448.
+    """Return a weight (E, D) in e4m3 with scales (E, 1), so that each row's largest number is 448.
 
     448 is the largest number of e4m3. A row that is not finite stays so.
     """
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    scale = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), ROWS_AT_ONCE):
         piece = slice(start, start + ROWS_AT_ONCE)
-        values[piece], scale_of_rows = rounded(weight[piece])
-        scale[piece] = scale_of_rows[:, 0]
+        values[piece], scale[piece] = rounded(weight[piece])
     return Scaled(values, scale)
 
 
@@ -56,12 +61,12 @@ def laid(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t() if weight.device.type == "cpu" else weight.contiguous()
 
 
-def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor | Scaled) -> Tensor:
     """Compute `linear` as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
     return linear(x.norm_by(gated_rms_norm) if isinstance(x, Gated) else x, weight)[None]
 
 
-def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     """Multiply x (…, D), or a stream's norm, by gate and up (2·I, D); return SwiGLU (…, I)."""
     return swiglu(linear(x, weight))
 

@@ -46,17 +46,21 @@ def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     return products.linear(norm(x) if isinstance(x, Stream) else x, weight)
 
 
-def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor | Scaled) -> Tensor:
     """Compute `naive.linear_parts`, in one part as `linear` if that fits."""
-    if fits(x, weight):
+    if isinstance(weight, Tensor) and fits(x, weight):
         return _product(x, weight)[None]
     if isinstance(x, Gated):
         x = x.norm_by(pointwise.gated_rms_norm)
+    if isinstance(weight, Scaled):
+        return scaled.linear_parts(x, weight)
     return products.linear_parts(x, weight)
 
 
-def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     """Compute `naive.linear_swiglu` in one launch if it fits."""
+    if isinstance(weight, Scaled):
+        return scaled.linear_swiglu(norm(x) if isinstance(x, Stream) else x, weight)
     x = _as_normed(x)
     if fits(x, weight, gated=True):
         return _product(x, weight, gated=True)

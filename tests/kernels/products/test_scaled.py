@@ -22,8 +22,15 @@ def poisoned(weight: Scaled) -> Scaled:
     """Return the weight between what is not a number."""
     before = torch.full((3, weight.values.shape[1]), math.nan, device=DEVICE)
     around = torch.cat([before, weight.values.float(), before]).to(torch.float8_e4m3fn)
-    scale = torch.cat([before[:, 0], weight.scale, before[:, 0]])
+    before = torch.full((3, weight.scale.shape[1]), math.nan, device=DEVICE)
+    scale = torch.cat([before, weight.scale, before])
     return Scaled(around[3:-3], scale[3:-3])
+
+
+def in_groups(weight: torch.Tensor, groups: int) -> Scaled:
+    """Return a weight in 8 bits with a scale for each of several groups of inputs."""
+    scaled = naive.in_8_bits(weight.unflatten(1, (groups, -1)).flatten(0, 1))
+    return Scaled(scaled.values.view(weight.shape), scaled.scale.view(-1, groups))
 
 
 @pytest.mark.parametrize(
@@ -32,12 +39,20 @@ def poisoned(weight: Scaled) -> Scaled:
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(1007, 60), (300, 200), (5, 16), (1600, 256)], ids=str
+    ("outputs", "inputs", "groups"),
+    [
+        (1007, 60, 1), (300, 200, 1), (5, 16, 1), (1600, 256, 1),
+        (1007, 96, 3), (300, 384, 3), (50, 120, 10),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (33,), (1, 70)], ids=str)
-def test_linear(rows, outputs, inputs, dtype):
-    """Sizes are odd and even, outputs fewer than a tile, and shares several tiles."""
-    weight = poisoned(naive.in_8_bits(normal(outputs, inputs, seed=1)))
+@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (33,), (1, 70), (260,)], ids=str)
+def test_linear(rows, outputs, inputs, groups, dtype):
+    """Sizes are odd and even, outputs fewer than a tile, and shares several tiles.
+
+    The last groups are too small for the kernels.
+    """
+    weight = poisoned(in_groups(normal(outputs, inputs, seed=1), groups))
     around = torch.full((*rows[:-1], rows[-1] + 2, inputs), math.nan, device=DEVICE, dtype=dtype)
     around[..., 1:-1, :] = normal(*rows, inputs, dtype=dtype)
     x = around[..., 1:-1, :]
@@ -49,9 +64,26 @@ def test_linear(rows, outputs, inputs, dtype):
         assert relative_error(naive.linear(x, weight), wanted) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("inputs", [60, 256])
-def test_a_row_does_not_depend_on_how_many_others_there_are(inputs):
-    weight = naive.in_8_bits(normal(700, inputs, seed=1))
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("rows", [(3,), (17,), (2, 24), (65,)], ids=str)
+def test_parts_and_swiglu(rows, groups):
+    """Parts of a sum begin with their own scales; gate and up have scales of their own."""
+    inputs, dtype = 4096, torch.bfloat16
+    x = normal(*rows, inputs, dtype=dtype)
+    weight = poisoned(in_groups(normal(200, inputs, seed=1), groups * 8))
+    parts = scaled_products.linear_parts(x, weight)
+    assert (len(parts) > 1) == (16 < math.prod(rows) <= 64)
+    wanted = naive.linear(x.double(), weight)
+    assert relative_error(parts.sum(0), wanted) < ROUNDINGS * TOLERANCE[dtype]
+    got = scaled_products.linear_swiglu(x, weight)
+    wanted = naive.linear_swiglu(x.double(), weight)
+    assert got.shape == (*rows, 100)
+    assert relative_error(got, wanted) < 4 * ROUNDINGS * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(60, 700), (256, 700), (256, 300)])
+def test_a_row_does_not_depend_on_how_many_others_there_are(inputs, outputs):
+    weight = naive.in_8_bits(normal(outputs, inputs, seed=1))
     x = normal(16, inputs, dtype=torch.bfloat16)
     among = scaled_products.linear(x, weight)
     for count in (1, 3, 8, 9):
@@ -66,7 +98,7 @@ def test_numbers_of_all_sizes_that_8_bits_have_come_through():
     for dtype in TOLERANCE:
         x = torch.zeros(1, 16, dtype=dtype, device=DEVICE)
         x[0, 3] = 1.0
-        got = scaled_products.linear(x, Scaled(values, torch.ones(256, device=DEVICE)))
+        got = scaled_products.linear(x, Scaled(values, torch.ones(256, 1, device=DEVICE)))
         assert torch.equal(got[0], every.to(dtype))
 
 
@@ -76,7 +108,7 @@ def test_in_8_bits_keeps_what_8_bits_can():
     weight[4] = 0
     held = naive.in_8_bits(weight)
     assert held.values.shape == weight.shape and held.values.dtype == torch.float8_e4m3fn
-    back = held.values.double() * held.scale.double()[:, None]
+    back = naive.dequantised(held, torch.double)
     assert not back[4].any() and back.isfinite().all()
     largest = weight.double().abs().amax(1, keepdim=True)
     # Half a step: of 3 bits behind the first one, or of the smallest number, 2⁻⁹ of 448
