@@ -162,6 +162,11 @@ def save_model(
             "save the tokenizer that the model was made for"
         )
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if scaled := [name for name, tensor in state.items() if tensor.dtype == torch.float8_e4m3fn]:
+        raise UsageError(
+            f"{scaled[0]} of the model is in 8 bits, which no layout here writes: copy the folder "
+            "that it was loaded from"
+        )
     formats = {
         name: tensor.dtype if dtype is None else kept_dtype(name, dtype)
         for name, tensor in state.items()

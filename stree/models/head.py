@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree.common.errors import UsageError
 from stree.models.backbone import Backbone
 from stree.models.config import HybridConfig
-from stree.models.layers.part import has_products_in_8_bits
+from stree.models.layers.packed_linear import weight_of
+from stree.models.layers.part import require_products_in_8_bits
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Sampling, Scaled, Stream
 
@@ -45,7 +45,8 @@ class HeadedModel(nn.Module):
     Attributes:
         head_ids: (K,) int64 ascending, the tokens of a head over a part of the vocabulary; None
             for a head over all tokens.
-        head_in_8_bits: The copy of the head that decoding reads; None without one.
+        head_in_8_bits: The copy of the head that decoding reads; None without one, also if the head
+            itself is held in 8 bits.
     """
 
     head_ids: Tensor | None
@@ -65,9 +66,22 @@ class HeadedModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (K, R) of the head, which is the embedding when the two are tied."""
+        """Weight (K, R) of the head, which is the embedding when the two are tied.
+
+        Of a head that is held in 8 bits it is a copy in the model's dtype.
+        """
+        if self.config.tie_embeddings:
+            return self.model.embed_tokens.weight
+        weight = weight_of(self.lm_head)
+        return weight if isinstance(weight, Tensor) else naive.dequantised(weight, self.dtype)
+
+    @property
+    def head(self) -> Tensor | Scaled:
+        """Weight (K, R) by which logits are computed."""
+        if self.head_in_8_bits is not None:
+            return self.head_in_8_bits
         tied = self.config.tie_embeddings
-        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+        return self.model.embed_tokens.weight if tied else weight_of(self.lm_head)
 
     @property
     def device(self) -> torch.device:
@@ -90,10 +104,10 @@ class HeadedModel(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits (…, K) of hidden states (…, D), in the product's dtype."""
-        inputs = self.head_inputs(hidden)
-        if self.head_in_8_bits is not None:
-            return ops.linear(inputs, self.head_in_8_bits)
-        return _product()(inputs, self.head_weight.to(hidden.dtype))
+        inputs, head = self.head_inputs(hidden), self.head
+        if isinstance(head, Scaled):
+            return (naive if torch.is_grad_enabled() else ops).linear(inputs, head)
+        return _product()(inputs, head.to(hidden.dtype))
 
     def head_inputs(self, hidden: Tensor) -> Tensor:
         """Return the inputs (…, R) of `head_weight` for hidden states (…, D)."""
@@ -118,10 +132,8 @@ class HeadedModel(nn.Module):
         """
         if self.config.head_rank:
             stream = ops.linear(stream, self.head_down.weight)
-        head = self.head_weight if self.head_in_8_bits is None else self.head_in_8_bits
-        return ops.draw_children(
-            stream, head, depths, sampling, places, tokens, finite, nodes, values, self.head_ids
-        )
+        where = (depths, sampling, places, tokens, finite, nodes, values, self.head_ids)
+        return ops.draw_children(stream, self.head, *where)
 
     @torch.no_grad()
     def take_head(self, whole: Tensor | None, ids: Tensor | None) -> None:
@@ -151,16 +163,14 @@ class HeadedModel(nn.Module):
         """Compute logits from now on by a copy of the head in fp8 e4m3, with one scale a token.
 
         The copy has half the bytes of one in bf16, and is made again by each `pack`. For a low-rank
-        head it is the second product. Embeddings stay as they are, also those tied to the head.
+        head it is the second product. Embeddings stay as they are, also those tied to the head, and
+        a head that is held in 8 bits itself.
 
         Raises `UsageError` for a GPU without float8.
         """
-        if not has_products_in_8_bits(self.device):
-            raise UsageError(
-                "a head in float8 needs a GPU of compute capability 8.9 or more, "
-                f"{torch.cuda.get_device_name(self.device)} is older: draft with the head as it is "
-                "stored"
-            )
+        require_products_in_8_bits(self.device, "draft with the head as it is stored")
+        if self.head_in_8_bits is None and isinstance(self.head, Scaled):
+            return
         made, held = naive.in_8_bits(self.head_weight), self.head_in_8_bits
         if held is None or held.values.device != self.device:
             self.head_in_8_bits = made

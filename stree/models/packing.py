@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
 from stree.models.head import HeadedModel
-from stree.models.layers.layer import Layer, SharedTransformer
-from stree.models.layers.packed_linear import lay_for_products
-from stree.models.layers.part import Part
+from stree.models.layers.layer import Layer, SharedTransformer, SharedUse
+from stree.models.layers.packed_linear import ScaledLinear, lay_for_products
+from stree.models.layers.part import Part, require_products_in_8_bits
+from stree_kernels import naive
+from stree_kernels.contracts import Scaled
 
 # Modules, compared as objects, and the addresses of weights
 Places = tuple[list[nn.Module], list[int]]
@@ -37,6 +39,46 @@ class PackedModel(HeadedModel):
         self._weight_dicts: list[dict[str, Any]] = []
         self._projection_dicts: list[dict[str, Any]] = []  # of these, the weights of projections
 
+    def projections(self) -> dict[str, nn.Linear]:
+        """Return what `put_in_8_bits` takes, by name, the head's projection included."""
+        modules = list(self.modules())
+        parts = [each.in_8_bits() for each in modules if isinstance(each, Part)]
+        wanted = set(chain.from_iterable(parts))
+        wanted.update(each.out for each in modules if isinstance(each, SharedUse))
+        if not self.config.tie_embeddings:
+            wanted.add(self.lm_head)
+        return {
+            name: each for name, each in self.named_modules()
+            if isinstance(each, nn.Linear) and each in wanted
+        }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def put_in_8_bits(self) -> None:
+        """Hold the weights of a step's products in fp8 e4m3 from now on, with one scale an output.
+
+        These are the projections of attention, recurrent layers, convolutions and MLPs, and the
+        head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings, norms, convolutions,
+        A, D, dt's bias, biases, low-rank adapters, routers, experts, and what Mamba-1 selects by
+        stay as they are. Such a model can neither be trained nor saved.
+
+        Raises `UsageError` for a GPU without float8.
+        """
+        require_products_in_8_bits(self.device, "load the target without target_dtype")
+        for name, each in self.projections().items():
+            if not isinstance(each, ScaledLinear):
+                self.set_submodule(name, ScaledLinear(naive.in_8_bits(each.weight), each.bias))
+        self.put_head_in_8_bits()
+
+    def plain_state(self) -> dict[str, Tensor]:
+        """Return the state dict, weights in 8 bits as numbers of the model's dtype."""
+        state = self.state_dict()
+        for name, each in self.named_modules():
+            if isinstance(each, ScaledLinear):
+                scaled = Scaled(state[f"{name}.weight"], state.pop(f"{name}.scale"))
+                state[f"{name}.weight"] = naive.dequantised(scaled, self.dtype)
+        return state
+
     @torch.inference_mode(False)  # weights laid out inside it could not be trained any more
     @torch.no_grad()
     def pack(self) -> None:
@@ -49,7 +91,8 @@ class PackedModel(HeadedModel):
         for each in [*self.model.layers, *self.model.shared_blocks]:
             cast(Layer | SharedTransformer, each).pack()
         parts = [module for module in self.modules() if isinstance(module, Part)]
-        lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
+        if isinstance(self.head, Tensor) or self.head_in_8_bits is not None:
+            lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
         if self.head_in_8_bits is not None:
             self.put_head_in_8_bits()
         modules = list(self.modules())

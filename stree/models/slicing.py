@@ -7,7 +7,7 @@ its embedding space (the paper's drafter has two Mamba-2 layers of its target's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -82,9 +82,10 @@ def slice_drafter(
         config = config.reading(feature_layers, target.config, own_features)
     with torch.device("meta"):  # nothing is drawn that a copy would replace
         drafter = HybridModel(config)
-    source = target.state_dict()
+    source = target.plain_state()
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
-    plain = dict(copy=True, memory_format=torch.contiguous_format)  # not as decoding packs them
+    # Not as decoding packs them
+    plain: dict[str, Any] = dict(copy=True, memory_format=torch.contiguous_format)
     copies = {
         name: source[_target_name(name, places)].to(weight.dtype, **plain)
         for name, weight in drafter.state_dict().items()
@@ -122,7 +123,7 @@ def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | Non
     """Return a copy of a model with a random head as `headed` describes it, with its errors."""
     copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
     copy.tokens_sha256 = model.tokens_sha256
-    state = model.state_dict()
+    state = model.plain_state()
     state.pop("lm_head.weight", None)
     # Assigned: some are wider than the others
     copy.load_state_dict({n: each.clone() for n, each in state.items()}, strict=False, assign=True)

@@ -301,7 +301,7 @@ def test_in_8_bits_it_drafts_as_a_head_of_those_numbers_does(tree, verifier, ran
     )
     own.put_head_in_8_bits()
     held = own.head_in_8_bits
-    twin.lm_head.weight.data = held.values.double() * held.scale.double()[:, None]
+    twin.lm_head.weight.data = held.values.double() * held.scale.double()
     assert not torch.equal(twin.lm_head.weight, own.lm_head.weight)
     accepted_by_twins(target, own, twin, tree, verifier)
 
@@ -330,7 +330,7 @@ def test_in_8_bits_a_head_follows_its_weights():
     assert set(model.state_dict()) == saved
     tokens = torch.arange(12)[None]
     logits, values = model(tokens), held.values.data_ptr()
-    weight = held.values.double() * held.scale.double()[:, None]
+    weight = held.values.double() * held.scale.double()
     torch.testing.assert_close(logits, model.hidden_states(tokens) @ weight.T)
     assert not torch.equal(weight, before)
     with torch.no_grad():

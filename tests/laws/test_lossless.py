@@ -83,6 +83,7 @@ KINDS = {  # the attention layers of a target's three and a drafter's two, or on
     "Mamba for Transformer": ((0, 1, 2), ()), "Transformer for Transformer": ((0, 1, 2), (0, 1)),
     "Transformer for Mamba": ((), (0, 1)), "Transformer for hybrid": ((1,), (0, 1)),
     "Mamba-1 for Mamba-1": ("mamba1", "mamba1"), "Mamba-1 for hybrid": ((1,), "mamba1 mlp"),
+    "Mamba for hybrid in 8 bits": ((1,), ()),
 }
 
 
@@ -99,6 +100,7 @@ def of_kind(seed: int, num_layers: int, kind: str | tuple[int, ...]) -> HybridMo
     ("kinds", "backtracking"),
     quick_first(
         [("Mamba for Transformer", "replay"), ("Transformer for hybrid", "joint"),
+         ("Mamba for hybrid in 8 bits", "replay"),
          ("Mamba-1 for Mamba-1", "joint"), ("Mamba-1 for hybrid", "replay")],
         [(kinds, backtracking) for kinds in KINDS for backtracking in ("replay", "joint")],
     ),
@@ -107,6 +109,8 @@ def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
     """There are few tokens, so that models that have nothing in common agree now and then."""
     target_layers, drafter_layers = KINDS[kinds]
     target, drafter = of_kind(1, 3, target_layers), of_kind(2, 2, drafter_layers)
+    if "in 8 bits" in kinds:
+        target.put_in_8_bits()
     served = [Request(prompt, GenerationConfig(24)) for prompt in ([1, 2, 3], [4], [0, 3, 0, 2, 1])]
     plain = BatchDecoder(target, num_rows=1, max_length=64).generate(served)
     accepted = []

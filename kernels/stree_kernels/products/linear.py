@@ -218,7 +218,8 @@ def by_shares(
     block_inputs, tensors = min(step, tiling.weights // block_outputs), 1 if gated is None else 2
     rank = 0 if adapter[1] is None else adapter[1].shape[1]
     size = values.element_size()
-    stage, inputs_stage = size * block_inputs * block_outputs * tensors, 2 * block_inputs * block_rows
+    stage = size * block_inputs * block_outputs * tensors
+    inputs_stage = 2 * block_inputs * block_rows
     if tiling.inputs_apart:
         most_stages = (STAGE_BYTES - inputs_stage) // stage
     else:
@@ -228,7 +229,8 @@ def by_shares(
     whole = inputs % 16 == 0 and ahead * CHUNK.value <= size * (inputs - (parts - 1) * span)
     share_kernel[(triton.cdiv(outputs, share), parts)](
         x, values, scale, out, rows, outputs, inputs, groups, share, span, *adapter,
-        GROUP=weight.group if isinstance(weight, Scaled) and groups > 1 else None, RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
+        GROUP=inputs // groups if groups > 1 else None,
+        RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
         PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
         AHEAD=ahead if whole else 0,
         INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,

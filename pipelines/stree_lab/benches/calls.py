@@ -304,7 +304,8 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
         sizes.append((projection.out_features, projection.in_features))
 
     def add_part(part: Part | SideBySide) -> None:
-        sizes.extend((each.weight.shape[0], each.weight.shape[1]) for each in part.packed)
+        weights = (weight for each in part.packed for weight in each.weights)
+        sizes.extend((weight.shape[0], weight.shape[1]) for weight in weights)
         mixers = [each for each, _ in part.mixers] if isinstance(part, SideBySide) else [part]
         for mixer in mixers:
             if isinstance(mixer, Mixer):
@@ -328,7 +329,7 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
                 add_part(part)
     if model.config.head_rank:
         add(model.head_down)
-    num_tokens, width = model.head_weight.shape
+    num_tokens, width = model.head.shape
     return [*sizes, (num_tokens, width)]
 
 

@@ -50,10 +50,11 @@ class MLP(Part):
 
     def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor:
         read, down = self.packed
-        if self.kind not in UNGATED and adapter is not None and not read.biases:
+        weight = read.weights[0] if len(read.weights) == 1 and not read.biases else None
+        if self.kind not in UNGATED and adapter is not None and isinstance(weight, Tensor):
             normed, up = ops.norm(x), adapter.up.weight
             low = ops.linear(normed, adapter.down.weight)
-            y = ops.linear_adapted(normed, read.weight, low, up, self.kind)
+            y = ops.linear_adapted(normed, weight, low, up, self.kind)
         elif self.kind == "swiglu" and adapter is None:
             y = read.swiglu(x)
         else:
@@ -99,6 +100,9 @@ class Experts(Part):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         latent = [(self.latent_in,), (self.latent_out,)] if self.config.expert_latent_size else []
         return [(self.router,), *latent]
+
+    def in_8_bits(self) -> list[nn.Linear]:
+        return [each for (each,) in self.products()[1:]]  # without the router
 
     def forward(self, x: Tensor, context: Pass) -> Tensor:
         return self._parts(x, naive)[0]

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stree.common.errors import UsageError
 from stree.models.layers.norm import RMSNorm
-from stree.models.layers.packed_linear import PackedLinear
+from stree.models.layers.packed_linear import PackedLinear, weight_of
 from stree_kernels import ops
 from stree_kernels.contracts import Added, CacheState, Stream, Topology
 
@@ -37,6 +38,15 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def has_products_in_8_bits(device: torch.device) -> bool:
     """Return False for GPUs below compute capability 8.9, which have no products in float8."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def require_products_in_8_bits(device: torch.device, instead: str) -> None:
+    """Raise `UsageError` for a GPU without products in float8, saying what to do instead."""
+    if not has_products_in_8_bits(device):
+        raise UsageError(
+            "weights in float8 need a GPU of compute capability 8.9 or more, "
+            f"{torch.cuda.get_device_name(device)} is older: {instead}"
+        )
 
 
 # Passes
@@ -243,7 +253,7 @@ class TreePass:
         return hidden
 
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
-        return ops.linear_parts(x, projection.weight)
+        return ops.linear_parts(x, weight_of(projection))
 
     def together(self, outputs: list[Tensor]) -> Added:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -285,6 +295,10 @@ class Part(nn.Module):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         """Return the projections; those of one input stand together as one product of a call."""
         return []
+
+    def in_8_bits(self) -> list[nn.Linear]:
+        """Return the projections that `PackedModel.put_in_8_bits` takes."""
+        return [each for together in self.products() for each in together]
 
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them; values and shapes stay."""

@@ -30,15 +30,21 @@ def turns(decoder, count: int, generation: GenerationConfig, keep: bool):
 
 @pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
 @pytest.mark.parametrize(
-    ("temperature", "graphs"), quick_first([(0.0, False), (1.0, True)], [(0.0, True), (1.0, False)])
+    ("temperature", "graphs", "in_8_bits"),
+    quick_first(
+        [(0.0, False, False), (1.0, True, False)],
+        [(0.0, True, False), (1.0, False, False), (0.0, False, True)],
+    ),
 )
 def test_a_conversation_reads_each_turn_once(
-    temperature, graphs, attn_layers, request, monkeypatch
+    temperature, graphs, in_8_bits, attn_layers, request, monkeypatch
 ):
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1, attn_layers=attn_layers)
     drafter = right_now_and_then(target)
+    if in_8_bits:
+        target.put_in_8_bits()
     generation = GenerationConfig(13, temperature=temperature, seed=2)
 
     def answers(num_prefixes):

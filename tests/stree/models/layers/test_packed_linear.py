@@ -42,9 +42,9 @@ def test_a_product_follows_its_projections(dim, biases, keeps_rows):
         for weight in each.parameters():
             weight.mul_(2)
     require_same()
-    weight, held = packed.weight, packed.biases
+    weight, held = packed.weights[0], packed.biases
     packed = PackedLinear(of, packed, keeps_rows, dim)
-    assert packed.weight is weight  # graphs hold its address
+    assert packed.weights[0] is weight  # graphs hold its address
     assert all(a is b for a, b in zip(packed.biases, held, strict=True))
     for name in ("weight", "bias"):
         if (moved := getattr(of[-1], name)) is not None:
@@ -62,8 +62,8 @@ def test_pieces_of_a_fused_projection_stay_where_they_are():
     fused, of = torch.randn(7, 6), projections((False, False), 0)
     for each, piece in zip(of, fused.split([3, 4]), strict=True):
         each.weight.data = piece
-    packed = PackedLinear(of)
-    assert packed.weight.data_ptr() == fused.data_ptr() and torch.equal(packed.weight, fused)
+    (weight,) = PackedLinear(of).weights
+    assert weight.data_ptr() == fused.data_ptr() and torch.equal(weight, fused)
 
 
 @torch.no_grad()
