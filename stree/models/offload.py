@@ -180,13 +180,14 @@ class _Place:
 def _taken(layer: Layer) -> tuple[Tensor, list[_Place]]:
     """Copy the weights of a layer's products to the CPU, and free them.
 
-    Other weights stay: convs, A and dt's biases are read after the layer, when accepted paths are
-    replayed.
+    Other weights stay: scales of weights in 8 bits are few; convs, A and dt's biases are read after
+    the layer, when accepted paths are replayed.
 
     Returns the bytes, and the place of each weight in them.
     """
     parts = [part for block in layer.blocks for part, _ in layer.parts(block)]
-    tensors: list[Tensor] = [each.weight for part in parts for each in part.packed]
+    weights = [weight for part in parts for each in part.packed for weight in each.weights]
+    tensors = [each if isinstance(each, Tensor) else each.values for each in weights]
     for module in layer.modules():
         tensors += [module.weight] if isinstance(module, nn.Linear) else []
         tensors += [module.up, module.down] if isinstance(module, Experts) else []

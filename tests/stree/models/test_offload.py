@@ -27,9 +27,17 @@ def tokens_of(target, drafter, requests, **options):
     return [each.tokens for each in decoder.generate(requests)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *TRANSFORMERS, "mamba", "falcon_mamba", "jamba"])
-def test_every_family_gives_the_same_tokens(family):
+@pytest.mark.parametrize(
+    ("family", "in_8_bits"),
+    [
+        *((each, False) for each in (*FAMILIES, *TRANSFORMERS, "mamba", "falcon_mamba", "jamba")),
+        ("falcon", True), ("zamba", True),
+    ],
+)
+def test_every_family_gives_the_same_tokens(family, in_8_bits):
     target = shared_model(random_reference(family, 1))
+    if in_8_bits:
+        target.put_in_8_bits()
     requests = [stree.Request([5, 3, 8, 2], GenerationConfig(6, ignore_eos=True))] * 2
     wanted = tokens_of(target, None, requests)
     streamed = copy.deepcopy(target)
