@@ -35,6 +35,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 DTYPE_HELP = (
     "of the weights: float32, bfloat16, or auto: the target's own on a GPU, float32 on a CPU"
 )
+FLOAT8 = "float8"
+TARGET_DTYPE_HELP = (
+    "float8: hold the weights of the target's products in 8 bits (default: as they are stored)"
+)
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 # Files that `load` reads of a repository's root, in addition to the weights
 _READ_ON_HUB = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.svg"]
@@ -47,7 +51,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
-    revision: str | None = None, offload: int | None = None,
+    revision: str | None = None, offload: int | None = None, target_dtype: str | None = None,
 ) -> Decoder: ...
 
 
@@ -58,7 +62,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
-    revision: str | None = None, offload: int | None = None,
+    revision: str | None = None, offload: int | None = None, target_dtype: str | None = None,
 ) -> BatchDecoder: ...
 
 
@@ -68,7 +72,7 @@ def load(
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
-    revision: str | None = None, offload: int | None = None,
+    revision: str | None = None, offload: int | None = None, target_dtype: str | None = None,
 ) -> Decoder | BatchDecoder:
     """Load target, drafter and tokenizer from checkpoint folders, or from the Hugging Face hub.
 
@@ -106,6 +110,9 @@ def load(
             one in its name.
         offload: Layers of the target whose weights stay in the CPU's memory and are copied to the
             GPU in each step, one ahead of their use (`stree.models.offload`). None copies none.
+        target_dtype: "float8" holds the weights of the target's products in 8 bits, with one scale
+            an output (`HybridModel.put_in_8_bits`); activations are in `dtype`. None holds them as
+            they are stored, in 8 bits or in `dtype`.
 
     Raises:
         UsageError: For a value out of range, before anything is read.
@@ -129,6 +136,7 @@ def load(
     verifier = None if verifier is None else named(verifier)
     if backtracking is not None:
         require_backtracking(backtracking)
+    require_target_dtype(target_dtype)
     generation = GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = checkpoint_folder(target, revision)
     dtype = pick_dtype(dtype, device, target_folder)
@@ -158,7 +166,8 @@ def load(
     elif tree is not None:
         tree = as_tree_policy(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
-        model = load_model(target_folder, device if offload is None else "cpu", dtype)
+        place = device if offload is None else "cpu"
+        model = load_model(target_folder, place, dtype, in_8_bits=target_dtype == FLOAT8)
         if offload is not None:
             stream_layers(model, offload, device)
     if not eos_token_ids(model.config, tokenizer):
@@ -212,6 +221,15 @@ def pick_dtype(
     if name != "auto":
         return getattr(torch, name)
     return torch.float32 if device.type == "cpu" else stored_dtype(target)
+
+
+def require_target_dtype(target_dtype: str | None) -> None:
+    """Raise `UsageError` for what is no `target_dtype` of `load`."""
+    if target_dtype not in (None, FLOAT8):
+        raise UsageError(
+            f"target_dtype is {target_dtype!r}, wanted {FLOAT8} or none: dtype is that of other "
+            "weights and of activations"
+        )
 
 
 def _name_of_dtype(dtype: torch.dtype | str) -> str:

@@ -22,6 +22,8 @@ python pipelines/stree_lab/bench_decode.py runs/bench/8b-batch.jsonl --what \\
     "[rows,serve]" --taus "[2.5]"
 python pipelines/stree_lab/bench_decode.py runs/bench/8b-beam.jsonl --what \\
     "[rows]" --rows "[1]" --row_trees "[paper,beam-4-5-32]"
+python pipelines/stree_lab/bench_decode.py runs/bench/8b-float8.jsonl --what \\
+    "[rows]" --rows "[1,16]" --target_dtypes "[bfloat16,float8]"
 python pipelines/stree_lab/bench_decode.py runs/bench/8b-joint.jsonl --what \\
     "[memory,joint]" --rows "[1,8]"
 python pipelines/stree_lab/bench_decode.py runs/bench/joint.jsonl --shape \\
@@ -37,6 +39,7 @@ python pipelines/stree_lab/bench_decode.py runs/bench/prompts.jsonl --shape \\
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +50,7 @@ import stree.common.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.common.errors import UsageError, exit_with_reason
+from stree.loading import FLOAT8
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.token_tree import FORMS, TokenTree, as_tree
@@ -77,6 +81,7 @@ TESTS = [
     "kernels/test_scans.py", "stree/batching/test_graphs.py",
 ]
 PROFILED_NODES = (1, 16, 64)
+TARGET_DTYPES = ("bfloat16", FLOAT8)
 ORDER_NODES = [256, 512, 1024, 2048]
 PROMPT_TOKENS = [16, 100, 512, 2048]
 LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"
@@ -89,6 +94,7 @@ class Bench:
     shape: str
     options: Any
     device: torch.device
+    target_dtype: str
     drafter: HybridModel = field(init=False)
 
     @property
@@ -97,7 +103,7 @@ class Bench:
 
     @cached_property
     def target(self) -> HybridModel:
-        return random_target(self.shape, self.device)
+        return random_target(self.shape, self.device, self.target_dtype)
 
     @property
     def few(self) -> int:
@@ -110,7 +116,7 @@ class Bench:
 
     def offloaded(self) -> Iterator[Row]:
         o, target = self.options, self.__dict__.pop("target", None)  # it is another one afterwards
-        target = target or random_target(self.shape, self.device)
+        target = target or random_target(self.shape, self.device, self.target_dtype)
         return calls.offloaded(target, o.nodes, o.context, self.few)
 
     def draft_lengths(self) -> Iterator[Row]:
@@ -159,9 +165,11 @@ WHAT = (*OF_TARGETS, *OF_PAIRS)
 CAPTURED = ("profiles", "prompts", "steps", "graphs", "rows", "joint", "serve")  # in CUDA graphs
 
 
-def measure(shape: str, options: Any, device: torch.device) -> Iterator[Row]:
+def measure(
+    shape: str, options: Any, device: torch.device, target_dtype: str = "bfloat16"
+) -> Iterator[Row]:
     """Yield the rows of a shape: first what needs no drafter, then the rest, drafter by drafter."""
-    bench = Bench(shape, options, device)
+    bench = Bench(shape, options, device, target_dtype)
     for name, rows_of in OF_TARGETS.items():
         if name in options.what:
             yield from rows_of(bench, options)
@@ -175,9 +183,10 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[Row]:
 
 
 def _measure_all(shapes: list[str], options: Any, device: torch.device) -> Iterator[Row]:
-    for shape in shapes:
-        for row in measure(shape, options, device):
-            yield {"shape": shape, **row}
+    for shape, dtype in itertools.product(shapes, options.target_dtypes):
+        for row in measure(shape, options, device, dtype):
+            named = {} if dtype == TARGET_DTYPES[0] else {"target_dtype": dtype}
+            yield {"shape": shape, **row, **named}
         release_memory(device)
 
 
@@ -203,6 +212,8 @@ def build_parser() -> CommandParser:
         "width=2048, head_dtype=float8, attention, head=32768+rank=256")
     add("--trees", type=list[str], default=[calls.PAPER],
         help=f"for draft and draft_lengths: {FORMS}")
+    add("--target_dtypes", "--target-dtypes", type=list[str], default=["bfloat16"],
+        help=f"of the weights of the target's products: {', '.join(TARGET_DTYPES)}")
     add("--row_trees", "--row-trees", type=list[str], default=["chain-2", calls.PAPER],
         help=f"for rows, plain decoding beside them: {FORMS}")
     add("--joint_trees", "--joint-trees", type=list[str], default=["chain-2", calls.PAPER],
@@ -220,6 +231,7 @@ def require_possible(shapes: list[str], options: Any, device: torch.device) -> N
     """Raise UsageError for options that cannot be measured, CannotWrite for the file."""
     require_some("shape", shapes, SHAPES)
     require_some("what", options.what, WHAT)
+    require_some("target_dtypes", options.target_dtypes, TARGET_DTYPES)
     require_some("verifiers", options.verifiers, VERIFIERS)
     for name in ("drafters", "trees", "row_trees", "joint_trees"):
         if not getattr(options, name):

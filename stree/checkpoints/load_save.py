@@ -38,7 +38,10 @@ from stree.common.errors import CheckpointRefused, UsageError
 from stree.common.files import MANIFEST_NAME, publish_directory, verify_manifest
 from stree.common.plain_data import read_json, require_small_header
 from stree.models.config import HybridConfig
+from stree.models.layers.packed_linear import ScaledLinear
+from stree.models.layers.part import require_products_in_8_bits
 from stree.models.model import HybridModel
+from stree_kernels import naive
 
 SHARD_BYTES = 5_000_000_000
 SAMPLED_NUMBERS = 256  # read from each stored tensor, to tell two sets of weights apart
@@ -65,19 +68,23 @@ def load_model(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    in_8_bits: bool = False,
 ) -> HybridModel:
     """Load a checkpoint folder of any known layout, in evaluation mode.
 
     Each tensor goes straight to `device` and `dtype` (dt_bias, A_log and D at least fp32), so the
     peak is one model and one tensor. With MANIFEST.json every file is verified first. Rows that
     state-spaces adds to round its vocabulary up are dropped. The manifest's hash of the tokenizer
-    stays with the model, so that a `Decoder` can compare.
+    stays with the model, so that a `Decoder` can compare. With `in_8_bits` the weights of products
+    are held in fp8 e4m3 (`HybridModel.put_in_8_bits`), rounded from what is stored.
 
-    Raises NotFound without the folder, and CheckpointRefused, with what was found and what was
-    wanted, for a foreign or unsupported config, a damaged file, and missing, unexpected or
-    misshapen tensors.
+    Raises UsageError for 8 bits on a GPU without them, NotFound without the folder, and
+    CheckpointRefused, with what was found and what was wanted, for a foreign or unsupported config,
+    a damaged file, and missing, unexpected or misshapen tensors.
     """
-    directory = Path(path)
+    device, directory = torch.device(device), Path(path)
+    if in_8_bits:
+        require_products_in_8_bits(device, "load the target without target_dtype")
     if directory.is_symlink():
         directory = directory.resolve()  # one checkpoint, though a training moves `latest`
     manifest = verify_manifest(directory) if (directory / MANIFEST_NAME).exists() else {}
@@ -94,13 +101,22 @@ def load_model(
     with _open_weights(directory) as stored:
         sources = _match(checkpoint, expected, stored, directory)
         _require_equal_copies(sources.values(), stored, directory)
-        weights = {}
+        weights: dict[str, Tensor] = {}
+        projections = model.projections()
         for name, source in sources.items():
             tensor = source.make(*(stored[each].read() for each in source.names))
             tensor = tensor[: expected[name][0]]  # without the padding of the vocabulary
-            weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
+            place = name.removesuffix(".weight")
+            if in_8_bits and place in projections:
+                scaled = naive.in_8_bits(tensor.to(device))
+                model.set_submodule(place, ScaledLinear(scaled, projections[place].bias))
+                weights[name], weights[f"{place}.scale"] = scaled.values, scaled.scale
+            else:
+                weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
     model.load_state_dict(weights, strict=True, assign=True)
     _require_head_ids(model, directory)
+    if in_8_bits:
+        model.put_head_in_8_bits()
     return model.eval()
 
 

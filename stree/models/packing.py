@@ -39,6 +39,11 @@ class PackedModel(HeadedModel):
         self._weight_dicts: list[dict[str, Any]] = []
         self._projection_dicts: list[dict[str, Any]] = []  # of these, the weights of projections
 
+    @property
+    def is_in_8_bits(self) -> bool:
+        """True if weights of products are held in fp8 e4m3."""
+        return any(isinstance(each, ScaledLinear) for each in self.modules())
+
     def projections(self) -> dict[str, nn.Linear]:
         """Return what `put_in_8_bits` takes, by name, the head's projection included."""
         modules = list(self.modules())

@@ -239,9 +239,15 @@ def test_families_are_measured_one_after_the_other(
         str(tmp_path / "rows.jsonl"), "--shape", ",".join(names), "--device", "cpu",
         "--what", f"[{','.join(what)}]", "--nodes", "[1,4]", "--taus", "[2]", "--context", "4",
         "--repeats", "1", "--num_steps", "2",
+        *(("--target_dtypes", "[bfloat16,float8]") if names == ["granite"] else ()),
     ])
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not any("drafter" in line for line in lines)
+    if names == ["granite"]:
+        half = len(lines) // 2
+        dtypes = [line.pop("target_dtype", None) for line in lines]
+        assert dtypes == [None] * half + ["float8"] * half
+        del lines[half:]
     rows_of = {"calls": ["target call"] * 2, "draft": ["draft"], "steps": ["step"]}
     assert [(line["shape"], line["what"]) for line in lines] == [
         (name, row) for name in names for each in what for row in rows_of[each]

@@ -216,6 +216,7 @@ def test_a_dtype_goes_by_its_name_too(dtype, workspace):
     [
         ({"dtype": "int8"}, "dtype is 'int8', wanted auto or one of float32, bfloat16, float16, f"),
         ({"dtype": torch.int64}, "dtype is 'int64', wanted auto or one of float32"),
+        ({"target_dtype": "int4"}, "target_dtype is 'int4', wanted float8 or none: dtype is"),
         ({"dtype": 16}, "dtype is '16', wanted auto or one of float32"),
         ({"device": "gpu"}, 'device is \'gpu\', wanted "auto", "cpu", "cuda" or "cuda:N"'),
         ({"device": "meta"}, "device is 'meta', wanted \"auto\""),
@@ -234,6 +235,20 @@ def test_what_no_decoder_could_use_is_one_line_before_anything_is_read(options, 
     with pytest.raises(UsageError) as refused:
         stree.load("nowhere", **{"device": "cpu", **options})
     assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_target_in_8_bits_answers_with_drafts_as_without(workspace, drafter):
+    """Its drafter is held as it is stored; the answers are not those of the stored weights."""
+    prompts, answers = ["What is 1 plus 2?", "Name a river.", "Why?"], []
+    options = dict(target_dtype="float8", num_rows=2, num_prefixes=2, dtype="float32")
+    for given in ((None, None), (drafter, "paper"), ("ngram:2", "expand-2-2")):
+        decoder = load_quietly(workspace / "target", given[0], tree=given[1], **options)
+        assert decoder.target.is_in_8_bits and decoder.target.dtype == torch.float32
+        outputs = decoder.complete(prompts, max_new_tokens=24)
+        answers.append([each.tokens for each in outputs])
+    assert answers[0] == answers[1] == answers[2]
+    own = load_quietly(workspace / "target", drafter, tree="paper", num_rows=2)
+    assert not own.drafter.model.is_in_8_bits and not own.target.is_in_8_bits
 
 
 def test_a_tree_may_be_a_path(workspace, drafter, tmp_path):

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from stree.models.model import HybridModel, read_row
 from stree.models.offload import stream_layers
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
-from stree_kernels import ops
+from stree_kernels import naive, ops
 from stree_lab.benches.profiles import profile_call
 from stree_lab.benches.timing import Row, interleave, side_by_side, us_fields
 
@@ -365,7 +365,10 @@ class Floor:
             weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1))
             for weight in weights
         }
-        return lambda: [ops.linear(inputs[weight.shape[1]], weight) for weight in weights]
+        held: list[Any] = weights
+        if self.model.is_in_8_bits:
+            held = list(map(naive.in_8_bits, weights))
+        return lambda: [ops.linear(inputs[weight.shape[1]], weight) for weight in held]
 
 
 def _star(num_nodes: int) -> TokenTree:

@@ -13,6 +13,7 @@ from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.configs import CheckpointConfig, checkpoint_config_of
 from stree.checkpoints.load_save import kept_dtype
 from stree.common.errors import UsageError
+from stree.loading import FLOAT8
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.models.slicing import headed
@@ -27,7 +28,7 @@ SHAPES = (*OWN_SHAPES, *PUBLISHED)
 OWN = "own"  # the unchanged drafter of a shape
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
 ATTENTION = "attention"  # a Transformer in its place
-FLOAT8 = "head_dtype=float8"  # how a drafter runs, no part of its config
+FLOAT8_HEAD = "head_dtype=float8"  # how a drafter runs, no part of its config
 
 
 def published(name: str) -> CheckpointConfig:
@@ -51,7 +52,7 @@ def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
     config = config.replace(vocab_size=target_config(shape).vocab_size)
     parts = kind.split("+")
     attends = ATTENTION in parts
-    for word in (FLOAT8, ATTENTION):
+    for word in (FLOAT8_HEAD, ATTENTION):
         if word in parts:
             parts.remove(word)
     if parts == [OWN]:
@@ -60,7 +61,7 @@ def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
     if [f"{name}={number}" for name, number in changes.items()] != parts:
         raise UsageError(
             f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N, width=D, "
-            f"{ATTENTION} and {FLOAT8} joined by +, each once"
+            f"{ATTENTION} and {FLOAT8_HEAD} joined by +, each once"
         )
     if "width" in changes:
         config = of_width(config, int(changes["width"]))
@@ -120,17 +121,20 @@ def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
     return model
 
 
-def random_target(shape: str, device: torch.device) -> HybridModel:
+def random_target(shape: str, device: torch.device, dtype: str = "bfloat16") -> HybridModel:
+    """Make a target of random weights, in bf16; dtype is that of its products' weights."""
     model = random_model(target_config(shape), device)
     if shape in PUBLISHED:
         source = published(shape).rename(())
         _keep_wide(model, lambda name: kept_dtype(name, torch.bfloat16, source(name)))
+    if dtype == FLOAT8:
+        model.put_in_8_bits()
     return model
 
 
 def random_drafter(shape: str, device: torch.device, kind: str = OWN) -> HybridModel:
     model = random_model(drafter_config(shape, kind), device)
-    if FLOAT8 in kind:
+    if FLOAT8_HEAD in kind:
         model.put_head_in_8_bits()
     return model
 

@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
             tree=tree, temperature=options.temperature, device=options.device,
             dtype=options.dtype, max_length=options.max_length, num_prefixes=2,
             verifier=options.verifier, backtracking=options.backtracking,
-            offload=options.offload,
+            offload=options.offload, target_dtype=options.target_dtype,
         )
         chat = Chat(decoder, generation, console)
     for note in dict.fromkeys(str(each.message) for each in told):

@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
             temperature=options.temperature, device=options.device, dtype=options.dtype,
             max_length=options.max_length, verifier=options.verifier,
             backtracking=options.backtracking, num_prefixes=num_prefixes, num_rows=num_rows,
-            offload=options.offload,
+            offload=options.offload, target_dtype=options.target_dtype,
         )
     for line in dict.fromkeys(str(each.message) for each in told):
         say(f"note: {line}")

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from stree.drafters.names import DRAFTERS
+from stree.loading import FLOAT8, TARGET_DTYPE_HELP
 from stree.tree_policy.names import TREE_POLICIES
 from stree.verifiers import VERIFIERS
 from stree_pipelines.console.command_line import CommandParser, PlainParser
@@ -34,6 +35,7 @@ def add_pair(parser: PlainParser) -> None:
     add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
     add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
     add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
+    add("--target_dtype", "--target-dtype", choices=[FLOAT8], help=TARGET_DTYPE_HELP)
     add("--offload", type=int, metavar="N", help="layers of the target whose weights stay in the "
         "CPU's memory, for a GPU that cannot hold them (default: none)")
 

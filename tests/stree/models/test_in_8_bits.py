@@ -41,8 +41,7 @@ def put_back_every_third(model: HybridModel) -> None:
 @torch.no_grad()
 def test_products_in_8_bits_are_those_of_the_numbers(layout, partly, tmp_path):
     random_reference(layout, 1).save_pretrained(tmp_path)
-    model, before = load_model(tmp_path), load_model(tmp_path)
-    model.put_in_8_bits()
+    model, before = load_model(tmp_path, in_8_bits=True), load_model(tmp_path)
     if partly:
         put_back_every_third(model)
     names = {name for name, each in model.named_modules() if isinstance(each, ScaledLinear)}
