@@ -64,7 +64,7 @@ class BatchDecoder(RequestServer):
         tokenizer: Finds stop strings, and encodes texts and chats; None takes token ids only.
         verifier: A name (`stree.verifiers.named`), or a verifier of your own.
         num_prefixes: Prefixes to keep after `release(row, keep=True)`, each with the memory of a
-            state and its keys; 0 keeps none.
+            state and its keys; 0 keeps none. `limit_prefixes` sets their bytes.
         backtracking: "replay" advances the states along the accepted path by the inputs that the
             last call kept. "joint" feeds the accepted path again before the next trees
             (`stree.models.joint`), which takes less memory and more rows of each product.
@@ -292,6 +292,18 @@ class BatchDecoder(RequestServer):
         while self.scheduler.prefixes.unsettled:
             self._take_report()
         return self.scheduler.num_reusable(prompt)
+
+    @one_at_a_time
+    def limit_prefixes(self, num_bytes: int) -> int:
+        """Keep prefixes within so many bytes from now on, the one used longest ago out first.
+
+        Returns how many prefixes of `max_length` fit, at most `num_prefixes`.
+        """
+        require_whole("num_bytes", num_bytes, least=0)
+        index = self.scheduler.prefixes
+        index.budget, index.bytes_each = num_bytes, self.worker.prefix_bytes()
+        index.clear()
+        return min(index.most, num_bytes // index.bytes_of(self.max_length))
 
     def _follow_weights(self) -> None:
         """Drop prefixes and graphs that were made with weights which have changed since."""

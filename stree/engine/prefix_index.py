@@ -5,6 +5,7 @@ A recurrent state cannot be cut back, so a prefix serves only prompts that begin
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -31,17 +32,30 @@ class PrefixIndex:
 
     Args:
         most: Number of prefixes to keep, those that are being saved included; 0 keeps none.
+
+    Attributes:
+        budget: Bytes that all of them may take together.
+        bytes_each: Bytes of a prefix, and of each of its tokens.
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.budget, self.bytes_each = most, math.inf, (0, 0)
         self.kept: dict[tuple[int, ...], Prefix] = {}
-        self._ages: dict[int, None] = {}  # numbers of both, the one used longest ago first
+        self._sizes: dict[int, int] = {}  # bytes by number, the one used longest ago first
         # Tokens by number, and how many of them are saved at least; reports have the lengths
         self.unsettled: dict[int, tuple[tuple[int, ...], int]] = {}
         self.drops: list[int] = []  # numbers that nobody needs any more, for the next plan
         self._uses: Counter[int] = Counter()
         self._last = 0
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Return the bytes of a prefix of so many tokens."""
+        each, token = self.bytes_each
+        return each + token * num_tokens
+
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Return whether a prefix of so many tokens is kept, if need be instead of all others."""
+        return self.most > 0 and self.bytes_of(num_tokens) <= self.budget
 
     def new_number(self, uses: int = 1) -> int:
         """Return the number of a new prefix, which is dropped after so many calls of `drop`."""
@@ -54,22 +68,22 @@ class PrefixIndex:
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._uses[number]
-            self._ages.pop(number, None)
+            self._sizes.pop(number, None)
             self.drops.append(number)
 
     def add(self, prefix: Prefix) -> None:
         """Keep a prefix, instead of another one of the same tokens."""
         if (before := self.kept.pop(prefix.tokens, None)) is not None:
-            del self._ages[before.number]
+            del self._sizes[before.number]
             self.drop(before.number)
         self.kept[prefix.tokens] = prefix
-        self._ages.setdefault(prefix.number)
+        self._sizes[prefix.number] = self.bytes_of(len(prefix.tokens))
         self._make_room()
 
     def await_lengths(self, number: int, tokens: list[int], least: int) -> None:
         """Note that at least `least` of these tokens are being saved; the report has the number."""
         self.unsettled[number] = tuple(tokens), least
-        self._ages[number] = None
+        self._sizes[number] = self.bytes_of(len(tokens))
         self._make_room()
 
     def settle(self, number: int, target: int, drafter: int) -> None:
@@ -90,16 +104,17 @@ class PrefixIndex:
 
     def longest_of(self, prompt: list[int]) -> Prefix | None:
         """Return the longest kept prefix that is shorter than a prompt; None for none."""
+        asked = tuple(prompt)
         fitting = [
             each for tokens, each in self.kept.items()
-            if len(tokens) < len(prompt) and list(tokens) == prompt[: len(tokens)]
+            if len(tokens) < len(asked) and tokens[-1] == asked[len(tokens) - 1]
+            and tokens == asked[: len(tokens)]
         ]
         return max(fitting, key=lambda each: len(each.tokens), default=None)
 
     def use(self, prefix: Prefix) -> None:
         """Note that a prefix is used now."""
-        del self._ages[prefix.number]
-        self._ages[prefix.number] = None
+        self._sizes[prefix.number] = self._sizes.pop(prefix.number)
 
     def may_grow(self, prompt: list[int]) -> bool:
         """Return whether a prefix that is being saved may be one of a prompt."""
@@ -113,12 +128,12 @@ class PrefixIndex:
             self.drop(number)
         self.kept.clear()
         self.unsettled.clear()
-        self._ages.clear()
+        self._sizes.clear()
 
     def _make_room(self) -> None:
-        while len(self.kept) + len(self.unsettled) > self.most:
-            number = next(iter(self._ages))
-            del self._ages[number]
+        while len(self._sizes) > self.most or sum(self._sizes.values()) > self.budget:
+            number = next(iter(self._sizes))
+            del self._sizes[number]
             self.unsettled.pop(number, None)
             self.kept = {tokens: each for tokens, each in self.kept.items()
                          if each.number != number}

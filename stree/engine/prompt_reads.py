@@ -110,7 +110,8 @@ class PromptReads:
         Saved are the tokens to keep, and at the prompt's end what other rows wait for.
         """
         shared, read = sequence.shared, sequence.num_read
-        keep = read == sequence.num_to_keep and self.prefixes.most and not sequence.is_stale
+        is_end = read == sequence.num_to_keep
+        keep = is_end and self.prefixes.has_room_for(read) and not sequence.is_stale
         waiting = sequence.has_begun and shared is not None and shared.left > 0
         if not (keep or waiting):
             return None

@@ -20,6 +20,17 @@ class SavedRow:
     length: Tensor
     parts: tuple[Any, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        return _bytes_of(self.parts)
+
+
+def _bytes_of(part: Any) -> int:
+    if isinstance(part, tuple):
+        return sum(map(_bytes_of, part))
+    return 0 if part is None else int(part.num_bytes if hasattr(part, "num_bytes") else part.nbytes)
+
 
 class RowStore(Protocol):
     """Protocol of what holds a row for each sequence; nothing in it waits for the device."""

@@ -99,9 +99,10 @@ class Scheduler:
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
         if sequence.tree is None and cut_short:
             self.tree_policy.learn_answer()  # for these tokens its prompt was read
-        may_keep = self.prefixes.most and sequence.finish_reason != "error"
+        tokens = sequence.tokens
+        may_keep = self.prefixes.has_room_for(len(tokens)) and sequence.finish_reason != "error"
         if keep and may_keep and not sequence.is_stale and sequence.num_read:
-            number, tokens = self.prefixes.new_number(), sequence.tokens
+            number = self.prefixes.new_number()
             self.prefixes.await_lengths(number, tokens, sequence.num_read)
             self._saves.append(self.prompts.save(number, row, sequence, len(tokens)))
         return sequence

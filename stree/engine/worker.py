@@ -239,6 +239,13 @@ class Worker:
         none = torch.zeros_like(target.length)
         return torch.stack([target.length, none if drafter is None else drafter.length])
 
+    def prefix_bytes(self) -> tuple[int, int]:
+        """Return the bytes of a saved prefix with its logits, and of each of its tokens."""
+        drafter, target = self.step.drafter, self.step.target
+        stores = [self.step.cache, *filter(None, [drafter and drafter.row_store])]
+        empty, one = (sum(each.save(0, most).num_bytes for each in stores) for most in (0, 1))
+        return empty + target.config.vocab_size * target.dtype.itemsize, one - empty
+
     def _load(self, read: Read) -> Tensor | None:
         """Copy a saved prefix into an empty row; return the logits (1, V) after it, if saved."""
         assert read.load is not None

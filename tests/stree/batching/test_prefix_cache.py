@@ -177,6 +177,43 @@ def test_no_more_is_held_than_asked_for(keep_prompt):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
+def test_prefixes_stay_within_their_bytes(drafts):
+    target = tiny_model(1)
+    drafter = tiny_model(2) if drafts else None
+    tree = TokenTree.chain(2) if drafts else None
+    decoder = BatchDecoder(target, drafter, tree, num_rows=1, max_length=64, num_prefixes=99)
+    each, token = decoder.worker.prefix_bytes()
+    budget = 3 * each + 40 * token
+    assert decoder.limit_prefixes(budget) == budget // (each + 64 * token)
+
+    def held() -> int:
+        return sum(
+            part.num_bytes for saved in decoder.worker._saved.values()
+            for part in (saved.target, saved.drafter) if part is not None
+        )
+
+    def reused(prompt, keep=True) -> int:
+        row = decoder.admit(Request(prompt, GenerationConfig(1), keep_prompt=keep))
+        while not any(report.finish_reason for report in decoder.step()):
+            pass
+        return decoder.release(row).stats.num_reused_tokens
+
+    longest = 0
+    for length in (5, 10, 20, 15, 8, 30):
+        assert reused([length, *range(length - 1)]) == 0
+        longest = max(longest, held())
+        assert held() <= budget
+    assert longest > 2 * each  # several at once
+    assert reused([30, *range(29), 1], keep=False) == 30
+    assert reused([15, *range(14), 1], keep=False) == 0  # it went first
+    decoder.limit_prefixes(each + 20 * token)
+    assert reused([7, 7]) == 0
+    assert held() <= each + 20 * token
+    assert reused([9] * 40) == 0  # too long ever to be kept: what is there stays
+    assert reused([7, 7, 7], keep=False) == 2
+
+
+@pytest.mark.parametrize("drafts", [False, True])
 def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
     """The host learns a prefix's length when it is asked for."""
     target = tiny_model(1)
