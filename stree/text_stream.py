@@ -17,6 +17,13 @@ def _text_of(tokenizer: Any, tokens: tuple[int, ...]) -> str:
     return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
+@lru_cache(maxsize=8)
+def _specials_of(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the tokens that are left out of a text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {each for each, token in added if token.special}
+
+
 class TextStream:
     """Turns the tokens of one answer into text, token by token.
 
@@ -82,6 +89,31 @@ class TextStream:
         if text and not text.endswith(_UNFINISHED) and not self._is_byte(token):
             return self._settle()
         return self._cut(text.rstrip(_UNFINISHED), [*text]) or ""
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Return the text that several tokens complete, as `add` does of one after the other.
+
+        Without a stop string, those between two special tokens are decoded at once.
+        """
+        pieces, start, specials = [], 0, _specials_of(self.tokenizer)
+        for place, token in enumerate(tokens):
+            if token in specials:
+                pieces += [self._extend(tokens[start:place]), self.add(token)]
+                start = place + 1
+        return "".join([*pieces, self._extend(tokens[start:])])
+
+    def _extend(self, tokens: Sequence[int]) -> str:
+        if len(tokens) > 1 and not (self.stop_strings or self._is_byte(tokens[-1])):
+            seen = [*self._context, *self._pending, *tokens]
+            text = self._decode(seen)[len(self._context_text) :]
+            if text and not text.endswith(_UNFINISHED):
+                self._pending, self._pending_text = [], ""
+                for start in range(len(seen) - 1, -1, -1):  # the least that has a text
+                    self._context, self._context_text = seen[start:], self._decode(seen[start:])
+                    if self._context_text:
+                        break
+                return text
+        return "".join(map(self.add, tokens))
 
     def end(self) -> str:
         """Return the text that was held back when the answer ends; an unfinished character is

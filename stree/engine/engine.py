@@ -21,7 +21,7 @@ from stree.generation import DecodingStats, GenerationOutput
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-Listener = Callable[["Handle", StepOutput], object]
+Listener = Callable[[list[tuple["Handle", StepOutput]]], object]
 
 
 class Handle:
@@ -33,17 +33,17 @@ class Handle:
 
     Attributes:
         request: The request.
+        tag: The caller's own name of it.
         output: The answer with its statistics so far; all of it once it has ended, tokens that came
             before an error or a cancellation included.
         error: What ended it, None if nothing went wrong.
     """
 
-    def __init__(self, request: Request, listener: Listener | None = None) -> None:
-        self.request = request
+    def __init__(self, request: Request, tag: Any = None, is_heard: bool = False) -> None:
+        self.request, self.tag = request, tag
         self.output = GenerationOutput([], "", DecodingStats(tree_max_depth=0), None)
         self.error: Exception | None = None
-        self._listener = listener
-        self._reports: SimpleQueue[StepOutput] = SimpleQueue()
+        self._reports: SimpleQueue[StepOutput] | None = None if is_heard else SimpleQueue()
         self._ended = Event()
 
     @property
@@ -52,7 +52,12 @@ class Handle:
         return self._ended.is_set()
 
     def __iter__(self) -> Iterator[StepOutput]:
-        """Yield its reports as they come, once each; raise `error` at its end."""
+        """Yield its reports as they come, once each; raise `error` at its end.
+
+        Raises `UsageError` if the engine has a listener, which hears them.
+        """
+        if self._reports is None:
+            raise UsageError("the engine's listener hears the reports: wait for the result")
         while not (self.has_ended and self._reports.empty()):
             report = self._reports.get()
             if report.error is None:
@@ -79,14 +84,10 @@ class Handle:
         return self.output
 
     def _tell(self, report: StepOutput) -> None:
-        self._reports.put(report)
+        if self._reports is not None:
+            self._reports.put(report)
         if report.finish_reason:
             self._ended.set()
-        if self._listener is not None:
-            try:
-                self._listener(self, report)
-            except Exception:  # the others' answers go on
-                LOG.exception("a listener of an answer has failed")
 
 
 class Engine:
@@ -98,6 +99,8 @@ class Engine:
     Args:
         decoder: All its rows are the engine's until `close`.
         max_waiting: The most requests that wait for a row; None for any number.
+        listener: Called once a step, by the engine's thread, with the reports that the step gave,
+            each with its handle; the thread waits for its return. Handles keep no reports then.
 
     Raises:
         UsageError: When rows of the decoder are taken.
@@ -114,9 +117,13 @@ class Engine:
         [4, 4, 4]
     """
 
-    def __init__(self, decoder: BatchDecoder, max_waiting: int | None = None) -> None:
+    def __init__(
+        self, decoder: BatchDecoder, max_waiting: int | None = None,
+        listener: Listener | None = None,
+    ) -> None:
         decoder.require_free()
-        self.decoder, self.max_waiting = decoder, max_waiting
+        self.decoder, self.max_waiting, self.listener = decoder, max_waiting, listener
+        self._told: list[tuple[Handle, StepOutput]] = []  # what the listener has not heard yet
         self._loop = RequestLoop(decoder)
         self._running: dict[Served, Handle] = {}
         self._changed = Condition()  # guards what follows; told of every request and cancellation
@@ -148,14 +155,13 @@ class Engine:
         """Number of requests that wait for rows."""
         return len(self._waiting)
 
-    def submit(self, request: Request, listener: Listener | None = None) -> Handle:
+    def submit(self, request: Request, tag: Any = None) -> Handle:
         """Let a request wait for a row, and return its handle at once.
 
         Args:
             request: For one answer: of several (`num_return_sequences`), submit each of
                 `stree.batching.sequences.samples_of`; they share the prompt.
-            listener: Called with the handle and each of its reports by the engine's thread, which
-                waits for its return.
+            tag: Kept on the handle, for a listener.
 
         Raises:
             UsageError: For a request that cannot be served (`BatchDecoder.check`), and after
@@ -163,7 +169,7 @@ class Engine:
             QueueFull: When `max_waiting` requests wait.
         """
         self.decoder.check(request)
-        handle = Handle(request, listener)
+        handle = Handle(request, tag, is_heard=self.listener is not None)
         with self._changed:
             self._require_open()
             if self.max_waiting is not None:
@@ -224,11 +230,25 @@ class Engine:
                     if served.report.finish_reason:
                         self._end(served, served.report)
                     else:
-                        self._running[served]._tell(served.report)
+                        self._tell(self._running[served], served.report)
             except Exception as error:  # of nobody in particular, so of all
                 LOG.exception("a step of the engine has failed")
                 for served in list(self._running):
                     self._end(served, StepOutput(served.row, [], "error", error=error))
+            self._call_listener()
+
+    def _tell(self, handle: Handle, report: StepOutput) -> None:
+        handle._tell(report)
+        if self.listener is not None:
+            self._told.append((handle, report))
+
+    def _call_listener(self) -> None:
+        told, self._told = self._told, []
+        if told and self.listener is not None:
+            try:
+                self.listener(told)
+            except Exception:  # the answers go on
+                LOG.exception("the listener of an engine has failed")
 
     def _has_work(self) -> bool:
         """Wait until there is work; return False once the engine is closed and has none."""
@@ -260,7 +280,7 @@ class Engine:
                 self._waiting.remove(handle)
         for handle in unserved:
             handle.output.finish_reason = "released"
-            handle._tell(StepOutput(-1, [], "released"))
+            self._tell(handle, StepOutput(-1, [], "released"))
         for served in [each for each, handle in self._running.items() if handle in cancelled]:
             self._end(served, StepOutput(served.row, [], "released"))
 
@@ -272,10 +292,10 @@ class Engine:
                 self._running[self._loop.admit(handle.request)] = handle
             except Exception as error:
                 handle.error = error
-                handle._tell(StepOutput(-1, [], "error", error=error))
+                self._tell(handle, StepOutput(-1, [], "error", error=error))
 
     def _end(self, served: Served, report: StepOutput) -> None:
         """Free a request's row, and tell its handle that it has ended."""
         handle = self._running.pop(served)
         handle.output, handle.error = served.release(), report.error
-        handle._tell(report)
+        self._tell(handle, report)

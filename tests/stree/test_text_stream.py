@@ -79,6 +79,19 @@ def test_pieces_are_the_text_of_all_tokens(tokenizer):
         assert "".join(pieces) == GenerationOutput(tokens, "eos", DecodingStats(), tokenizer).text
 
 
+def test_several_tokens_at_once_give_the_same_text(tokenizer):
+    rng = random.Random(7)
+    for _ in range(400):
+        tokens, stream, at, text = random_tokens(tokenizer, rng), TextStream(tokenizer), 0, ""
+        if rng.random() < 0.5:
+            tokens = [each for each in tokens if each not in tokenizer.added_tokens_decoder]
+        while at < len(tokens):
+            count = rng.randint(1, 8)
+            text, at = text + stream.extend(tokens[at : at + count]), at + count
+        wanted = GenerationOutput(tokens, "eos", DecodingStats(), tokenizer).text
+        assert text + stream.end() == wanted
+
+
 def test_text_is_cut_before_the_stop_string_that_is_complete_first(tokenizer):
     rng, counts = random.Random(1), {True: 0, False: 0}
     for _ in range(400):

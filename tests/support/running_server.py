@@ -1,4 +1,4 @@
-"""A server of a real checkpoint on this machine's CPU, in a thread of its own."""
+"""A server of a real checkpoint on this machine's CPU: both of its processes, as threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import httpx
 import uvicorn
 from toys import load_quietly
 
-import stree
 from stree_pipelines.serving.app import Server, make_app
+from stree_pipelines.serving.engine_client import EngineClient
+from stree_pipelines.serving.engine_end import EngineEnd
+from stree_pipelines.serving.messages import received
 
 TARGET = "checkpoints/python-docs-hybrid"
 
@@ -23,11 +25,15 @@ class Running:
         settings = {"num_rows": 4, "max_length": 256, "num_prefixes": 8, **options}
         waiting, key = settings.pop("max_waiting", 64), settings.pop("api_key", None)
         self.decoder = load_quietly(TARGET, settings.pop("drafter", "ngram:3"), **settings)
-        self.engine = stree.Engine(self.decoder, waiting)
-        self.server = Server(self.engine, "docs", key)
+        link, link_of_engine = socket.socketpair()
+        self.end = EngineEnd(self.decoder, waiting, link_of_engine)
+        self.engine = self.end.engine
+        self.engine_thread = threading.Thread(target=self.end.run)
+        self.engine_thread.start()
+        self.server = Server(EngineClient(link, received(link.makefile("rb"))), "docs", key)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(make_app(self.server), log_level="error", lifespan="off")
+        config = uvicorn.Config(make_app(self.server), log_level="error")
         self.web = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.web.run, args=([listener],))
         self.thread.start()
@@ -42,4 +48,4 @@ class Running:
         self.client.close()
         self.web.should_exit = True
         self.thread.join()
-        self.engine.close()
+        self.engine_thread.join()  # the connection's end is the engine's

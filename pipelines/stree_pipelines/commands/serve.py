@@ -10,24 +10,30 @@ SIGTERM or Ctrl-C lets answers end and takes no more requests, the second stops 
 
 from __future__ import annotations
 
+import gc
+import math
+import signal
 import socket
-import sys
 import warnings
+from argparse import Namespace
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
 import stree
-from stree.common.errors import UsageError
-from stree.common.words import counted
+from stree.batching.batch_decoder import BatchDecoder
+from stree.common.errors import InvariantBroken, StreeError, UsageError
+from stree.common.words import counted, size
 from stree.generation import GenerationConfig
 from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.evaluation.options import add_pair
 
-SWITCH_S = 2e-4  # after which a thread lets another go on: steps are short beside Python's 5 ms
+MAX_PREFIXES = 1024  # that a prompt is compared with
+STOP_S = 10.0  # after which an engine's process that does not end is killed
 
 
 def build_parser() -> PlainParser:
@@ -41,8 +47,8 @@ def build_parser() -> PlainParser:
         help="tokens of the longest conversation")
     add("--max_waiting", "--max-waiting", type=int, default=256,
         help="requests that wait for a row at most; others are told to ask again later")
-    add("--num_prefixes", "--num-prefixes", type=int,
-        help="conversations' beginnings to keep (default: four a row)")
+    add("--prefix_memory", "--prefix-memory", type=float,
+        help="GB of conversations' beginnings to keep (default: a quarter of what is free)")
     add("--temperature", type=float, default=1.0,
         help="of the requests to expect, for the drafter's profile and the steps' times")
     add("--served_model_name", "--served-model-name",
@@ -56,40 +62,28 @@ def build_parser() -> PlainParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
-    try:
-        import uvicorn
+    import uvicorn
 
-        from stree_pipelines.serving.app import Server, make_app
-        from stree_pipelines.serving.speculation import speculation_lines
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"serving needs {error.name}: pip install 'stree-spec[serve]'"
-        ) from error
+    from stree_pipelines.serving.app import Server, make_app
+    from stree_pipelines.serving.engine_client import EngineClient
+    from stree_pipelines.serving.messages import received
+
     listener = listening(options.host, options.port)
-    num_rows, num_prefixes = options.num_rows, options.num_prefixes
-    num_prefixes = 4 * num_rows if num_prefixes is None else num_prefixes
-    target = input_path(options.target)
-    with warnings.catch_warnings(record=True) as told:
-        decoder = stree.load(
-            target, options.drafter and input_path(options.drafter),
-            tree=options.tree and as_tree_policy(options.tree, input_path),
-            temperature=options.temperature, device=options.device, dtype=options.dtype,
-            max_length=options.max_length, verifier=options.verifier,
-            backtracking=options.backtracking, num_prefixes=num_prefixes, num_rows=num_rows,
-            offload=options.offload, target_dtype=options.target_dtype,
-        )
-    for line in dict.fromkeys(str(each.message) for each in told):
-        say(f"note: {line}")
-    if decoder.tokenizer is None:
-        raise UsageError(f"{target} has no tokenizer, and a server reads and writes texts")
-    asked = GenerationConfig(4, options.temperature, ignore_eos=True)
-    decoder.warm_up(stree.Request([1, 2, 3], asked))
-    say(f"{decoder}, {counted(num_prefixes, 'prefix')} kept")
-    for line in speculation_lines(decoder):
-        say(line)
-    sys.setswitchinterval(SWITCH_S)
-    with stree.Engine(decoder, options.max_waiting) as engine:
-        name = options.served_model_name or Path(target).name
+    link, link_of_engine = socket.socketpair()
+    process = get_context("spawn").Process(target=run_engine, args=(options, link_of_engine))
+    process.start()
+    link_of_engine.close()
+    is_loaded = False
+    try:
+        try:
+            facts = received(link.makefile("rb"))
+        except EOFError:
+            raise InvariantBroken("the engine's process has ended before it was ready") from None
+        if isinstance(facts, Exception):
+            raise facts
+        is_loaded = True
+        engine = EngineClient(link, facts)
+        name = options.served_model_name or Path(options.target).name
         server = Server(engine, name, options.api_key, options.timeout_s)
 
         class Draining(uvicorn.Server):
@@ -100,14 +94,78 @@ def main(arguments: list[str] | None = None) -> None:
                 self.force_exit = self.should_exit
                 self.should_exit = True
 
-        running = Draining(uvicorn.Config(
-            make_app(server), log_level="warning", access_log=False, lifespan="off",
-        ))
+            def end(self) -> None:
+                """Let the answers that the engine's end has cut reach their clients."""
+                self.should_exit = True
+
+        running = Draining(uvicorn.Config(make_app(server), log_level="warning", access_log=False))
+        engine.on_end = running.end
         host, port = listener.getsockname()[:2]
         say(f"{name} is served at http://{host}:{port}/v1, a page to chat at http://{host}:{port}")
+        gc.freeze()
         running.run(sockets=[listener])
-        if running.force_exit:
-            engine.close(drain=False)
+        if not engine.is_alive:
+            process.join(STOP_S)
+            raise InvariantBroken(
+                f"the engine's process has ended by itself (exit code {process.exitcode}): start "
+                "the server again"
+            )
+    finally:
+        link.close()  # the engine's process ends then
+        process.join(STOP_S if is_loaded else 0)
+        process.kill()
+
+
+def run_engine(options: Namespace, link: socket.socket) -> None:
+    """Load the models and serve requests that come over a socket, in a process of its own."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # the other process says when to end
+        signal.signal(each, signal.SIG_IGN)
+    from stree_pipelines.serving.engine_end import EngineEnd
+    from stree_pipelines.serving.messages import packed
+
+    try:
+        decoder = decoder_of(options)
+        end = EngineEnd(decoder, options.max_waiting, link)
+    except StreeError as error:
+        link.sendall(packed(error))
+        return
+    gc.collect()
+    gc.freeze()  # or a full collection scans all of torch in the middle of an answer
+    end.run()
+
+
+def decoder_of(options: Namespace) -> BatchDecoder:
+    """Load and warm up the decoder, and say what it is."""
+    from stree_pipelines.serving.speculation import speculation_lines
+
+    target, memory = input_path(options.target), options.prefix_memory
+    if memory is not None and not 0 <= memory < math.inf:
+        raise UsageError(f"--prefix_memory is {memory}, wanted GB from 0 on")
+    with warnings.catch_warnings(record=True) as told:
+        decoder = stree.load(
+            target, options.drafter and input_path(options.drafter),
+            tree=options.tree and as_tree_policy(options.tree, input_path),
+            temperature=options.temperature, device=options.device, dtype=options.dtype,
+            max_length=options.max_length, verifier=options.verifier,
+            backtracking=options.backtracking, num_prefixes=MAX_PREFIXES,
+            num_rows=options.num_rows, offload=options.offload, target_dtype=options.target_dtype,
+        )
+    for line in dict.fromkeys(str(each.message) for each in told):
+        say(f"note: {line}")
+    if decoder.tokenizer is None:
+        raise UsageError(f"{target} has no tokenizer, and a server reads and writes texts")
+    asked = GenerationConfig(4, options.temperature, ignore_eos=True)
+    decoder.warm_up(stree.Request([1, 2, 3], asked))
+    say(f"{decoder}")
+    num_bytes = decoder.room.free_bytes // 4 if memory is None else int(memory * 1e9)
+    num_prefixes = decoder.limit_prefixes(num_bytes)
+    say(
+        f"{size(num_bytes)} for the beginnings of conversations, at least "
+        f"{counted(num_prefixes, 'prefix')} of them and at most {MAX_PREFIXES}"
+    )
+    for line in speculation_lines(decoder):
+        say(line)
+    return decoder
 
 
 def listening(host: str, port: int) -> socket.socket:

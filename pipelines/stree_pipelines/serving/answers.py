@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stree.engine.engine import Handle
-from stree.engine.sequence import StepOutput
+from stree.generation import DecodingStats, GenerationOutput
 from stree.logits.log_probs import TokenLogprobs
 from stree.text_stream import TextStream
 from stree_pipelines.serving.asked import Asked
 from stree_pipelines.serving.calls import calls_of
+from stree_pipelines.serving.messages import Gain
 from stree_pipelines.serving.segments import Piece, Segments
 from stree_pipelines.serving.statistics import Moments
 
@@ -59,45 +59,44 @@ class Answer:
     Args:
         index: Its place among the choices.
         asked: What it answers.
-        number: Its number among the prompt's answers.
         tokenizer: Of the target.
-        is_whole: Whether nobody reads it before its end.
+
+    Attributes:
+        moments: When its tokens came.
+        output: Its tokens so far; their counts at its end.
     """
 
-    def __init__(
-        self, index: int, asked: Asked, number: int, tokenizer: Any, is_whole: bool = False
-    ) -> None:
-        self.index, self.asked, self.request = index, asked, asked.requests[number]
-        self.moments = Moments()
-        self.handle: Handle | None = None
-        stops = self.request.generation.stop_strings
+    def __init__(self, index: int, asked: Asked, tokenizer: Any) -> None:
+        self.index, self.asked, self.moments = index, asked, Moments()
+        self.output = GenerationOutput([], "", DecodingStats())
+        stops = asked.request.generation.stop_strings
         self._text = TextStream(tokenizer, stops, visible=asked.marks.texts)
         self._segments = Segments(asked.marks, asked.prompt_end)
         self._num_calls = 0
-        # The text of all tokens at once is the same where nothing in it is looked for
-        is_plain = is_whole and not stops and not asked.marks.texts and not asked.wants_drafts
-        self._tokens: list[int] | None = [] if is_plain else None
 
-    def take(self, report: StepOutput) -> Delta:
-        """Return what a report adds."""
-        delta = Delta(tokens=list(report.tokens), logprobs=list(report.logprobs))
-        if self._tokens is not None:
-            self._tokens += report.tokens
-            if report.finish_reason:
-                decode = self._text.tokenizer.decode
-                delta.content = decode(self._tokens, skip_special_tokens=True)
-                delta.finish_reason = _REASONS.get(report.finish_reason, report.finish_reason)
-            return delta
-        for place, token in enumerate(report.tokens):
-            text = self._text.add(token)
-            delta.drafts.append((text, place < report.num_accepted))
-            self._add(delta, self._segments.add(text))
-        if report.finish_reason:
+    def take(self, gains: Sequence[Gain]) -> Delta:
+        """Return what the gains of some steps add."""
+        delta, last = Delta(), gains[-1]
+        for gain in gains:
+            delta.tokens += gain.tokens
+            delta.logprobs += gain.logprobs
+        self.output.tokens += delta.tokens
+        if self.asked.wants_drafts:
+            for gain in gains:
+                for place, token in enumerate(gain.tokens):
+                    text = self._text.add(token)
+                    delta.drafts.append((text, place < gain.num_accepted))
+                    self._add(delta, self._segments.add(text))
+        else:
+            self._add(delta, self._segments.add(self._text.extend(delta.tokens)))
+        if last.finish_reason:
             text = self._text.end()
             delta.drafts.append((text, False))
             self._add(delta, self._segments.add(text))
             self._add(delta, self._segments.end())
-            delta.finish_reason = _REASONS.get(report.finish_reason, report.finish_reason)
+            self.output.finish_reason = last.finish_reason
+            self.output.stats = last.stats or self.output.stats
+            delta.finish_reason = _REASONS.get(last.finish_reason, last.finish_reason)
             if self._num_calls and delta.finish_reason == "stop":
                 delta.finish_reason = "tool_calls"
         return delta

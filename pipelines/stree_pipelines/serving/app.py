@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -21,9 +20,6 @@ from pydantic import ValidationError
 
 import stree
 from stree.common.errors import QueueFull, StreeError, UsageError
-from stree.engine.engine import Engine, Handle
-from stree.engine.sequence import StepOutput
-from stree.logits.log_probs import log_probs_of_text
 from stree_pipelines.serving.answers import (
     Answer,
     Delta,
@@ -31,11 +27,11 @@ from stree_pipelines.serving.answers import (
     completion_logprobs,
 )
 from stree_pipelines.serving.asked import Asked, Asker
+from stree_pipelines.serving.engine_client import EngineClient
+from stree_pipelines.serving.messages import Gain
 from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
-from stree_pipelines.serving.speculation import speculation_table
 from stree_pipelines.serving.statistics import Statistics, usage_of
 
-LOG = logging.getLogger(__name__)
 LARGEST_BODY = 8 * 2**20  # bytes
 SLOWEST_BODY_S = 30.0
 RETRY_AFTER_S = 1
@@ -43,7 +39,6 @@ _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
           408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
           503: "service_unavailable_error", 504: "timeout_error"}
 B = TypeVar("B", bound=Body)
-Told = tuple[Answer, StepOutput]  # an answer, and what a step gave it
 
 
 class Refused(Exception):
@@ -70,21 +65,20 @@ class Server:
     """The engine and its model behind the routes.
 
     Args:
-        engine: Its decoder has a tokenizer.
+        engine: The engine's process.
         name: Of the model, as requests name it.
         api_key: That requests to /v1 bring; None for none.
         timeout_s: Seconds after which an answer is given up; None for no limit.
     """
 
     def __init__(
-        self, engine: Engine, name: str, api_key: str | None = None, timeout_s: float | None = None
+        self, engine: EngineClient, name: str, api_key: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.engine, self.name, self.api_key, self.timeout_s = engine, name, api_key, timeout_s
-        self.decoder, self.tokenizer = engine.decoder, engine.decoder.tokenizer
-        self.asker = Asker(engine.decoder)
+        self.tokenizer, self.asker = engine.facts.tokenizer, Asker(engine.facts)
         self.statistics = Statistics(engine, name)
         self.created = int(time.time())
-        self._inbox: deque[tuple[asyncio.Queue[Told], Told]] = deque()
         self.is_draining = False
 
     def require_key(self, request: HttpRequest) -> None:
@@ -115,71 +109,6 @@ class Server:
             )
         return body
 
-    def submit(self, answers: list[Answer]) -> asyncio.Queue[Told]:
-        """Submit the requests of all answers; return the queue that their reports come through.
-
-        None is under way if one of them is refused.
-        """
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Told] = asyncio.Queue()
-        try:
-            for answer in answers:
-                def listen(_: Handle, report: StepOutput, to: Answer = answer) -> None:
-                    self._inbox.append((queue, (to, report)))
-                    if len(self._inbox) == 1:  # the loop wakes once for all that a step tells
-                        loop.call_soon_threadsafe(self._hand_out)
-
-                answer.handle = self.engine.submit(answer.request, listen)
-        except BaseException:
-            self.cancel(answers)
-            raise
-        return queue
-
-    def _hand_out(self) -> None:
-        while self._inbox:
-            queue, told = self._inbox[0]
-            queue.put_nowait(told)
-            self._inbox.popleft()  # an empty inbox is one that the loop is not told of
-
-    def cancel(self, answers: list[Answer]) -> None:
-        """Cancel what is under way."""
-        for answer in answers:
-            if answer.handle is not None:
-                self.engine.cancel(answer.handle)
-
-    async def deltas(
-        self, answers: list[Answer], queue: asyncio.Queue[Told],
-        timeout_s: float | None,
-    ) -> AsyncIterator[tuple[Answer, Delta]]:
-        """Yield what submitted answers gain, to the end of all.
-
-        Leaving the iteration cancels them. Raises `Refused` for what goes wrong.
-        """
-        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        try:
-            left = len(answers)
-            while left:
-                try:
-                    async with asyncio.timeout_at(ends):
-                        answer, report = await queue.get()
-                except TimeoutError:
-                    raise Refused(504, f"no answer within {timeout_s:g} s") from None
-                if report.tokens:
-                    self.statistics.note_tokens(answer.moments, len(report.tokens))
-                if report.finish_reason:
-                    left -= 1
-                    handle = answer.handle
-                    assert handle is not None
-                    self.statistics.note_end(
-                        handle.output, len(answer.asked.prompt), answer.moments
-                    )
-                    if report.error is not None:
-                        LOG.error("a request has failed", exc_info=report.error)
-                        raise Refused(500, f"the answer has failed: {report.error}")
-                yield answer, answer.take(report)
-        finally:
-            self.cancel(answers)
-
 
 async def _read(request: HttpRequest) -> bytes:
     parts, size = [], 0
@@ -192,19 +121,15 @@ async def _read(request: HttpRequest) -> bytes:
 
 
 class Reply:
-    """The reply to one request: choices of one or several prompts, whole or streamed.
-
-    Its answers are submitted when it is made, so that a stream begins only once they are accepted.
-    Raises what `Engine.submit` raises.
-    """
+    """The reply to one request: choices of one or several prompts, whole or streamed."""
 
     def __init__(self, server: Server, body: Body, asked: list[Asked]) -> None:
         self.server, self.body, self.asked = server, body, asked
         self.is_chat = isinstance(body, ChatBody)
         self.answers = [
-            Answer(index, each, number, server.tokenizer, is_whole=not body.stream)
-            for index, (each, number) in enumerate(
-                (each, number) for each in asked for number in range(len(each.requests))
+            Answer(index, each, server.tokenizer)
+            for index, each in enumerate(
+                each for each in asked for _ in range(each.request.generation.num_return_sequences)
             )
         ]
         kind = "chatcmpl" if self.is_chat else "cmpl"
@@ -217,20 +142,74 @@ class Reply:
             (each for each in (body.timeout_s, server.timeout_s) if each is not None), default=None
         )
         self._echoes: dict[int, dict[str, Any]] = {}  # of prompts, by their places
-        self.running = [each for each in self.answers if not each.asked.wants_none]
-        self._queue = server.submit(self.running)
+        self._numbers: list[int] = []  # the engine's, of the answers
+        self._pending: list[tuple[Answer, Gain]] = []
+        self._news = asyncio.Event()
+
+    async def submit(self) -> None:
+        """Let the engine accept the requests; a stream begins only afterwards.
+
+        Raises `UsageError` and `QueueFull`; none is under way then.
+        """
+        if self.asked[0].wants_none:
+            await self.server.engine.call("check", [each.request for each in self.asked])
+            return
+        prompts = [(each.request, each.grammar) for each in self.asked]
+        listeners = [partial(self._hear, each) for each in self.answers]
+        self._numbers = await self.server.engine.submit(prompts, listeners)
+
+    def _hear(self, answer: Answer, gain: Gain) -> None:
+        self._pending.append((answer, gain))
+        if gain.tokens:
+            self.server.statistics.note_tokens(answer.moments, len(gain.tokens))
+        if self.body.stream or gain.finish_reason:
+            self._news.set()
+
+    async def _deltas(self) -> AsyncIterator[list[tuple[Answer, Delta]]]:
+        """Yield what answers have gained since the last time, to the end of all.
+
+        Leaving the iteration cancels them. Raises `Refused` for what goes wrong.
+        """
+        timeout_s, left = self.timeout_s, len(self._numbers)
+        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        try:
+            while left:
+                try:
+                    async with asyncio.timeout_at(ends):
+                        await self._news.wait()
+                except TimeoutError:
+                    raise Refused(504, f"no answer within {timeout_s:g} s") from None
+                self._news.clear()
+                pending, self._pending = self._pending, []
+                gained: dict[int, list[Gain]] = {}
+                for answer, gain in pending:
+                    gained.setdefault(answer.index, []).append(gain)
+                deltas = [(self.answers[at], self.answers[at].take(gained[at])) for at in gained]
+                for answer, _ in deltas:
+                    last = gained[answer.index][-1]
+                    if last.finish_reason:
+                        left -= 1
+                        self.server.statistics.note_end(
+                            answer.output, len(answer.asked.prompt), answer.moments
+                        )
+                    if last.error:
+                        raise Refused(500, f"the answer has failed: {last.error}")
+                yield deltas
+        finally:
+            self.server.engine.cancel(self._numbers)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage of what has come so far."""
-        outputs = [each.handle.output for each in self.answers if each.handle is not None]
-        return usage_of([len(each.prompt) for each in self.asked], outputs)
+        """Return the usage of the answers, which have ended."""
+        prompts = [len(each.prompt) for each in self.asked]
+        return usage_of(prompts, [each.output for each in self.answers])
 
     async def whole(self) -> dict[str, Any]:
         """Return the reply once all answers have ended."""
         await self._echo()
         gained = {answer.index: Delta() for answer in self.answers}
-        async for answer, delta in self._deltas():
-            gained[answer.index] += delta
+        async for deltas in self._deltas():
+            for answer, delta in deltas:
+                gained[answer.index] += delta
         choices = [self._choice(each, gained[each.index]) for each in self.answers]
         return {**self.frame, "choices": choices, "usage": self.usage()}
 
@@ -253,11 +232,15 @@ class Reply:
             held = {answer.index: Delta() for answer in self.answers}
             for answer in self.answers if self.body.echo else ():
                 yield event([self._choice(answer, Delta(), streams=True)])
-            async for answer, delta in self._deltas():
-                held[answer.index] += delta
-                if held[answer.index]:
-                    yield event([self._choice(answer, held[answer.index], streams=True)])
-                    held[answer.index] = Delta()
+            async for deltas in self._deltas():
+                events = []
+                for answer, delta in deltas:
+                    held[answer.index] += delta
+                    if held[answer.index]:
+                        events.append(event([self._choice(answer, held[answer.index], True)]))
+                        held[answer.index] = Delta()
+                if events:
+                    yield "".join(events)
             if options is not None and options.include_usage:
                 yield event([], usage=self.usage())
         except Refused as error:  # the status is sent already
@@ -266,23 +249,17 @@ class Reply:
             yield f"data: {_json(_refusal_of(error).body())}\n\n"
         yield "data: [DONE]\n\n"
 
-    def _deltas(self) -> AsyncIterator[tuple[Answer, Delta]]:
-        return self.server.deltas(self.running, self._queue, self.timeout_s)
-
     async def _echo(self) -> None:
         """Work out the log-probabilities of prompts that are given back."""
         if not self.body.echo:
             return
         assert isinstance(self.body, CompletionBody)
-        num_top, target = self.body.num_logprobs, self.server.decoder.target
+        num_top = self.body.num_logprobs
         for place, asked in enumerate(self.asked):
             text = self.server.tokenizer.decode(asked.prompt, skip_special_tokens=True)
             echo: dict[str, Any] = {"text": text}
             if num_top is not None:
-                task = self.server.engine.call(
-                    partial(log_probs_of_text, target, asked.prompt, num_top)
-                )
-                echo["tokens"] = await asyncio.wrap_future(task)
+                echo["tokens"] = await self.server.engine.call("log_probs", asked.prompt, num_top)
             self._echoes[place] = echo
 
     def _choice(self, answer: Answer, delta: Delta, streams: bool = False) -> dict[str, Any]:
@@ -335,8 +312,7 @@ class Reply:
             choice["logprobs"] = completion_logprobs(tokenizer, first, tokens)
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def _refusal_of(error: StreeError) -> Refused:
@@ -347,7 +323,15 @@ def _refusal_of(error: StreeError) -> Refused:
 
 def make_app(server: Server) -> FastAPI:
     """Return the application."""
-    app = FastAPI(title="stree", version=stree.__version__, docs_url=None, redoc_url=None)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with server.engine.connected():
+            yield
+
+    app = FastAPI(
+        title="stree", version=stree.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
 
     @app.exception_handler(Refused)
     async def refuse(_: HttpRequest, error: Refused) -> JSONResponse:
@@ -387,6 +371,7 @@ def make_app(server: Server) -> FastAPI:
         except StreeError as error:
             raise Refused(400, str(error)) from error
         made = Reply(server, body, asked)
+        await made.submit()
         if body.stream:
             return StreamingResponse(made.stream(), media_type="text/event-stream")
         whole = asyncio.create_task(made.whole())
@@ -405,7 +390,7 @@ def make_app(server: Server) -> FastAPI:
         server.require_key(request)
         return {"object": "list", "data": [{
             "id": server.name, "object": "model", "created": server.created, "owned_by": "stree",
-            "max_model_len": server.decoder.max_length,
+            "max_model_len": server.engine.facts.max_length,
         }]}
 
     @app.get("/health")
@@ -423,7 +408,8 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/speculation")
     async def speculation() -> dict[str, Any]:
-        return speculation_table(server.decoder)
+        table: dict[str, Any] = await server.engine.call("speculation")
+        return table
 
     @app.get("/")
     async def page() -> HTMLResponse:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stree.batching.batch_decoder import BatchDecoder
-from stree.batching.sequences import Request, samples_of
+from stree.batching.sequences import Request
 from stree.chat_templates import resolve_template
 from stree.common.errors import UsageError
 from stree.generation import GenerationConfig
 from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
 from stree.trees.token_tree import PLAIN, TokenTree, as_tree
+from stree_pipelines.serving.grammar import AskedGrammar, Grammars
+from stree_pipelines.serving.messages import Facts
 from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
 from stree_pipelines.serving.segments import Marks
-
-if TYPE_CHECKING:
-    from stree_pipelines.serving.grammar import Grammars
 
 _NAME = re.compile(r"[a-z]+(-\d+)*")  # of a tree; a path is none
 _LAST = 24  # tokens of a prompt's end in which a template may open a thought
@@ -28,11 +26,12 @@ _LAST = 24  # tokens of a prompt's end in which a template may open a thought
 
 @dataclass
 class Asked:
-    """Requests that one prompt asks for.
+    """Request that one prompt asks for.
 
     Attributes:
         prompt: Its token ids.
-        requests: One for each answer.
+        request: For one or several answers.
+        grammar: The answers' form; None for any.
         marks: What divides the answers' text.
         prompt_end: The prompt's last text, special tokens included.
         tools: That may be called.
@@ -42,7 +41,8 @@ class Asked:
     """
 
     prompt: list[int]
-    requests: list[Request]
+    request: Request
+    grammar: AskedGrammar | None
     marks: Marks
     prompt_end: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -55,24 +55,16 @@ class Asker:
     """Makes requests for a decoder of bodies.
 
     Args:
-        decoder: The engine's.
+        facts: Of the engine's decoder.
     """
 
-    def __init__(self, decoder: BatchDecoder) -> None:
-        self.decoder, self.tokenizer = decoder, decoder.tokenizer
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.tokenizer = facts, facts.tokenizer
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Grammars over the tokenizer. Raises `UsageError` without llguidance."""
-        try:
-            from stree_pipelines.serving.grammar import Grammars
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                f"response_format and guided_regex need {error.name}: pip install "
-                "'stree-spec[serve]'"
-            ) from error
-        vocabulary, ends = self.decoder.target.config.vocab_size, self.decoder.eos_token_ids
-        return Grammars(self.tokenizer, vocabulary, ends)
+        """Grammars over the tokenizer."""
+        return Grammars(self.facts)
 
     def of_chat(self, body: ChatBody) -> list[Asked]:
         """Return what a conversation asks for. Raises `UsageError`."""
@@ -112,39 +104,31 @@ class Asker:
         self, body: Body, prompt: EncodedPrompt, most: int | None, marks: Marks,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Asked:
-        decoder, ids = self.decoder, prompt.ids
+        facts, ids = self.facts, prompt.ids
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
         if most is None:
-            depth = decoder.tree_policy.deepest.max_depth
-            most = max(1, decoder.max_length - len(ids) - depth - 1)
+            most = max(1, facts.max_length - len(ids) - facts.tree_depth - 1)
         if most == 0 and not body.echo:
             raise UsageError("max_tokens is 0, wanted at least 1: 0 goes with echo alone")
         generation = self._generation(body, max(1, most))
         request = Request(
             ids, generation, self._tree(body.speculation), True, prompt.messages_end
         )
-        decoder.check(replace(request, generation=replace(generation, num_return_sequences=1)))
-        end = self.tokenizer.decode(ids[-_LAST:], skip_special_tokens=False)
+        last = [each for each in ids[-_LAST:] if 0 <= each < facts.vocabulary]
+        end = self.tokenizer.decode(last, skip_special_tokens=False)
         grammar = self._grammar(body)
-        requests = samples_of(request)
-        if grammar is not None:
-            after = self._end_of_thought(end, marks)
-            requests = [
-                replace(each, generation=replace(
-                    each.generation,
-                    logits_processor=self.grammars.processor(grammar, len(ids), after),
-                ))
-                for each in requests
-            ]
+        asked = None if grammar is None else AskedGrammar(
+            grammar, len(ids), self._end_of_thought(end, marks)
+        )
         return Asked(
-            ids, requests, marks, end, tools, body.echo, most == 0, body.return_drafts
+            ids, request, asked, marks, end, tools, body.echo, most == 0, body.return_drafts
         )
 
     def _generation(self, body: Body, most: int) -> GenerationConfig:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         ids = [each for each in stops if isinstance(each, int)] + body.stop_token_ids
-        ends = [*self.decoder.eos_token_ids, *ids] if ids and not body.ignore_eos else ids
+        ends = [*self.facts.eos_token_ids, *ids] if ids and not body.ignore_eos else ids
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         except ValueError:
@@ -167,7 +151,7 @@ class Asker:
         if speculation is True:
             return None
         if speculation is False:
-            return None if self.decoder.drafter is None else PLAIN
+            return PLAIN if self.facts.has_drafter else None
         if not _NAME.fullmatch(speculation):
             raise UsageError(
                 f"speculation is {speculation!r:.60}, wanted true, false or a tree's name, such as "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,21 +13,31 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from stree.common.errors import UsageError
+from stree_pipelines.serving.messages import Facts
+
+
+class AskedGrammar(NamedTuple):
+    """The form that an answer is to have.
+
+    Attributes:
+        grammar: Of `Grammars.of_schema` or `Grammars.of_regex`.
+        prompt_length: Tokens before the answer.
+        begins_after: The token that ends a thought, after which the grammar begins; None for the
+            first token.
+    """
+
+    grammar: str
+    prompt_length: int
+    begins_after: int | None = None
 
 
 class Grammars:
-    """Grammars over one tokenizer.
+    """Grammars over a target's tokenizer, a fast one."""
 
-    Args:
-        tokenizer: Of the target; a fast one.
-        vocabulary: V of the target's logits.
-        eos_ids: Tokens that end an answer.
-    """
-
-    def __init__(self, tokenizer: Any, vocabulary: int, eos_ids: Collection[int]) -> None:
-        self.vocabulary, self.eos_ids = vocabulary, sorted(eos_ids)
+    def __init__(self, facts: Facts) -> None:
+        self.vocabulary, self.eos_ids = facts.vocabulary, sorted(facts.eos_token_ids)
         self._tokenizer: LLTokenizer = from_tokenizer(
-            tokenizer, n_vocab=vocabulary, eos_token=self.eos_ids
+            facts.tokenizer, n_vocab=self.vocabulary, eos_token=self.eos_ids
         )
 
     def of_schema(self, schema: dict[str, Any]) -> str:
@@ -44,29 +54,17 @@ class Grammars:
             raise UsageError(f"the form of the answer cannot be followed: {matcher.get_error()}")
         return grammar
 
-    def processor(
-        self, grammar: str, prompt_length: int, begins_after: int | None = None
-    ) -> GrammarProcessor:
-        """Return a logits processor (`GenerationConfig.logits_processor`) for one answer.
-
-        Args:
-            grammar: Of `of_schema` or `of_regex`.
-            prompt_length: Tokens before the answer.
-            begins_after: The token that ends a thought, after which the grammar begins; None for
-                the first token.
-        """
-        matcher = LLMatcher(self._tokenizer, grammar)
-        return GrammarProcessor(matcher, self, prompt_length, begins_after)
+    def processor(self, asked: AskedGrammar) -> GrammarProcessor:
+        """Return a logits processor (`GenerationConfig.logits_processor`) for one answer."""
+        return GrammarProcessor(LLMatcher(self._tokenizer, asked.grammar), self, asked)
 
 
 class GrammarProcessor:
     """Leaves out tokens that do not go on with a grammar, by the tokens before a node."""
 
-    def __init__(
-        self, matcher: LLMatcher, grammars: Grammars, prompt_length: int, begins_after: int | None
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, grammars: Grammars, asked: AskedGrammar) -> None:
         self.matcher, self.grammars = matcher, grammars
-        self.prompt_length, self.begins_after = prompt_length, begins_after
+        _, self.prompt_length, self.begins_after = asked
         self._consumed: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as Total
+from prometheus_client.core import HistogramMetricFamily
 
-from stree.engine.engine import Engine
 from stree.generation import DecodingStats, GenerationOutput
+from stree_pipelines.serving.engine_client import EngineClient
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -31,6 +35,28 @@ class Moments:
     last: float = 0.0
 
 
+class TokenGaps:
+    """Histogram of the times between tokens, which takes all tokens of a step at once."""
+
+    def __init__(self, model: str) -> None:
+        self.model, self.seconds, self._counts = model, 0.0, [0] * (len(_SECONDS) + 1)
+
+    def observe(self, seconds: float, count: int) -> None:
+        """Note so many tokens, each after so many seconds."""
+        self._counts[bisect_left(_SECONDS, seconds)] += count
+        self.seconds += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the histogram, for a registry."""
+        bounds = [*map(str, map(float, _SECONDS)), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two tokens", labels=["model_name"]
+        )
+        family.add_metric([self.model], buckets, self.seconds)
+        yield family
+
+
 class Statistics:
     """Metrics under the names of vLLM, which dashboards and load generators read.
 
@@ -38,7 +64,7 @@ class Statistics:
     of a depth is accepted.
     """
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model}
 
@@ -63,7 +89,8 @@ class Statistics:
         self._ends = total("vllm:request_success", "Answers", "finished_reason")
         self._refused = total("stree:requests_refused", "Requests refused", "status")
         self._first = histogram("vllm:time_to_first_token_seconds", "Until the first token")
-        self._between = histogram("vllm:inter_token_latency_seconds", "Between two tokens")
+        self._between = TokenGaps(model)
+        self.registry.register(self._between)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "Until the last token")
         for name, text, value in (
             ("vllm:num_requests_running", "Answers under way", lambda: engine.num_running),
@@ -79,8 +106,7 @@ class Statistics:
             moments.first = now
             self._first.observe(now - moments.asked)
         else:
-            for _ in range(count):
-                self._between.observe((now - moments.last) / count)
+            self._between.observe((now - moments.last) / count, count)
         moments.last = now
 
     def note_end(self, output: GenerationOutput, num_prompt: int, moments: Moments) -> None:

@@ -12,8 +12,11 @@ import threading
 import time
 
 import httpx
+import psutil
 import pytest
 from ports import free_port
+
+from stree.common.errors import InvariantBroken
 
 COMMAND = [
     sys.executable, "pipelines/serve.py", "checkpoints/python-docs-hybrid", "--drafter", "ngram:3",
@@ -45,7 +48,9 @@ def streaming(url: str, texts: list[str], begun: threading.Event) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    texts += [each["text"] for each in json.loads(line[6:])["choices"]]
+                    event = json.loads(line[6:])
+                    texts += [each["text"] for each in event.get("choices", [])]
+                    texts += ["error"] if "error" in event else []
                     begun.set()
                 if line == "data: [DONE]":
                     texts.append("[DONE]")
@@ -69,6 +74,32 @@ def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals):
     assert process.wait(60) == 0
     client.join(30)
     assert (texts[-1] == "[DONE]") == (signals == 1)
+
+
+def test_a_dead_engine_ends_the_server_with_one_line(process):
+    texts, begun = [], threading.Event()
+    client = threading.Thread(target=streaming, args=(process.url, texts, begun))
+    client.start()
+    assert begun.wait(60)
+    [engine] = [
+        each for each in psutil.Process(process.pid).children()
+        if "spawn_main" in " ".join(each.cmdline())
+    ]
+    engine.kill()
+    assert process.wait(60) == InvariantBroken.exit_code
+    client.join(30)
+    told = process.stdout.read()
+    assert "error: the engine's process has ended by itself (exit code -9)" in told
+    assert "Traceback" not in told
+    assert texts[-2:] == ["error", "[DONE]"]
+
+
+def test_a_target_that_is_not_there_is_one_line():
+    told = subprocess.run(
+        [*COMMAND[:2], "no/such/target", "--port", "0"], capture_output=True, text=True
+    )
+    assert told.returncode == 2 and "no/such/target" in told.stderr
+    assert told.stderr.count("\n") == 1
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded():

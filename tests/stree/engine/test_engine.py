@@ -223,19 +223,24 @@ def test_closing_waits_for_answers_or_ends_them():
     assert decoder.num_free_rows == 1
 
 
-def test_a_listener_hears_every_report_and_its_error_is_its_own():
+def test_a_listener_hears_all_reports_of_a_step_at_once_and_its_error_is_its_own():
     heard = []
 
-    def listen(handle, report):
-        heard.append((handle, list(report.tokens), report.finish_reason))
+    def listen(reports):
+        heard.append([(handle.tag, list(each.tokens), each.finish_reason)
+                      for handle, each in reports])
         raise ValueError("of the listener")
 
-    with Engine(batch(2)) as engine:
-        handle = engine.submit(Request([4, 2], SETTINGS), listen)
-        other = engine.submit(Request([4, 2], SETTINGS))
-        assert handle.result().tokens == other.result().tokens
-    assert [token for _, tokens, _ in heard for token in tokens] == other.output.tokens
-    assert [reason for _, _, reason in heard][-1] == "length"
+    with Engine(batch(2), listener=listen) as engine:
+        handles = [engine.submit(Request([4, 2], SETTINGS), tag) for tag in "ab"]
+        wanted = [each.result().tokens for each in handles]
+    for tag, tokens in zip("ab", wanted, strict=True):
+        told = [each for step in heard for each in step if each[0] == tag]
+        assert [token for _, some, _ in told for token in some] == tokens
+        assert [reason for *_, reason in told] == [""] * (len(told) - 1) + ["length"]
+    assert max(map(len, heard)) > 1
+    with pytest.raises(UsageError, match="listener"):
+        next(iter(handles[0]))
 
 
 def test_an_idle_engine_uses_no_processor():
