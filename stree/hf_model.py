@@ -10,7 +10,9 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from stree.batching.memory_report import MemoryReport
 from stree.batching.sequences import Request, SampleRequest
 from stree.batching.serve import Served
 from stree.batching.step_timing import length_to_time
-from stree.checkpoints.load_save import load_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import UsageError
 from stree.common.words import described, placed
@@ -96,7 +97,7 @@ def from_transformers(
     target = shared_model(model)
     tree = None if tree is None else as_tree_policy(tree)  # before a drafter is loaded
     return TransformersDecoder(
-        model, target, _drafter(drafter, target), tree, verifier,
+        model, target, _drafter(drafter, target, model), tree, verifier,
         backtracking=backtracking, num_prefixes=num_prefixes,
     )
 
@@ -111,13 +112,22 @@ def _require_tensor(ids: Any) -> None:
     )
 
 
-def _drafter(given: Any, target: HybridModel) -> HybridModel | DrafterSpec | Drafter | None:
+def _drafter(
+    given: Any, target: HybridModel, theirs: Any
+) -> HybridModel | DrafterSpec | Drafter | None:
     if isinstance(given, str | os.PathLike):
-        name = DrafterName.parse(given)
-        own = None
+        name, of_target = DrafterName.parse(given), Path()
         if name.folder is not None:
-            own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
-        return name.make(own, None)
+            name = replace(name, folder=checkpoint_folder(name.folder))
+        elif name.mtp:
+            if not theirs.config.name_or_path:
+                raise UsageError(
+                    f"the drafter {given!r} is in the checkpoint of the model, and this model was "
+                    "not loaded from one: load it by from_pretrained"
+                )
+            commit = getattr(theirs.config, "_commit_hash", None)
+            of_target = checkpoint_folder(theirs.config.name_or_path, commit, mtp=True)
+        return name.make(name.load(of_target, target.device, target.dtype), None, target)
     is_ours = isinstance(given, HybridModel) or hasattr(given, "for_decoder")
     return given if given is None or is_ours or hasattr(given, "draft") else shared_model(given)
 

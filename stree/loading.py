@@ -14,6 +14,7 @@ import torch
 from stree.batching.batch_decoder import BatchDecoder
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import indexed_files, load_model, stored_dtype
+from stree.checkpoints.mtp import MTP_FILE
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
@@ -85,11 +86,13 @@ def load(
         target: A checkpoint's folder, or a name on the hub: OWNER/NAME, or OWNER/NAME@REVISION.
         drafter: A folder or name, as target; or n-grams, alone or with a folder: `ngram`,
             `ngram:CONTEXT`, `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or
-            `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`).
-            Before a name with a folder, `float8:` drafts with the head in 8 bits, `independent:`
-            draws each sibling from all of the distribution, `top:` drafts the best tokens, and
-            `temperature=0.6:` draws at 0.6 whatever the request's temperature
-            (`stree.drafters.model.ModelDrafterSpec`). None decodes without drafts.
+            `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`);
+            or, in the place of a folder, `mtp`, the head for multi-token prediction in the target's
+            own checkpoint (`stree.checkpoints.mtp.load_mtp`). Before a name with a model,
+            `float8:` drafts with the head in 8 bits, `independent:` draws each sibling from all of
+            the distribution, `top:` drafts the best tokens, and `temperature=0.6:` draws at 0.6
+            whatever the request's temperature (`stree.drafters.model.ModelDrafterSpec`). None
+            decodes without drafts.
         tree: A tree or its name; or a tree policy: "A or B" (`AdaptiveTrees`) chooses by measured
             step times, "bandit A or B" (`BanditTrees`) by each tree's rewards. Some steps of each
             tree are timed here, unless the policy has step times of this device and dtype, greedy
@@ -138,12 +141,12 @@ def load(
         require_backtracking(backtracking)
     require_target_dtype(target_dtype)
     generation = GenerationConfig(temperature=temperature)  # refuses what no decoding could use
-    target_folder = checkpoint_folder(target, revision)
+    name = None if drafter is None else DrafterName.parse(drafter)
+    target_folder = checkpoint_folder(target, revision, mtp=name is not None and name.mtp)
     dtype = pick_dtype(dtype, device, target_folder)
     tokenizer = load_tokenizer(target_folder)
-    drafting, remark = None, ""
-    if drafter is not None:
-        name = DrafterName.parse(drafter)
+    drafting, own, remark = None, None, ""
+    if name is not None:
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)
@@ -161,7 +164,7 @@ def load(
         if remark:
             warn(f"{drafter}: {remark}")
         if tree.largest.num_nodes > 1:
-            own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
+            own = replace(name, folder=drafter_folder).load(target_folder, device, dtype)
             drafting = name.make(own, tokenizer)
     elif tree is not None:
         tree = as_tree_policy(tree)
@@ -170,6 +173,8 @@ def load(
         model = load_model(target_folder, place, dtype, in_8_bits=target_dtype == FLOAT8)
         if offload is not None:
             stream_layers(model, offload, device)
+    if name is not None and name.mtp and own is not None:
+        own.share_ends(model)
     if not eos_token_ids(model.config, tokenizer):
         warn(
             f"{target}: neither its config nor its tokenizer names an EOS, so answers end at "
@@ -311,7 +316,9 @@ def _measured(
     return _Measured(measured, tree, found.verifier, found.backtracking, remark)
 
 
-def checkpoint_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+def checkpoint_folder(
+    name: str | os.PathLike[str], revision: str | None = None, *, mtp: bool = False
+) -> Path:
     """Return a checkpoint's folder, fetched from the Hugging Face hub if it is a name there.
 
     Of a repository the files that are read are fetched: no weights in other formats, none of other
@@ -320,6 +327,7 @@ def checkpoint_folder(name: str | os.PathLike[str], revision: str | None = None)
     Args:
         name: A folder, OWNER/NAME, or OWNER/NAME@REVISION.
         revision: Branch, tag or commit, for a name without one.
+        mtp: Whether a file with an MTP head alone is fetched, too.
 
     Raises:
         NotFound: For neither a folder nor a name on the hub.
@@ -337,7 +345,7 @@ def checkpoint_folder(name: str | os.PathLike[str], revision: str | None = None)
     if revision is not None and on_hub["revision"] not in (None, revision):
         raise UsageError(f"revision is {revision!r}, and {name} names another: leave one out")
     try:
-        return _fetched(on_hub["name"], revision or on_hub["revision"])
+        return _fetched(on_hub["name"], revision or on_hub["revision"], [MTP_FILE] * mtp)
     except Exception as error:  # of the network, the name, the cache: they have no common base
         reason = " ".join(str(error).split())
         raise NotFound(
@@ -346,7 +354,7 @@ def checkpoint_folder(name: str | os.PathLike[str], revision: str | None = None)
         ) from error
 
 
-def _fetched(name: str, revision: str | None) -> Path:
+def _fetched(name: str, revision: str | None, also: list[str]) -> Path:
     """Fetch a repository's configs and tokenizer, then the weights that `load_model` reads."""
     from huggingface_hub import snapshot_download
 
@@ -354,7 +362,7 @@ def _fetched(name: str, revision: str | None) -> Path:
     folder = Path(fetch(allow_patterns=_READ_ON_HUB, ignore_patterns=["*/*"]))
     for weights in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{weights}.index.json"
-        fetch(allow_patterns=[weights, "additional_chat_templates/*.jinja"])
+        fetch(allow_patterns=[weights, "additional_chat_templates/*.jinja", *also])
         if not (folder / weights).is_file() and index.is_file():
             fetch(allow_patterns=sorted({path.name for path in indexed_files(index)}))
         if (folder / weights).is_file() or index.is_file():

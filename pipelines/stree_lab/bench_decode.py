@@ -35,6 +35,9 @@ python pipelines/stree_lab/bench_decode.py runs/bench/8b-orders.jsonl --what \\
     "[orders]"
 python pipelines/stree_lab/bench_decode.py runs/bench/prompts.jsonl --shape \\
     chat,8b --what "[prompts]"
+python pipelines/stree_lab/bench_decode.py runs/bench/mtp.jsonl --shape \\
+    qwen3.5-9b --what "[draft,rows]" --drafters "[own,mtp]" --rows "[1]" \\
+    --trees "[chain-1,chain-2,chain-3,paper]" --row_trees "[chain-1,chain-3,paper]"
 """
 
 from __future__ import annotations
@@ -209,7 +212,7 @@ def build_parser() -> CommandParser:
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
-        "width=2048, head_dtype=float8, attention, head=32768+rank=256")
+        "width=2048, head_dtype=float8, attention, mtp, head=32768+rank=256")
     add("--trees", type=list[str], default=[calls.PAPER],
         help=f"for draft and draft_lengths: {FORMS}")
     add("--target_dtypes", "--target-dtypes", type=list[str], default=["bfloat16"],

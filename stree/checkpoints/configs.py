@@ -46,12 +46,14 @@ class CheckpointConfig:
         model: Config of the model.
         padded_vocab_size: Rows of the stored embedding, padding included.
         rename: Given the stored names, returns the map from our parameters to stored tensors.
+        mtp: Returns the config of the checkpoint's MTP head; None for layouts without one.
     """
 
     layout: Layout
     model: HybridConfig
     padded_vocab_size: int
     rename: Callable[[Collection[str]], Rename]
+    mtp: Callable[[], CheckpointConfig] | None = None
 
 
 def read_checkpoint_config(directory: Path) -> CheckpointConfig:
@@ -100,7 +102,15 @@ def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
         layout.without_effect | TRAINING_AND_GENERATION, partial(_known_keys, layout, values)
     )
     _require_reachable(model.eos_token_ids, padded, values)
-    return CheckpointConfig(layout, model, padded, rename)
+    checkpoint = CheckpointConfig(layout, model, padded, rename)
+    mtp = layout.mtp and partial(_mtp_of, values, checkpoint)
+    return replace(checkpoint, mtp=mtp)
+
+
+def _mtp_of(values: CheckedJson, checkpoint: CheckpointConfig) -> CheckpointConfig:
+    assert checkpoint.layout.mtp is not None
+    model, rename = checkpoint.layout.mtp(values, checkpoint.model)
+    return replace(checkpoint, model=model, rename=rename)
 
 
 def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:

@@ -98,26 +98,41 @@ def load_model(
         ) from error
     model.tokens_sha256 = manifest.get("tokens_sha256")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    with _open_weights(directory) as stored:
-        sources = _match(checkpoint, expected, stored, directory)
-        _require_equal_copies(sources.values(), stored, directory)
-        weights: dict[str, Tensor] = {}
-        projections = model.projections()
-        for name, source in sources.items():
-            tensor = source.make(*(stored[each].read() for each in source.names))
-            tensor = tensor[: expected[name][0]]  # without the padding of the vocabulary
-            place = name.removesuffix(".weight")
-            if in_8_bits and place in projections:
-                scaled = naive.in_8_bits(tensor.to(device))
-                model.set_submodule(place, ScaledLinear(scaled, projections[place].bias))
-                weights[name], weights[f"{place}.scale"] = scaled.values, scaled.scale
-            else:
-                weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
+    with open_weights(directory) as stored:
+        weights = read_weights(
+            checkpoint, model, expected, stored, directory, device, dtype, in_8_bits
+        )
     model.load_state_dict(weights, strict=True, assign=True)
     _require_head_ids(model, directory)
     if in_8_bits:
         model.put_head_in_8_bits()
     return model.eval()
+
+
+def read_weights(
+    checkpoint: CheckpointConfig, model: HybridModel, expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor], directory: Path, device: torch.device | str,
+    dtype: torch.dtype, in_8_bits: bool = False,
+) -> dict[str, Tensor]:
+    """Return a model's parameters of the names and shapes `expected`, after checking all of them.
+
+    With in_8_bits, `PackedModel.projections` are replaced by projections in 8 bits.
+    """
+    sources = _match(checkpoint, expected, stored, directory)
+    _require_equal_copies(sources.values(), stored, directory)
+    weights: dict[str, Tensor] = {}
+    projections = model.projections() if in_8_bits else {}
+    for name, source in sources.items():
+        tensor = source.make(*(stored[each].read() for each in source.names))
+        tensor = tensor[: expected[name][0]]  # without the padding of the vocabulary
+        place = name.removesuffix(".weight")
+        if place in projections:
+            scaled = naive.in_8_bits(tensor.to(device))
+            model.set_submodule(place, ScaledLinear(scaled, projections[place].bias))
+            weights[name], weights[f"{place}.scale"] = scaled.values, scaled.scale
+        else:
+            weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
+    return weights
 
 
 def stored_dtype(path: str | os.PathLike[str]) -> torch.dtype:
@@ -126,7 +141,7 @@ def stored_dtype(path: str | os.PathLike[str]) -> torch.dtype:
     It is fp32 where none have a dtype that `load_model` reads. Raises as `load_model`.
     """
     counts: Counter[str] = Counter()
-    with _open_weights(Path(path)) as stored:
+    with open_weights(Path(path)) as stored:
         for tensor in stored.values():
             if tensor.number_format in _READABLE_FORMATS:
                 counts[tensor.number_format] += math.prod(tensor.shape)
@@ -141,7 +156,7 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     Configs, tokenizer and names of files do not count. Raises as `load_model` for what it reads.
     """
     digest = hashlib.sha256()
-    with _open_weights(Path(path)) as stored:
+    with open_weights(Path(path)) as stored:
         for name in sorted(stored):
             numbers = stored[name].read().reshape(-1)
             digest.update(f"{name} {stored[name].shape}\n".encode())
@@ -212,13 +227,13 @@ def save_model(
 def _match(
     checkpoint: CheckpointConfig,
     expected: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, StoredTensor],
     directory: Path,
 ) -> dict[str, Source]:
     """Return each parameter's source, after checking that names, shapes and formats all fit."""
     rename = checkpoint.rename(stored)
     sources = {name: rename(name) for name in expected}
-    if checkpoint.model.tie_embeddings:
+    if checkpoint.model.tie_embeddings and _EMBEDDING in sources:
         sources[_EMBEDDING] = replace(sources[_EMBEDDING], copies=(_HEAD,))
     sources = {name: source.among(stored) for name, source in sources.items()}
     wanted_names = [each for source in sources.values() for each in source.names]
@@ -269,7 +284,7 @@ def _require_head_ids(model: HybridModel, directory: Path) -> None:
 
 
 def _require_equal_copies(
-    sources: Iterable[Source], stored: Mapping[str, _Stored], directory: Path
+    sources: Iterable[Source], stored: Mapping[str, StoredTensor], directory: Path
 ) -> None:
     """Refuse a tied tensor that is stored under several names with different numbers."""
     pairs = {(source.names[0], copy) for source in sources for copy in source.copies}
@@ -302,7 +317,7 @@ def _some(names: Iterable[str]) -> str:
 # Reading files
 
 
-class _Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a weight file, whose numbers `read` loads."""
 
     shape: tuple[int, ...]
@@ -311,8 +326,11 @@ class _Stored(NamedTuple):
 
 
 @contextmanager
-def _open_weights(directory: Path) -> Iterator[dict[str, _Stored]]:
-    """Open a folder's weight files: one file before an index, safetensors before pickles."""
+def open_weights(directory: Path, extra: str = "") -> Iterator[dict[str, StoredTensor]]:
+    """Open a folder's weight files: one file before an index, safetensors before pickles.
+
+    extra is the name of a file that is read as well if it is there and no index names it.
+    """
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = directory / name, directory / f"{name}.index.json"
         if single.is_file() or index.is_file():
@@ -323,17 +341,21 @@ def _open_weights(directory: Path) -> Iterator[dict[str, _Stored]]:
             "or the index of their shards"
         )
     read_file = _safetensors if name.endswith(".safetensors") else _pickle
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     with ExitStack() as stack:
-        for path in [single] if single.is_file() else _files_there(index):
-            for each, tensor in read_file(path, stack):
+        paths = [single] if single.is_file() else _files_there(index)
+        also = directory / extra
+        if extra and also.is_file() and also not in paths:
+            paths = [*paths, also]
+        for path in paths:
+            for each, tensor in (_safetensors if path == also else read_file)(path, stack):
                 if each in stored:
                     raise _damaged(path, f"{each} is in another file as well")
                 stored[each] = tensor
         yield stored
 
 
-def _safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
+def _safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, StoredTensor]]:
     try:
         require_small_header(path)
         file = stack.enter_context(safe_open(path, framework="pt"))
@@ -342,10 +364,10 @@ def _safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
     for name in file.keys():  # noqa: SIM118 (not a mapping)
         header = file.get_slice(name)
         shape, read = tuple(header.get_shape()), partial(file.get_tensor, name)
-        yield name, _Stored(shape, header.get_dtype(), read)
+        yield name, StoredTensor(shape, header.get_dtype(), read)
 
 
-def _pickle(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
+def _pickle(path: Path, stack: ExitStack) -> Iterator[tuple[str, StoredTensor]]:
     try:
         tensors = _load_pickle(path)
     except Exception as error:
@@ -354,7 +376,8 @@ def _pickle(path: Path, stack: ExitStack) -> Iterator[tuple[str, _Stored]]:
     for name, tensor in tensors.items():
         kind = re.sub(r"\d.*", "", str(tensor.dtype).removeprefix("torch."))
         number_format = f"{_LETTERS.get(kind, 'I')}{tensor.dtype.itemsize * 8}"
-        yield name, _Stored(tuple(tensor.shape), number_format, partial(tensors.__getitem__, name))
+        read = partial(tensors.__getitem__, name)
+        yield name, StoredTensor(tuple(tensor.shape), number_format, read)
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ class Source:
 
 
 Rename = Callable[[str], Source]  # maps a parameter's name to its source
+MtpHead = tuple[HybridConfig, Callable[[Collection[str]], Rename]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Layout:
         without_effect: Keys that transformers' config class knows and that change no logit, in
             addition to `config_keys.TRAINING_AND_GENERATION`.
         dropped: Names of stored tensors that the model does not need.
+        mtp: Given config.json and the model's config, returns the config of its MTP head as a
+            drafter, and the map from the head's parameters; None for layouts without one.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Layout:
     rename: Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]
     without_effect: frozenset[str] = frozenset()
     dropped: re.Pattern[str] | None = None
+    mtp: Callable[[CheckedJson, HybridConfig], MtpHead] | None = None
 
 
 def as_it_is(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:

@@ -13,7 +13,7 @@ from stree.batching.state import BatchState
 from stree.drafters import FeatureDrafter, Proposal, SiblingSampling
 from stree.engine.row_store import RowStore, SavedRow
 from stree.models.chunk_pass import PrefillScratch
-from stree.models.hidden_states import HiddenStateProjection
+from stree.models.hidden_states import DraftInputs
 from stree.models.layer_caches import Which
 from stree.models.model import HybridModel, last_of, read_row
 from stree.trees.build import make_tree_batch
@@ -95,6 +95,11 @@ class ModelDrafter(FeatureDrafter):
     def row_store(self) -> RowStore:
         return self
 
+    @property
+    def skips_first(self) -> bool:
+        """True if it reads rows from the second token on (`DraftInputs`)."""
+        return self.inputs is not None and self._projection.skips_first
+
     def clear(self, row: Which) -> None:
         self.cache.clear(row)
         if self.inputs is not None:
@@ -104,7 +109,8 @@ class ModelDrafter(FeatureDrafter):
         """Return copies of a row's cache, and of the input of its next token."""
         saved = self.cache.save(row, most)
         following = None if self.inputs is None else self.inputs[row, 0].clone()
-        return SavedRow(saved.length, (saved, following))
+        skipped = self.skips_first * (saved.length > 0)
+        return SavedRow(saved.length + skipped, (saved, following))
 
     def load(self, saved: SavedRow, row: int) -> None:
         """Write the copies of `save` into a row."""
@@ -129,6 +135,8 @@ class ModelDrafter(FeatureDrafter):
         read_row is the prefiller's.
         """
         inputs = None if self.inputs is None else self._inputs_of(row, len(tokens), features)
+        if not len(tokens):
+            return
         read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
     def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
@@ -156,12 +164,14 @@ class ModelDrafter(FeatureDrafter):
         Args:
             tokens: (1, T), padding included.
             count: (1,) tokens that count.
-            skipped: (1,) tokens at the beginning that it has read already, fewer than `count`.
+            skipped: (1,) tokens at the beginning that it has read already.
             row: (1,) the row.
             scratch: Buffers for chunks of T tokens.
             bound: Cache slots to attend to.
             streams: The target's features of all tokens, (1, T, ·) a layer.
         """
+        if self.skips_first:
+            skipped = skipped.clamp(min=(self.cache.length.index_select(0, row) == 0).long())
         places = (scratch.places + skipped).clamp(max=tokens.shape[1] - 1)
         tokens, inputs = tokens.gather(1, places), None
         if self.inputs is not None:
@@ -170,7 +180,7 @@ class ModelDrafter(FeatureDrafter):
             inputs = torch.cat([first[:, None], following[:, :-1]], 1)[:, places[0]]
             after = torch.where(count > 0, last_of(following, count), first)
             self.inputs[:, 0].index_copy_(0, row, after)
-        left = count - skipped
+        left = (count - skipped).clamp(min=0)
         self.model.prefill_padded(tokens, left, row, self.cache, scratch, bound, inputs=inputs)
 
     def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
@@ -194,7 +204,7 @@ class ModelDrafter(FeatureDrafter):
         return after.gather(1, tree_batch.above(number)[..., None].expand(shape))
 
     @property
-    def _projection(self) -> HiddenStateProjection:
+    def _projection(self) -> DraftInputs:
         return self.model.model.features
 
     def draft(

@@ -1,4 +1,4 @@
-"""Names of drafters: a checkpoint's folder with or without prefixes, n-grams, or both."""
+"""Names of drafters: a checkpoint's folder with or without prefixes, `mtp`, n-grams, or both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from stree.checkpoints.load_save import load_model
+from stree.checkpoints.mtp import load_mtp
 from stree.checkpoints.tokenizer import encode_text, load_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import read_text
@@ -22,26 +26,28 @@ _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<co
 DRAFTERS = (
     "FOLDER; float8:FOLDER (its head in 8 bits); independent:FOLDER (siblings each from all of its "
     "distribution) or top:FOLDER (its best tokens, not drawn); temperature=0.6:FOLDER (drafts "
-    "drawn at 0.6, whatever the request's); text:FOLDER (of another tokenizer); "
+    "drawn at 0.6, whatever the request's); mtp in the place of FOLDER (the target's own head for "
+    "multi-token prediction); text:FOLDER (of another tokenizer); "
     "ngram:6 or ngram:6,FILE (from the text, and a corpus); FOLDER+ngram:6 (both in one tree)"
 )
-_TEXT, _FLOAT8 = "text:", "float8:"
+MTP, _TEXT, _FLOAT8 = "mtp", "text:", "float8:"
 _TEMPERATURE = re.compile(r"temperature=([^:]*):(.*)", re.S)
 _SIBLINGS = {"independent:": SiblingSampling.INDEPENDENT, "top:": SiblingSampling.DETERMINISTIC}
 
 
 @dataclass(frozen=True)
 class DrafterName:
-    """A parsed name of a drafter: a checkpoint's folder, n-grams, or both.
+    """A parsed name of a drafter: a checkpoint's folder or the target's MTP head, n-grams, or both.
 
     Attributes:
-        folder: The checkpoint's folder; None for n-grams alone.
+        folder: The checkpoint's folder; None for n-grams alone, and for an MTP head.
         context: Tokens by which n-grams compare places; 0 for no n-grams.
         corpus: File of a text for n-grams, if any.
         retokenised: Whether drafts are handed over as text, for another tokenizer.
         float8: Whether the model drafts with its head in 8 bits.
         siblings: How the model draws siblings (`stree.drafters.model.ModelDrafterSpec`).
         temperature: Temperature at which the model draws; None for the request's.
+        mtp: Whether the model is the MTP head in the target's checkpoint.
     """
 
     folder: str | os.PathLike[str] | None
@@ -51,13 +57,15 @@ class DrafterName:
     float8: bool = False
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
     temperature: float | None = None
+    mtp: bool = False
 
     @classmethod
     def parse(cls, name: str | os.PathLike[str]) -> DrafterName:
         """Parse FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…].
 
-        With a folder, independent: or top:, temperature=T:, and float8: may stand before it. A
-        path, and an existing folder of such a name, is a FOLDER.
+        With a folder, independent: or top:, temperature=T:, and float8: may stand before it; except
+        after text:, mtp may stand for the folder. A path, and an existing folder of such a name, is
+        a FOLDER.
 
         Raises `UsageError` for a context that is no whole number of at least 1, for float8: without
         a folder, and for independent:, top: and temperature= without a folder whose model draws.
@@ -66,7 +74,7 @@ class DrafterName:
             return cls(name)
         if name.startswith(_FLOAT8):
             of = cls.parse(name.removeprefix(_FLOAT8))
-            if not of.folder or of.float8:
+            if not of.has_model or of.float8:
                 raise UsageError(
                     f"drafter {name!r} has no head to put in 8 bits, wanted float8:FOLDER, once"
                 )
@@ -92,6 +100,8 @@ class DrafterName:
             return replace(of, siblings=siblings)
         if name.startswith(_TEXT):
             return cls(name.removeprefix(_TEXT), retokenised=True)
+        if name == MTP:
+            return cls(None, mtp=True)
         found = _NGRAM.fullmatch(name)
         if found is None:
             return cls(name)
@@ -101,12 +111,13 @@ class DrafterName:
                 f"drafter {name!r} has the context {context!r}, wanted a whole number from 1 to "
                 "9999: ngram:6 or ngram:6,FILE"
             )
-        return cls(found["folder"], int(context), found["corpus"])
+        model = cls(None) if found["folder"] is None else cls.parse(found["folder"])
+        return replace(model, context=int(context), corpus=found["corpus"])
 
     def __str__(self) -> str:
         """Return the name as `parse` takes it."""
         ngram = f"ngram:{self.context}" + (f",{self.corpus}" if self.corpus else "")
-        parts = [str(self.folder or ""), ngram if self.context else ""]
+        parts = [MTP if self.mtp else str(self.folder or ""), ngram if self.context else ""]
         head, text = _FLOAT8 if self.float8 else "", _TEXT if self.retokenised else ""
         drawn = next((each for each in _SIBLINGS if _SIBLINGS[each] is self.siblings), "")
         warm = "" if self.temperature is None else f"temperature={self.temperature:g}:"
@@ -120,18 +131,22 @@ class DrafterName:
     @property
     def is_plain(self) -> bool:
         """True for a folder without any prefix."""
-        default = self.draws_in_turn and self.temperature is None
-        return self.is_folder and not self.float8 and default
+        return self == DrafterName(self.folder) and self.folder is not None
+
+    @property
+    def has_model(self) -> bool:
+        """True if a model drafts, of whatever vocabulary."""
+        return bool(self.folder) or self.mtp
 
     @property
     def draws(self) -> bool:
         """True if a model of the target's vocabulary drafts, and its drafts are drawn."""
         in_some_way = self.siblings is not SiblingSampling.DETERMINISTIC
-        return bool(self.folder) and not self.retokenised and in_some_way
+        return self.has_model and not self.retokenised and in_some_way
 
     @property
     def is_folder(self) -> bool:
-        """True for a folder of the target's tokenizer, without n-grams.
+        """True for a model of the target's tokenizer, without n-grams.
 
         Its head may be in 8 bits, and it may draw siblings in any way.
         """
@@ -158,15 +173,31 @@ class DrafterName:
         except (OSError, ValueError) as error:
             raise UsageError(f"the corpus {self.corpus} cannot be read: {error}") from error
 
+    def load(
+        self, target: str | os.PathLike[str], device: torch.device | str, dtype: torch.dtype
+    ) -> HybridModel | None:
+        """Load the model that drafts, from its folder or that of the target; None without one.
+
+        Raises as `load_model` and `load_mtp` do.
+        """
+        if self.mtp:
+            return load_mtp(target, device, dtype)
+        return None if self.folder is None else load_model(self.folder, device, dtype)
+
     def make(
-        self, model: HybridModel | None, tokenizer: Any
+        self, model: HybridModel | None, tokenizer: Any, target: HybridModel | None = None
     ) -> ModelDrafterSpec | NGram | CrossTokenizerSpec:
         """Return the settings of the drafter for a decoder.
 
         Args:
-            model: The model of the folder; None without a folder.
+            model: The model of `load`.
             tokenizer: The target's. None raises `UsageError` where one is needed.
+            target: The target, whose embedding and head an MTP head shares. None leaves that to
+                the caller (`HybridModel.share_ends`).
         """
+        if self.mtp and target is not None:
+            assert model is not None
+            model.share_ends(target)
         if self.float8:
             assert model is not None
             model.put_head_in_8_bits()

@@ -362,6 +362,8 @@ class Worker:
         """
         drafter = self.step.drafter
         if isinstance(drafter, ModelDrafter):
+            if start == 0 and drafter.skips_first:
+                tokens, start = tokens[1:], 1
             read_row = partial(self.runner.prefiller.read_row, start=start)
             drafter.read(row, tokens, features, read_row)
         elif isinstance(drafter, FeatureDrafter) and features is not None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import HiddenStateProjection
+from stree.models.hidden_states import DraftInputs, HiddenStateProjection, MtpInputs
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.layer import Layer, SharedTransformer
 from stree.models.layers.mamba import Mamba2
@@ -39,7 +39,8 @@ class Backbone(nn.Module):
             config.d_model, config.rms_norm_eps, bias=config.final_norm_bias
         )
         if config.feature_layers:
-            self.features = HiddenStateProjection(config)
+            kind = MtpInputs if config.fused_inputs else HiddenStateProjection
+            self.features: DraftInputs = kind(config)
         if config.num_shared_blocks:
             self.shared = nn.ModuleList(
                 SharedTransformer(config) for _ in range(config.num_shared_blocks)
@@ -48,6 +49,17 @@ class Backbone(nn.Module):
     @property
     def shared_blocks(self) -> Sequence[nn.Module]:
         return list(self.shared) if hasattr(self, "shared") else []
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the stream (B, T, D) of tokens (B, T) before inputs are added to it."""
+        x = self.embed_tokens(tokens)
+        return self.features.of_embeddings(x) if hasattr(self, "features") else x
+
+    @property
+    def fused_inputs(self) -> MtpInputs | None:
+        """Inputs of an MTP head; None for other models."""
+        inputs = getattr(self, "features", None)
+        return inputs if isinstance(inputs, MtpInputs) else None
 
     def mixers(self) -> list[tuple[int, nn.Module]]:
         """Return every mixer with the slot of its cache."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stree.models.backbone import Backbone
 from stree.models.config import HybridConfig
 from stree.models.layers.packed_linear import weight_of
-from stree.models.layers.part import require_products_in_8_bits
+from stree.models.layers.part import Part, require_products_in_8_bits
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Sampling, Scaled, Stream
 
@@ -177,6 +177,19 @@ class HeadedModel(nn.Module):
         else:  # graphs hold its address
             held.values.copy_(made.values)
             held.scale.copy_(made.scale)
+
+    def share_ends(self, target: HeadedModel) -> None:
+        """Take embedding, head and final norm of the target, for an MTP head (`load_mtp`)."""
+        self.model.embed_tokens = target.model.embed_tokens
+        if not self.config.tie_embeddings:
+            self.lm_head = target.lm_head
+        if target.head_in_8_bits is not None:
+            self.head_in_8_bits = target.head_in_8_bits
+        self.model.features.target_norm = target.model.norm
+        shared = any(part.keeps_rows for part in target.modules() if isinstance(part, Part))
+        for part in self.modules():
+            if isinstance(part, Part):
+                part.keeps_rows = shared  # both lay the head out alike
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
         """Spread the head's logits (…, K) over the vocabulary (…, V), −∞ for other tokens."""

@@ -18,7 +18,7 @@ from stree.models.cache import HybridCache
 from stree.models.chunk_pass import ChunkPass, PrefillScratch
 from stree.models.config import HybridConfig
 from stree.models.head import on_own_gpu
-from stree.models.hidden_states import HiddenStateTap
+from stree.models.hidden_states import HiddenStateTap, first_apart
 from stree.models.joint import JointPass
 from stree.models.layers.attention import takes_packed
 from stree.models.layers.layer import Layer
@@ -106,7 +106,7 @@ class HybridModel(PackedModel):
                 return f"its weights are not finite in {name}"
         row = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(row.shape[1], device=self.device)[None]
-        x = self.model.embed_tokens(row)
+        x = self.model.embed(row)
         context = TrainingPass(self._rotary(positions), shared=self.model.shared_blocks, embedded=x)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
@@ -147,6 +147,9 @@ class HybridModel(PackedModel):
             known: (B, T) bool, which of `read` are known; None is all.
             bounds: `sample_bounds` of `segment_ids`; None finds them, which waits for a GPU.
         """
+        inputs = None if read is None else self.model.features(read, segment_ids, known)
+        if inputs is not None and self.model.features.skips_first:
+            segment_ids, bounds = first_apart(tokens, segment_ids), None
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = None
         if segment_ids is not None:
@@ -163,9 +166,9 @@ class HybridModel(PackedModel):
         elif 0 < self.config.sliding_window < tokens.shape[1]:
             every = torch.ones(1, *[tokens.shape[1]] * 2, dtype=torch.bool, device=tokens.device)
             mask = _causal(every, 0, self.config.sliding_window)[:, None]
-        x = self.model.embed_tokens(tokens)
-        if read is not None:
-            x = x + self.model.features(read, segment_ids, known)
+        x = self.model.embed(tokens)
+        if inputs is not None:
+            x = x + inputs
         context = TrainingPass(
             self._rotary(positions), segment_ids, mask,
             shared=self.model.shared_blocks, embedded=x, bounds=bounds,
@@ -282,7 +285,7 @@ class HybridModel(PackedModel):
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
             mask = _causal(mask, start, self.config.sliding_window)[None, None]
         positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
-        x, y = self.model.embed_tokens(tokens), None
+        x, y = self.model.embed(tokens), None
         if inputs is not None:
             x = x + inputs
         context = PrefillPass(
@@ -456,7 +459,8 @@ class HybridModel(PackedModel):
         return stream
 
     def _run_tree(self, call: TreePass) -> Stream:
-        x, y = None, None
+        fused = self.model.fused_inputs
+        x, y = None if fused is None else call.begin(fused), None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
         stream = call.add_norm(x, y, self.model.norm)[0]

@@ -330,6 +330,7 @@ def test_drafters_of_other_heads_depths_and_widths():
         ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
         ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
         ("head=200000", "head_vocab_size is 200000, it must be"),
+        ("mtp+layers=3", "or mtp with head, rank or head_dtype=float8"),
     ):
         with pytest.raises(UsageError, match=said):
             models.drafter_config("8b", kind)
@@ -341,6 +342,13 @@ def test_random_weights_have_a_loaded_models_types(tiny_published):
         dtypes.setdefault(name.split(".")[-2], set()).add(tensor.dtype)
     assert dtypes["post_attention_layernorm"] == {torch.float32}  # 1 + w
     assert dtypes["gated_delta"] == {torch.float32} and dtypes["o_proj"] == {torch.bfloat16}
+
+
+def test_an_mtp_head_of_the_target_drafts(tiny_published):
+    head = models.random_drafter("qwen3_5", CPU, "mtp+head=16+head_dtype=float8")
+    assert head.config.fused_inputs and head.config.head_size == 16
+    (row,) = calls.draft(head, ["chain-2"], 8, 2)
+    assert row["num_levels"] == 2 and row["us_draft"]["median"] > 0
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):

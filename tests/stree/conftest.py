@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `stree.load`."""
+"""Fixtures of the tests of `stree.load`, and of ways to read prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stree.batching.prefillers import Called, ChunkedPrefill
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 
@@ -23,3 +24,11 @@ def drafter(workspace, tmp_path) -> Path:
     target = workspace / "target"
     save_model(load_model(target), tmp_path / "drafter", load_tokenizer(target))
     return tmp_path / "drafter"
+
+
+@pytest.fixture(params=["whole", "in chunks"])
+def either_way(request, monkeypatch):
+    """Read prompts whole, or in chunks as on a GPU."""
+    if request.param == "in chunks":
+        monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
+        monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)

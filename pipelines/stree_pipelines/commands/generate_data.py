@@ -23,13 +23,11 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.mtp import read_mtp_config
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer, tokens_sha256
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec
-from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.names import DRAFTERS, DrafterName
-from stree.drafters.ngram import NGram
 from stree.generation import GenerationConfig
 from stree.loading import DTYPE_HELP, pick_dtype
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
@@ -137,7 +135,8 @@ def fill(
     target = load_model(options["target"], device, dtype)
     drafter = None
     if options["drafter"] is not None:
-        drafter = load_drafter(options["drafter"], device, dtype, tokenizer)
+        name = DrafterName.parse(options["drafter"])
+        drafter = name.make(name.load(options["target"], device, dtype), tokenizer, target)
     sizes: dict[str, Any] = dict(
         num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
     )
@@ -175,14 +174,6 @@ def fill(
         f"{made}; all {spec.num_shards} shards are there, of "
         f"{num_answer_tokens(generation.folder, spec):,} tokens"
     )
-
-
-def load_drafter(
-    called: str, device: torch.device, dtype: torch.dtype, tokenizer: Any
-) -> ModelDrafterSpec | NGram | CrossTokenizerSpec:
-    name = DrafterName.parse(called)
-    model = None if name.folder is None else load_model(name.folder, device, dtype)
-    return name.make(model, tokenizer)
 
 
 def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
@@ -270,6 +261,8 @@ def describe(
     drafter = DrafterName.parse(options["drafter"] or "ngram")
     folders = {"target": options["target"], "drafter": drafter.folder}
     models = {name: load_config(each) for name, each in folders.items() if each}
+    if drafter.mtp:  # which has the target's embedding and head
+        models["drafter"] = read_mtp_config(options["target"]).model.replace(vocab_size=1)
     parts: dict[str, int] = {}
     for name, config in models.items():
         print(model_line(name, config))
@@ -277,7 +270,9 @@ def describe(
         rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
         parts[f"{name}'s caches"] = rows
     if drafter.float8:
-        parts["head in 8 bits"] = head_in_8_bits_bytes(models["drafter"])
+        parts["head in 8 bits"] = head_in_8_bits_bytes(
+            models["target" if drafter.mtp else "drafter"]
+        )
     if options["drafter"] and options["compare"]:
         plain = cache_bytes(models["target"], options["max_length"], 1, dtype)
         parts["plain decoding's caches"] = plain * options["num_rows"]

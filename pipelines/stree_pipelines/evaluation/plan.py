@@ -11,6 +11,7 @@ from typing import Any
 from stree.batching.checks import require_vocabulary_of
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config
+from stree.checkpoints.mtp import load_mtp
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import NotFound, UsageError
@@ -237,6 +238,7 @@ def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -
         **({"head": "float8"} if name.float8 else {}),
         **({} if name.draws_in_turn else {"siblings": siblings}),
         **({} if name.temperature is None else {"temperature": name.temperature}),
+        **({"mtp": True} if name.mtp else {}),
     })
 
 
@@ -273,6 +275,8 @@ class DrafterIdentity:
     def require_fit(self, target: str) -> None:
         """Raise now the errors of a decoder with this target's folder, by tokenizers and
         configs."""
+        if self.name.mtp:
+            load_mtp(target, "meta")
         if self.name.folder is None:
             return
         config = load_config(self.name.folder)

@@ -13,7 +13,7 @@ from stree.checkpoints import config_keys
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.families import qwen3_next
 from stree.checkpoints.names import Names, in_layers
-from stree.checkpoints.sources import Layout, Rename
+from stree.checkpoints.sources import Layout, MtpHead, Rename
 from stree.models.config import HybridConfig
 
 TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -71,6 +71,11 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return qwen3_next.rename_common(names, config, stored)
 
 
+def mtp(values: CheckedJson, config: HybridConfig) -> MtpHead:
+    text = values if values["model_type"] in TEXT_ALONE else values.section("text_config")
+    return qwen3_next.mtp_of(TABLE, text, config)
+
+
 LAYOUT = Layout(
     "Qwen3.5", (*TEXT_ALONE, *WITH_VISION), spec, rename,
     frozenset({  # of a checkpoint that also sees
@@ -78,4 +83,5 @@ LAYOUT = Layout(
         "vision_start_token_id", "vision_end_token_id",
     }),
     DROPPED,
+    mtp,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from stree.checkpoints.names import Names, Table, in_layers
 from stree.checkpoints.sources import (
     Layout,
     Make,
+    MtpHead,
     Rename,
     Source,
     after_each_other,
@@ -54,6 +56,14 @@ NAMES = Names(in_layers({
     "linear_attn.in_proj_qkvz": ("gated_delta.in_proj_qkv", "gated_delta.in_proj_z"),
     "linear_attn.in_proj_ba": ("gated_delta.in_proj_b", "gated_delta.in_proj_a"),
 }))
+MTP_NAMES: Table = {
+    "model.pre_fc_norm_embedding": "model.features.embedding_norm",
+    "model.pre_fc_norm_hidden": "model.features.norm",
+    "model.fc": ("model.features.embedding_proj", "model.features.proj"),
+}
+HALVES_OF_FC = {  # along its inputs
+    "model.features.embedding_proj.weight": 0, "model.features.proj.weight": 1,
+}
 PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
 MULTI_TOKEN_PREDICTION = re.compile(r"mtp\..*")
 
@@ -174,6 +184,36 @@ def of_key_heads(shape: GatedDeltaShape) -> dict[str, Make]:
     }
 
 
+def mtp_of(table: Table, values: CheckedJson, config: HybridConfig) -> MtpHead:
+    """Return the MTP head's config as a drafter, and the map from its parameters.
+
+    It has one layer with attention and the MLP or experts of the target's last layer
+    (vLLM's Qwen3NextMultiTokenPredictor, vllm/model_executor/models/qwen3_next_mtp.py).
+    """
+    values.require(
+        mtp_use_dedicated_embeddings=False, mtp_num_hidden_layers=1, num_nextn_predict_layers=1
+    )
+    *_, mlp = config.layer_type(config.num_layers - 1).split()
+    head = config.mtp_head([f"attention {mlp}"])
+    names = Names({**table, **MTP_NAMES}, "mtp.")
+
+    def rename(stored: Collection[str]) -> Rename:
+        others = rename_common(names, head, stored)
+
+        def source(name: str) -> Source:
+            place = tuple(names.published(name))
+            if name.startswith("model.features.") and name.endswith("norm.weight"):
+                return Source(place, plus_one, wide=True)
+            if name in HALVES_OF_FC:
+                second, width = HALVES_OF_FC[name], config.d_model
+                return Source(place, lambda fc: fc.chunk(2, 1)[second], (width, 2 * width))
+            return others(name)
+
+        return source
+
+    return head, rename
+
+
 def rename_common(names: Names, config: HybridConfig, stored: Collection[str]) -> Rename:
     """Return the map of the parameters that Qwen3.5 stores alike."""
     order, d_model = rotary_order(config), config.d_model
@@ -209,4 +249,5 @@ LAYOUT = Layout(
         "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     }),
     MULTI_TOKEN_PREDICTION,
+    partial(mtp_of, in_layers(LAYER_NAMES)),
 )

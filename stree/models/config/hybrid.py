@@ -105,6 +105,7 @@ class HybridConfig(
     target_width: int = 0  # d_model and num_layers of that target
     target_num_layers: int = 0
     own_features: bool = False  # further down a draft it reads its own last hidden state
+    fused_inputs: bool = False  # it projects [embedding, hidden state], as MTP heads do
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -175,6 +176,15 @@ class HybridConfig(
                 )
             if self.target_width < 1:
                 yield "a drafter that reads features needs target_width above 0"
+        last = self.target_num_layers - 1, self.d_model
+        if self.fused_inputs and not (
+            self.own_features and (*features, self.target_width) == last
+        ):
+            yield (
+                "fused_inputs are of the last layer of a target of the same width, and further "
+                "down a draft of the drafter's own: set feature_layers, target_width and "
+                "own_features so"
+            )
         if self.attn_layers:
             yield from self._attention_complaints()
         if self.has("experts"):
@@ -283,6 +293,13 @@ class HybridConfig(
             feature_layers=layers, target_width=target.d_model,
             target_num_layers=target.num_layers, own_features=own,
         )
+
+    def mtp_head(self, layer_types: Sequence[str]) -> HybridConfig:
+        """Return the config of this target's head for multi-token prediction, as a drafter."""
+        head = self.replace(
+            num_layers=len(layer_types), layer_types=layer_types, attn_layers=()
+        ).reading((self.num_layers - 1,), self, own=True)
+        return head.replace(fused_inputs=True)
 
     def replace(self, **changes: Any) -> HybridConfig:
         """Return a copy with other values of some fields."""

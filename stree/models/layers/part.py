@@ -25,7 +25,7 @@ from stree_kernels import ops
 from stree_kernels.contracts import Added, CacheState, Stream, Topology
 
 if TYPE_CHECKING:
-    from stree.models.hidden_states import HiddenStateTap
+    from stree.models.hidden_states import HiddenStateTap, MtpInputs
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -178,6 +178,15 @@ class TreePass:
             tokens = tokens.gather(1, self.nodes.clamp(min=0))
         embedded = F.embedding(tokens, self.embedding)
         return embedded if self.inputs is None else embedded + self.inputs
+
+    def begin(self, fused: MtpInputs) -> Tensor:
+        """Return the stream (B, Q, D) before the first layer of an MTP head."""
+        norm, written = fused.embedding_norm, self.topology.written
+        embedded = Stream(
+            self.embedding, norm.weight, norm.eps, None, self.tokens, self.nodes, written
+        )
+        x = ops.linear(embedded, fused.embedding_proj.weight)
+        return x if self.inputs is None else x + self.inputs
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
         """Note the stream before each layer, for a tap on hidden states."""

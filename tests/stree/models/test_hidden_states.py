@@ -10,9 +10,9 @@ import pytest
 import torch
 from lanes import quick_first
 from toys import FEATURE_LAYERS, TableTarget, mixed_requests, reading, recurrent, tiny_model
+from watched import watch
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.prefillers import Called, ChunkedPrefill
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
@@ -39,14 +39,6 @@ def drafter(target):
     return reading(target)
 
 
-@pytest.fixture(params=["whole", "in chunks"])
-def either_way(request, monkeypatch):
-    """Read prompts whole, or in chunks as on a GPU."""
-    if request.param == "in chunks":
-        monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
-        monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)
-
-
 def features_of(target, tokens):
     features = HiddenStateTap(FEATURE_LAYERS)
     target.hidden_states(torch.tensor([tokens]), features=features)
@@ -60,25 +52,6 @@ def training_logits(drafter, target, tokens, num_known):
         read = features_of(target, tokens)
         hidden = drafter.hidden_states(torch.tensor([tokens]), read=read, known=known)
         return drafter.logits(hidden)[0]
-
-
-def watch(*arguments):
-    """Return a drafter that notes each draft: its row, position, tree, tokens and logits."""
-    drafter = ModelDrafter(*arguments)
-    drafter.drafts, draft = [], drafter.draft
-
-    def watched(rows, tree_batch, longest, bound, keep_logits):
-        proposal = draft(rows, tree_batch, longest, bound, True)
-        for row in rows.active.nonzero()[:, 0].tolist():
-            at, drawn_by = int(rows.position[row]), tree_batch.drawn_by[row].tolist()
-            drafter.drafts.append(
-                (row, at, tree_batch.trees[row], proposal.tokens[row].tolist(), drawn_by,
-                 proposal.logits[row])
-            )
-        return proposal
-
-    drafter.draft = watched
-    return drafter
 
 
 def require_drafts_as_in_training(drafts, drafter, target, texts):

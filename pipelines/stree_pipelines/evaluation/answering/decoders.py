@@ -283,9 +283,9 @@ class Decoders:
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
         if drafter not in self._drafters:
-            folder = drafter.name.folder
-            model = None if folder is None else load_model(folder, self.device, self.dtype).eval()
-            self._drafters[drafter] = drafter.name.make(model, self.tokenizer)
+            name = drafter.name
+            model = name.load(self.settings.target, self.device, self.dtype)
+            self._drafters[drafter] = name.make(model, self.tokenizer, self.target)
         return self._drafters[drafter]
 
     def _as_long(self, job: Job, prompt_ids: list[int]) -> list[int]:

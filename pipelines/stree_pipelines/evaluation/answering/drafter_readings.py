@@ -116,7 +116,10 @@ def drafter_log_probs(
 
     The drafter reads from `begin` on only.
     """
-    if inputs is not None:
+    if inputs is not None and drafter.model.features.skips_first:
+        begin += 1
+        inputs = inputs[:, begin:]
+    elif inputs is not None:
         inputs = inputs[:, begin:].clone()
         inputs[:, 0] = drafter.model.features.unknown
     cache = drafter.new_cache(len(tokens) - begin, 1)
