@@ -120,6 +120,17 @@ def half(second: bool) -> Make:
     return lambda tensor: tensor.chunk(2)[second]
 
 
+FUSED = ("model.features.embedding_proj.weight", "model.features.proj.weight")
+
+
+def half_of_fused(names: Names, name: str, width: int) -> Source:
+    """Return the source of a projection in FUSED: half of a stored one (D, 2·D), by its inputs."""
+    second = FUSED.index(name)
+    return Source(
+        tuple(names.published(name)), lambda fused: fused.chunk(2, 1)[second], (width, 2 * width)
+    )
+
+
 def named(
     names: Names, name: str, config: HybridConfig, stored: Collection[str], make: Make | None = None
 ) -> Source:

@@ -13,7 +13,7 @@ from typing import Any
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import MAMBA_AS_MIXER, Names, in_layers
-from stree.checkpoints.sources import Layout, Rename, named
+from stree.checkpoints.sources import FUSED, Layout, MtpHead, Rename, half_of_fused, named
 from stree.models.config import HybridConfig
 
 KINDS = {
@@ -123,4 +123,37 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return lambda name: named(names, name, config, stored)
 
 
-LAYOUT = Layout("NemotronH", ("nemotron_h",), spec, rename, WITHOUT_EFFECT, MULTI_TOKEN_PREDICTION)
+def mtp(values: CheckedJson, config: HybridConfig) -> MtpHead:
+    """Return the MTP head's config as a drafter, and the map from its parameters.
+
+    It has layers of a pattern of its own; the first one's tensors include the projection of
+    [embedding, hidden state], the last one's the final norm. Hidden states are those after a final
+    norm, as Qwen's (vllm/model_executor/models/nemotron_h.py and nemotron_h_mtp.py).
+    """
+    values.require(num_nextn_predict_layers=1)
+    said = values.get("mtp_layers_block_type") or values.get("mtp_hybrid_override_pattern") or "*E"
+    if not set(said) <= set(KINDS):
+        values.refuse(f"has an MTP head of {said!r:.99}, wanted some of {', '.join(KINDS)}")
+    layers = [KINDS[kind] for kind in said]
+    head = config.replace(**_experts(values)).mtp_head(layers)
+    table = {name: ours for name, ours in TABLE.items() if ours != "model.norm"}
+    names = Names({
+        **table,
+        "model.layers.0.enorm": "model.features.embedding_norm",
+        "model.layers.0.hnorm": "model.features.norm",
+        "model.layers.0.eh_proj.weight": FUSED,
+        f"model.layers.{len(layers) - 1}.final_layernorm": "model.norm",
+    }, "mtp.")
+
+    def renamed(stored: Collection[str]) -> Rename:
+        return lambda name: (
+            half_of_fused(names, name, config.d_model) if name in FUSED
+            else named(names, name, head, stored)
+        )
+
+    return head, renamed
+
+
+LAYOUT = Layout(
+    "NemotronH", ("nemotron_h",), spec, rename, WITHOUT_EFFECT, MULTI_TOKEN_PREDICTION, mtp
+)

@@ -17,12 +17,14 @@ from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import Names, Table, in_layers
 from stree.checkpoints.sources import (
+    FUSED,
     Layout,
     Make,
     MtpHead,
     Rename,
     Source,
     after_each_other,
+    half_of_fused,
     named,
     plus_one,
     rotary_order,
@@ -60,9 +62,6 @@ MTP_NAMES: Table = {
     "model.pre_fc_norm_embedding": "model.features.embedding_norm",
     "model.pre_fc_norm_hidden": "model.features.norm",
     "model.fc": ("model.features.embedding_proj", "model.features.proj"),
-}
-HALVES_OF_FC = {  # along its inputs
-    "model.features.embedding_proj.weight": 0, "model.features.proj.weight": 1,
 }
 PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
 MULTI_TOKEN_PREDICTION = re.compile(r"mtp\..*")
@@ -201,12 +200,10 @@ def mtp_of(table: Table, values: CheckedJson, config: HybridConfig) -> MtpHead:
         others = rename_common(names, head, stored)
 
         def source(name: str) -> Source:
-            place = tuple(names.published(name))
-            if name.startswith("model.features.") and name.endswith("norm.weight"):
-                return Source(place, plus_one, wide=True)
-            if name in HALVES_OF_FC:
-                second, width = HALVES_OF_FC[name], config.d_model
-                return Source(place, lambda fc: fc.chunk(2, 1)[second], (width, 2 * width))
+            if name in FUSED:
+                return half_of_fused(names, name, config.d_model)
+            if name.startswith("model.features."):
+                return Source(tuple(names.published(name)), plus_one, wide=True)
             return others(name)
 
         return source

@@ -30,6 +30,7 @@ from stree.trees.token_tree import as_tree
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
 DENSE, EXPERTS, NEXT = ("qwen3_5", 0), ("qwen3_5", 1), ("qwen3_next", 1)
+NEMOTRON = "nemotron", 0
 CHAIN, PAPER = TokenTree.chain(3), TokenTree.paper()
 PROMPTS = [[7, 3, 0, 1, 5, 5, 2], [4]]
 
@@ -62,7 +63,9 @@ def require_drafts_of(theirs, head, drafts, text):
 
 
 @pytest.mark.parametrize("tree", [CHAIN, PAPER], ids=str)
-@pytest.mark.parametrize("of", [DENSE, EXPERTS, NEXT], ids=["dense", "experts", "next"])
+@pytest.mark.parametrize(
+    "of", [DENSE, EXPERTS, NEXT, NEMOTRON], ids=["dense", "experts", "next", "nemotron"]
+)
 def test_logits_at_each_depth_are_those_of_transformers_head(of, tree, either_way):
     folder, theirs, head = saved(*of)
     target, drafter = pair(folder)
