@@ -54,6 +54,7 @@ def requests_with_stops(count: int, seed: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "count", [60, pytest.param(2000, marks=pytest.mark.long)], ids=["some", "many"]
 )
@@ -93,6 +94,7 @@ def test_many_threads_get_what_each_would_get_alone(count):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_memory_is_flat_over_many_requests():
     requests = mixed_requests(500, TREES, seed=8)
     process = psutil.Process()
