@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from small_rows import UNFILTERED
+
 from stree import metrics
 from stree_pipelines.evaluation.evaluate import summarise_lossless
 from stree_pipelines.evaluation.records import (
@@ -57,7 +59,7 @@ def make_sample(method, step, benchmark, index, temperature, num_calls, divergen
     return SampleRow(
         checkpoint_sha256=step and str(step), step=step, method=method,
         tree=TREES[method].name if method in TREES else None, benchmark=benchmark,
-        prompt_id=f"q{index}", category="", temperature=temperature, seed=0,
+        prompt_id=f"q{index}", category="", temperature=temperature, seed=0, **UNFILTERED,
         decoding_hash=f"{method}{temperature}", turns=(turn,), num_new_tokens=60,
         num_calls=num_calls, num_nodes=num_calls, accepted_per_call=tuple(accepted),
         end_node_per_call=tuple(first_choices(TREES.get(method))[each] for each in accepted),
@@ -76,7 +78,7 @@ def make_row(method, step, benchmark, answers, temperature, **changes):
         "checkpoint_sha256": step and str(step), "target": "target", "target_sha256": "7a",
         "method": method, "tree": TREES.get(method), "verifier": None, "benchmark": benchmark,
         "prompts_hash": "p", "temperature": temperature, "num_prompts": len(answers),
-        "max_new_tokens": 61, "ignore_eos": True, "seed": 0,
+        "max_new_tokens": 61, "ignore_eos": True, "seed": 0, **UNFILTERED,
         "decoding_hash": f"{method}{temperature}", "lossless": summarise_lossless(answers),
         "environment": Environment(
             git_sha="abc", device="Test device", dtypes={"weights": "float32"},

@@ -13,6 +13,9 @@ from stree_pipelines.evaluation.records import (
     Turn,
 )
 
+# Settings of rows that sample from the whole distribution
+UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
 
 def sample(prompt_id: str = "a", **changes: Any) -> SampleRow:
     """Make a sample of `result`'s row, with `changes` to its fields."""
@@ -26,7 +29,7 @@ def sample(prompt_id: str = "a", **changes: Any) -> SampleRow:
             user="?", num_prompt_tokens=3, tokens=(1, 2, 3), text="ünï", finish_reason="eos",
         ),),
     }
-    return SampleRow(**{**values, **changes})
+    return SampleRow(**{**UNFILTERED, **values, **changes})
 
 
 def result(**changes: Any) -> ResultRow:
@@ -48,4 +51,4 @@ def result(**changes: Any) -> ResultRow:
         ),
         "samples": "samples/b.jsonl",
     }
-    return ResultRow(**{**values, **changes})
+    return ResultRow(**{**UNFILTERED, **values, **changes})

@@ -90,10 +90,10 @@ class ResultRow(Record):
     benchmark: str
     prompts_hash: str
     temperature: NonNegative
-    top_k: Count = 0  # this and the next three are off in rows from before they were recorded
-    top_p: Share = 1.0
-    min_p: Share = 0.0
-    repetition_penalty: NonNegative = 1.0
+    top_k: Count
+    top_p: Share
+    min_p: Share
+    repetition_penalty: NonNegative
     num_prompts: Count
     max_new_tokens: Count
     ignore_eos: bool
@@ -217,10 +217,10 @@ class SampleRow(Record):
     prompt_id: str
     category: str
     temperature: NonNegative
-    top_k: Count = 0
-    top_p: Share = 1.0
-    min_p: Share = 0.0
-    repetition_penalty: NonNegative = 1.0
+    top_k: Count
+    top_p: Share
+    min_p: Share
+    repetition_penalty: NonNegative
     batch_size: BatchSize = 1
     seed: int
     decoding_hash: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from small_rows import UNFILTERED
 
 from stree import metrics
 from stree.common.errors import BadData
@@ -27,7 +28,7 @@ def sample(prompt: int, accepted: tuple[int, ...], decode_s: float = 1.0, **chan
         decode_s=decode_s, time_ms={},
         baseline=BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0),
     )
-    return SampleRow(**(values | changes))
+    return SampleRow(**(UNFILTERED | values | changes))
 
 
 def judge(text: str, mine: list[SampleRow], theirs: list[SampleRow]) -> gate.Finding:
