@@ -9,7 +9,7 @@ from typing import Any
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback, in SentencePiece's vocabularies
 _UNFINISHED = "\ufffd"
-MOST_CACHED = 2  # tokens whose text is kept: most of what is decoded is a token after another
+MAX_CACHED_TOKENS = 2  # tokens whose text is kept: most of what is decoded is a token after another
 
 
 @lru_cache(maxsize=2**16)
@@ -165,7 +165,7 @@ class TextStream:
         return ready
 
     def _decode(self, tokens: list[int]) -> str:
-        if len(tokens) <= MOST_CACHED:
+        if len(tokens) <= MAX_CACHED_TOKENS:
             return _text_of(self.tokenizer, tuple(tokens))
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 

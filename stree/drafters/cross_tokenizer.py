@@ -21,7 +21,7 @@ from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
 
-MOST_OWN = 4  # limit of the drafter's tokens for each of the target's
+MAX_OWN_TOKENS = 4  # limit of the drafter's tokens for each of the target's
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CrossTokenizerSpec:
         if isinstance(self.model, HybridModel):
             require_tokens_alone(self.model.config)
         return CrossTokenizerDrafter(
-            self.model, self.own, self.targets, vocabulary, num_rows, MOST_OWN * max_length
+            self.model, self.own, self.targets, vocabulary, num_rows, MAX_OWN_TOKENS * max_length
         )
 
 
@@ -123,7 +123,7 @@ class CrossTokenizerDrafter(Drafter):
         certain = max(_last_word(text), len(state.read))
         new = encode_text(self.own, text[len(state.read) : certain])
         tail = encode_text(self.own, text[certain:])
-        most = MOST_OWN * (tree.max_depth + 1)
+        most = MAX_OWN_TOKENS * (tree.max_depth + 1)
         if not tail or state.num_read + len(new) + len(tail) + most > self.max_length:
             return []
         if new:

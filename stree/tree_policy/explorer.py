@@ -10,7 +10,7 @@ from stree.trees.token_tree import BeamTree, TokenTree
 
 PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees
 TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
-LEAST_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
+MIN_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
 PROBE_STEPS = 4  # consecutive steps with a tree that make a probe
 TRIED_FIRST = 8  # first observations of each tree whose acceptance no other tree reveals
 
@@ -57,7 +57,7 @@ class Explorer:
                 self._unseen_s[tree] = 0.0
                 continue
             self._unseen_s[tree] += step_s(num_rows, current)
-            slower = max(1 - speed[tree] / speed[current], LEAST_LOSS)
+            slower = max(1 - speed[tree] / speed[current], MIN_LOSS)
             if self._unseen_s[tree] > slower * step_s(num_rows, tree) / share:
                 self._unseen_s[tree] = 0.0
                 return tree

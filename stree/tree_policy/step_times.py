@@ -22,7 +22,7 @@ from stree.trees.token_tree import PLAIN, TokenTree
 
 ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
 STEPS_SEEN = 25  # steps of a tree whose median is what it takes
-FEWEST_SEEN = 8  # below which the times measured apart count
+MIN_STEPS_SEEN = 8  # below which the times measured apart count
 
 
 @dataclass
@@ -206,7 +206,7 @@ class Speeds:
         """Learn what a step has taken, the host's work included."""
         seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
         seen.append(seconds)
-        if len(seen) >= FEWEST_SEEN:
+        if len(seen) >= MIN_STEPS_SEEN:
             self._last[num_rows] = tree
 
     def step_s(self, num_rows: int, tree: TokenTree) -> float:
@@ -216,7 +216,7 @@ class Speeds:
         that took longer, as the host's work is much the same for all trees, or by its share.
         """
         seen = self._seen.get((num_rows, tree), ())
-        if len(seen) >= FEWEST_SEEN:
+        if len(seen) >= MIN_STEPS_SEEN:
             return median(seen)
         measured = self.costs.of(num_rows, tree)
         if (last := self._last.get(num_rows)) is None:

@@ -18,7 +18,7 @@ from stree.common.plain_data import parse_yaml, read_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
+MAX_NODES = 2048  # noise of each is at a position of its own in 31 bits (`NOISE_STRIDE`)
 MAX_CHILDREN = 255  # of a node: one program finds a row's best (kernel `top`)
 # Forms of names that `TokenTree.load` takes
 FORMS = (
@@ -366,7 +366,7 @@ class SlotTree(BeamTree):
 
     kind = "dyspec"
     by_slots = True
-    most_drawn = 2047  # each has noise of its own, at positions that fit 31 bits (`tree_batch.FAR`)
+    most_drawn = 2047  # noise of each is at a position of its own in 31 bits (`NOISE_STRIDE`)
 
     def above(self, threshold: str) -> SlotTree:
         """Return the tree whose slots are worth a threshold at least, written as a decimal number.

@@ -17,29 +17,33 @@ from torch import Tensor
 from stree.trees.token_tree import TokenTree
 from stree_kernels.contracts import Topology
 
-FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
-MOST, MOST_LARGE = 256, 8  # results that a function keeps, for small trees and for large ones
-LARGE = 256  # nodes above which a tree's mask is counted in megabytes
+# Positions between the noise of two nodes: above those of any sequence, and 2,047 times this
+# fits 31 bits
+NOISE_STRIDE = 2**20
+MAX_KEPT_SMALL, MAX_KEPT_LARGE = 256, 8  # results that a function caches, by the trees' size
+MAX_NODES_SMALL_MASK = 256  # nodes above which a tree's mask is counted in megabytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def kept_by_trees(make: Callable[P, R]) -> Callable[P, R]:
+def cached_by_trees(make: Callable[P, R]) -> Callable[P, R]:
     """Cache the last results of a function whose first argument is a tree, or several trees."""
-    few, many = (functools.lru_cache(most)(make) for most in (MOST_LARGE, MOST))
+    of_large, of_small = (
+        functools.lru_cache(size)(make) for size in (MAX_KEPT_LARGE, MAX_KEPT_SMALL)
+    )
 
     @functools.wraps(make)
-    def kept(*arguments: P.args, **options: P.kwargs) -> R:
+    def cached(*arguments: P.args, **options: P.kwargs) -> R:
         trees: Any = arguments[0]
         trees = (trees,) if isinstance(trees, TokenTree) else trees
-        large = any(tree.num_nodes > LARGE for tree in trees)
-        return (few if large else many)(*arguments, **options)  # type: ignore[arg-type]
+        large = any(tree.num_nodes > MAX_NODES_SMALL_MASK for tree in trees)
+        return (of_large if large else of_small)(*arguments, **options)  # type: ignore[arg-type]
 
-    return kept
+    return cached
 
 
-@kept_by_trees
+@cached_by_trees
 def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
     """Return the topology of one tree on a device, for a conv of a width."""
     return Topology(
@@ -71,7 +75,7 @@ class Level:
         They are the nodes' depths, so that the children share the target's noise; with `unshared`
         every node has an offset that no other node uses in any step.
         """
-        return self.nodes.clamp(min=0).int() * FAR if unshared else self.depths
+        return self.nodes.clamp(min=0).int() * NOISE_STRIDE if unshared else self.depths
 
     def noise_of_each(self, unshared: bool) -> Tensor:
         """Return noise offsets (B, n, k) int32 when siblings are sampled independently.
@@ -79,7 +83,7 @@ class Level:
         Every child gets an offset that no other node uses in any step. Unless `unshared`, the first
         child uses the target's.
         """
-        noise = self.places.clamp(min=0).int() * FAR
+        noise = self.places.clamp(min=0).int() * NOISE_STRIDE
         return noise if unshared else torch.cat([self.depths[..., None], noise[..., 1:]], -1)
 
 
@@ -267,7 +271,7 @@ class FixedTreeBatch(TreeBatch):
         return self
 
 
-@kept_by_trees
+@cached_by_trees
 def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> FixedTreeBatch:
     """Return the tree batch of trees with fixed shapes, cached by the trees."""
     size = max(tree.num_nodes for tree in trees)
@@ -381,7 +385,7 @@ def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:
     ]
 
 
-@kept_by_trees
+@cached_by_trees
 def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
     size = max(tree.num_nodes for tree in trees)
     ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
@@ -397,7 +401,7 @@ def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) ->
     )
 
 
-@kept_by_trees
+@cached_by_trees
 def _inner_topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
     levels = _inner(trees)[1:]
     counts = [max(map(len, level)) for level in levels]

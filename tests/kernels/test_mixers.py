@@ -291,7 +291,7 @@ LONG_FAR = [
 def far_states(monkeypatch, shape):
     """Take any states for far ones, in blocks of 32 channels, as the other launches do."""
     numbers = 32 * max(16, 1 << (shape.d_state - 1).bit_length())
-    monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
+    monkeypatch.setattr(streamed_scan, "STATE_BYTES_PAST_L2", 0)
     monkeypatch.setattr(streamed_scan, "BLOCK", numbers)
     monkeypatch.setattr(streamed_scan, "device_of", lambda _: (1, streamed_scan.SHARED_BYTES))
 
@@ -378,7 +378,7 @@ def test_what_a_path_held_before_does_not_count(far, monkeypatch):
 def test_the_conv_of_many_sequences(monkeypatch):
     outputs = []
     for many in (100, 1):
-        monkeypatch.setattr(tree_conv, "MANY", many)
+        monkeypatch.setattr(tree_conv, "MIN_ROWS_WIDE_BLOCKS", many)
         shape, tree = MAMBA["repeated"], TokenTree.chain(2)
         outputs.append(steered_twice(shape, tree, [[0, 1], []], torch.float32, False))
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))

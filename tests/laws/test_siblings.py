@@ -22,7 +22,7 @@ from stree.drafters.model import ModelDrafter, ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
-from stree.trees.tree_batch import FAR, Level
+from stree.trees.tree_batch import NOISE_STRIDE, Level
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 from stree_kernels import ops
 
@@ -194,7 +194,7 @@ def test_no_noise_is_drawn_with_twice_but_the_targets_own(monkeypatch):
         decoder = Decoder(target, drafter, balanced([2, 2]), max_length=64, verifier=verifier)
         decoder.generate([1, 2], GenerationConfig(12, temperature=1.0, seed=0))
         if verifier == "coupled":
-            seen[:] = [each for each in seen if each >= FAR]
+            seen[:] = [each for each in seen if each >= NOISE_STRIDE]
             assert seen
         assert len(set(seen)) == len(seen)
 

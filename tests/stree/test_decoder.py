@@ -15,7 +15,7 @@ from stree.drafters import Drafter, Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
-from stree.trees.tree_batch import FAR
+from stree.trees.tree_batch import NOISE_STRIDE
 from stree_kernels import naive
 
 TREES = {
@@ -143,7 +143,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
             drawn_from = draft.logits[0, tree_batch.drawn_by[0, node]]
             torch.testing.assert_close(drawn_from, logits, rtol=0, atol=1e-9)
             if temperature:
-                position = torch.tensor([[len(sequence) + node * FAR]])  # a node's own
+                position = torch.tensor([[len(sequence) + node * NOISE_STRIDE]])  # a node's own
                 logits = logits + naive.token_noise(torch.tensor([4]), position, 61)[0, 0]
             best = logits.topk(len(children)).indices
             assert draft.tokens[0, list(children)].equal(best)

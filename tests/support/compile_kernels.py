@@ -127,7 +127,10 @@ def many_sequences(model: HybridModel, num_nodes: int) -> None:
     The thresholds from which a batch counts as large are lowered to 1 meanwhile; batches of 5 and
     13 sequences take both variants of the scan.
     """
-    settings = (streamed_scan, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
+    settings = (
+        (streamed_scan, "STATE_BYTES_PAST_L2"), (tree_conv, "MIN_ROWS_WIDE_BLOCKS"),
+        (tree_attention, "STAGED_FROM"),
+    )
     before = [getattr(*each) for each in settings]
     for each in settings:
         setattr(*each, 1)

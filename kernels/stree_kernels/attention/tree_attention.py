@@ -25,12 +25,12 @@ PROGRAMS = 264  # that splits and corner should fill: two a multiprocessor of an
 ALONE_PROGRAMS = 528  # for a single query, which needs no tiles for tensor cores
 STAGED_FROM = 64  # heads of all sequences from which on keys arrive by way of shared memory
 STAGES = 3  # blocks in flight, the present one included
-LEAST_SPLITS = 2  # of staged keys, unless those of many queries fill the GPU once with one
+MIN_SPLITS = 2  # of staged keys, unless those of many queries fill the GPU once with one
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
 CORNER_KEYS = tl.constexpr(16)  # accepted and new ones at a time
 SKIPPED_FROM = 257  # nodes from which on keys that no query of a program sees are left out
-FEW_NODES = 16  # of more, the corner has two parts
+MAX_NODES_ONE_CORNER = 16  # of more, the corner has two parts
 ATTEND_WARPS = 4
 ATTEND_REGISTERS = 255
 COMBINE_PROGRAMS = 132
@@ -61,7 +61,7 @@ def attend_tree(
     block_m = 1 if alone else block_m
     row_blocks = triton.cdiv(num_rows, block_m)
     skips = first + num_new >= SKIPPED_FROM if skips is None else skips
-    num_corners = 1 if first + num_new <= FEW_NODES else 2
+    num_corners = 1 if first + num_new <= MAX_NODES_ONE_CORNER else 2
     block_l = BLOCK_KEYS // 2 if wide or alone else BLOCK_KEYS
     tiles_bytes = STAGES * block_l * 2 * head_dim * qkv.element_size()
     staged = not alone and sequence_heads >= STAGED_FROM
@@ -147,8 +147,8 @@ def _num_splits(programs: int, num_corners: int, staged: bool, many_queries: boo
         return num_splits - num_corners
     if many_queries:  # of few queries the corner is done soon, and takes no program's place
         num_splits -= num_corners
-        return num_splits if num_splits == 1 else max(num_splits, LEAST_SPLITS)
-    return max(num_splits, LEAST_SPLITS)
+        return num_splits if num_splits == 1 else max(num_splits, MIN_SPLITS)
+    return max(num_splits, MIN_SPLITS)
 
 
 @triton.jit

@@ -36,7 +36,8 @@ from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of
 
 BLOCK_CHANNELS, BLOCK_NODES = 64, 16  # that a program convolves
-MANY, MOST_CHANNELS = 8, 256  # sequences from which on few nodes have wider blocks, at most so wide
+MIN_ROWS_WIDE_BLOCKS = 8  # sequences from which on a small tree's blocks have more channels
+MAX_BLOCK_CHANNELS = 256
 BLOCK_HEAD = 32  # channels of a head whose state a program advances
 PATH_BLOCK = tl.constexpr(16)  # nodes of an accepted path that a program takes at a time
 
@@ -86,9 +87,9 @@ def convolve(
     num_channels = x_channels + b_channels + c_channels
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
     block_q, block_c = BLOCK_NODES, BLOCK_CHANNELS
-    if batch >= MANY:
+    if batch >= MIN_ROWS_WIDE_BLOCKS:
         block_q = min(block_q, triton.next_power_of_2(num_new))
-        block_c = min(MOST_CHANNELS, block_c * BLOCK_NODES // block_q)
+        block_c = min(MAX_BLOCK_CHANNELS, block_c * BLOCK_NODES // block_q)
     block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.scan.head_dim)))
     num_blocks, head_blocks = (
         triton.cdiv(num_channels, block_c), triton.cdiv(shape.scan.head_dim, block_p)

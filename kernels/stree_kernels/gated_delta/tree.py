@@ -8,10 +8,10 @@ triangular system that is inverted by doubling of depth (`_inverse`). The naive 
 `naive.gated_delta_tree`.
 
 Blocks wait for one another only for u: the couplings of a block's nodes with each other and with
-those of earlier blocks follow from q, k, β and the decays alone. For more than `FEW` and at most
-`MOST_PAIRED` nodes a launch between the two computes the couplings of all blocks at once
-(`pairs_kernel`), so that the last one has a few products a block left. State and replay do not
-need it, and run at the same time.
+those of earlier blocks follow from q, k, β and the decays alone. For more than
+`MAX_NODES_TWO_WARPS` and at most `MAX_NODES_PAIRED` nodes a launch between the two computes the
+couplings of all blocks at once (`pairs_kernel`), so that the last one has a few products a block
+left. State and replay do not need it, and run at the same time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from stree_kernels.products.linear import mixed_precision_of, mixed_product, pre
 
 # Fastest on an H200: nodes and value channels of a head that a program takes at a time
 BLOCK_NODES, BLOCK_VALUES = 16, 32
-FEW = 32  # nodes for which two warps are faster than four
+MAX_NODES_TWO_WARPS = 32  # nodes for which two warps are faster than four
 BLOCK_KNOWN = 64  # earlier nodes that a block takes at a time once their pairs are known
-MOST_PAIRED = 256  # nodes: the buffer of pairs grows with their square, 25 MB for 48 heads
+MAX_NODES_PAIRED = 256  # nodes: the buffer of pairs grows with their square, 25 MB for 48 heads
 
 
 # Tensors of a gated delta rule, pointers in its kernels; strides are of all dims but the last
@@ -57,8 +57,9 @@ def gated_delta_tree(
 ) -> Tensor:
     """Compute `naive.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype.
 
-    More than `FEW` and at most `MOST_PAIRED` nodes take three launches. With `as_chain` trees are
-    chains, whose nodes come step by step; None: as `Topology.comes_in_steps` says.
+    More than `MAX_NODES_TWO_WARPS` and at most `MAX_NODES_PAIRED` nodes take three launches. With
+    `as_chain` trees are chains, whose nodes come step by step; None: as `Topology.comes_in_steps`
+    says.
     """
     if as_chain is None:
         as_chain = topology.comes_in_steps(first)
@@ -105,7 +106,7 @@ def _advance_tree(
         PRECISION=precision_of(args.y), num_stages=1, **overlapping(args.y),
     )
     pairs = None
-    if FEW < num_new <= MOST_PAIRED:
+    if MAX_NODES_TWO_WARPS < num_new <= MAX_NODES_PAIRED:
         num_blocks = triton.cdiv(num_new, BLOCK_NODES)
         num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
         size = 2, batch, num_heads, num_new, first + num_new
@@ -121,7 +122,7 @@ def _advance_tree(
         cache_state.args, first, num_new,
         min(derived.xb.shape[2], derived.steps.shape[3], args.updates.shape[1]),
         BLOCK_V=block_v, BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(args.y.dtype),
-        num_warps=2 if num_new <= FEW else 4, **rule,
+        num_warps=2 if num_new <= MAX_NODES_TWO_WARPS else 4, **rule,
     )
 
 

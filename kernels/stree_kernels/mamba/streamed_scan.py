@@ -34,16 +34,16 @@ from stree_kernels.products.linear import (
     product,
 )
 
-FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache keeps between launches
-MOST_NODES = 32  # that a program scans
+STATE_BYTES_PAST_L2 = 16 * 2**20  # of a layer, more than the L2 cache keeps between launches
+MAX_STREAMED_NODES = 32  # that a program scans
 # Fastest on an H200
 BLOCK = 4096  # numbers of a state at a time
 STAGES = 3  # blocks in flight, the present one included
-FEW_NODES = 16
-# For few nodes, with more than three programs a multiprocessor, so that four fit
-MANY_STAGES = 2
-MANY_REGISTERS = 128  # of a thread
-LEAST_SHARED = 128 * 1024  # bytes of a multiprocessor; below this, do not prefetch (one stage)
+# With more than three programs a multiprocessor, and so few nodes, settings by which four fit
+MAX_NODES_CROWDED = 16
+CROWDED_STAGES = 2
+CROWDED_REGISTERS = 128  # of a thread
+MIN_SHARED_BYTES = 128 * 1024  # bytes of a multiprocessor; below this, do not prefetch (one stage)
 
 
 def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
@@ -53,7 +53,7 @@ def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
     at least one program per multiprocessor.
     """
     return (
-        first == 0 and num_new <= MOST_NODES and state.nbytes >= FAR_STATES
+        first == 0 and num_new <= MAX_STREAMED_NODES and state.nbytes >= STATE_BYTES_PAST_L2
         and state.shape[0] * state.shape[1] >= device_of(state)[0]
     )
 
@@ -68,16 +68,17 @@ def scan_streamed(
     block_p = max(16, min(BLOCK // block_s, triton.next_power_of_2(shape.head_dim)))
     stages, registers, wide = STAGES, None, scan.y.element_size() == 4
     multiprocessors, shared_bytes = device_of(scan.y)
-    if shape.num_heads * batch > 3 * multiprocessors and num_new <= FEW_NODES and not wide:
-        stages, registers = MANY_STAGES, MANY_REGISTERS
-    if shared_bytes < (SHARED_BYTES if wide else LEAST_SHARED):
+    if shape.num_heads * batch > 3 * multiprocessors and num_new <= MAX_NODES_CROWDED and not wide:
+        stages, registers = CROWDED_STAGES, CROWDED_REGISTERS
+    if shared_bytes < (SHARED_BYTES if wide else MIN_SHARED_BYTES):
         stages = 1
     streamed_scan_kernel[(shape.num_heads, batch)](
         derived.args, scan, topology.args, cache_state.args, num_new,
         min(derived.xb.shape[2], derived.steps.shape[3]),
         SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=block_s,
-        BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES, STAGES=stages,
-        CHAIN=num_new if as_chain else 0, LONG_PATHS=cache_state.path.shape[1] > PATH_BLOCK.value,
+        BLOCK_Q=MAX_NODES_CROWDED if num_new <= MAX_NODES_CROWDED else MAX_STREAMED_NODES,
+        STAGES=stages, CHAIN=num_new if as_chain else 0,
+        LONG_PATHS=cache_state.path.shape[1] > PATH_BLOCK.value,
         PRECISION=precision_of(scan.y), MIXED=mixed_precision_of(scan.y.dtype),
         num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(scan.y),
     )

@@ -23,9 +23,8 @@ from stree_kernels.mamba.chain_scan import scan_chain
 from stree_kernels.mamba.streamed_scan import gated_by_silu, pair_scores, scan_streamed, streams
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of
 
-# Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
-# Fastest on an H200.
-FEW, MANY = (16, 32, 4), (32, 64, 8)
+# Nodes and channels of a head that a program scans, and its warps; fastest on an H200
+TILE_SMALL_TREE, TILE_LARGE_TREE = (16, 32, 4), (32, 64, 8)
 
 
 # Tensors of a scan, pointers in its kernel; strides are of all dims but the last
@@ -70,9 +69,10 @@ def _scan_tree(
     cache_state: CacheState, first: int,
 ) -> None:
     batch, num_new, _ = scan.y.shape
-    block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
+    tile = TILE_SMALL_TREE if num_new <= TILE_SMALL_TREE[0] else TILE_LARGE_TREE
+    block_q, max_channels, num_warps = tile
     query_blocks = triton.cdiv(num_new, block_q)
-    block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
+    block_p = max(16, min(max_channels, triton.next_power_of_2(shape.head_dim)))
     num_nodes = first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
     grid = triton.cdiv(shape.head_dim, block_p) * query_blocks, shape.num_heads, batch

@@ -21,7 +21,7 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times
 from stree_kernels.products.linear import input_tile, precision_of, product, weight_tile
 
-MOST_ROWS = 64  # more are left to batched products over all experts
+MAX_ROWS = 64  # more are left to batched products over all experts
 KINDS = ("swiglu", "relu2")
 # Chosen by what fits the registers, not yet by time on a GPU
 BLOCK_OUTPUTS = 32
@@ -58,7 +58,7 @@ def experts(
     """Compute `naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
     (count, width), (num_experts, _, inner), top = rows.shape, down.shape, chosen.shape[1]
     assert len(up) == num_experts and up.shape[2] == down.shape[1] == width
-    if count > MOST_ROWS or kind not in KINDS:
+    if count > MAX_ROWS or kind not in KINDS:
         return naive.experts(rows, weights, chosen, up, down, kind)
     assert all(each.is_contiguous() for each in (rows, weights, chosen, up, down))
     most = min(num_experts, count * top)  # experts that can be on the list

@@ -20,14 +20,21 @@ from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.pointwise import normed, with_parts
 from stree_kernels.products import short as short_products
 from stree_kernels.products.linear import precision_of
-from stree_kernels.products.short import FEW, SPLIT, block_of, shares_of, short_product, tile_of
+from stree_kernels.products.short import (
+    MAX_ROWS_SHORT_PRODUCT,
+    SPLIT,
+    block_of,
+    shares_of,
+    short_product,
+    tile_of,
+)
 from stree_kernels.sampling import top
 from stree_kernels.sampling.uniforms import token_noise
 
 
 def fits(x: Tensor | Stream, weight: Tensor, places: Tensor, values: Tensor | None) -> bool:
     """Return True if one product chooses, too: small head, few children, paths not rated."""
-    few = places.shape[2] <= top.MOST_UNROLLED and values is None
+    few = places.shape[2] <= top.MAX_UNROLLED_NODES and values is None
     embeds = isinstance(x, Stream) and x.tokens is not None
     return few and not embeds and short_products.fits(x, weight)
 
@@ -77,7 +84,8 @@ def _multiply(
         source, added, rows * inputs, stream.scale, total, weight, logits, ids, depths, *chosen_by,
         best, candidates, rows, shape[1], outputs, inputs, share, stream.eps,
         PARTS=0 if added is None else len(added), COUNT=count,
-        BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
+        BLOCK_ROWS=8 if rows <= 8 else MAX_ROWS_SHORT_PRODUCT,
+        BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
         num_warps=num_warps, **overlapping(weight),
     )

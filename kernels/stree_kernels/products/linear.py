@@ -52,8 +52,8 @@ class Tiling:
 
 
 # Fastest on an H200 (docs/results/h200-step)
-FEW = 16  # rows of a product by shares
-MANY = 64  # the same with SwiGLU, or where a share has as many outputs as there are rows
+MAX_ROWS_SHARED = 16  # rows of a product by shares
+MAX_ROWS_GATED = 64  # the same with SwiGLU, or where a share has as many outputs as there are rows
 TILINGS = {  # for few rows or not, with SwiGLU or not
     (True, False): Tiling(8192, 8, 4),
     (True, True): Tiling(16384, 3, 4),
@@ -68,13 +68,13 @@ TILINGS_IN_8_BITS = {
     (False, True): Tiling(16384, 4, 8, inputs_apart=True),
 }
 LEAST_GROUP = 16  # inputs of a step, and so of a scale
-MOST_OUTPUTS = 128  # of a share
+MAX_SHARE_OUTPUTS = 128  # of a share
 PARTS = (4, 2)  # of a sum, in order of preference
-LEAST_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the product gains
-MOST_RANK = 256  # of an adapter whose term is added
+MIN_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the product gains
+MAX_RANK = 256  # of an adapter whose term is added
 STAGE_BYTES = 214_000  # of shared memory, at most
 SHARED_BYTES = 228 * 1024  # that a multiprocessor must have: an H100's, H200's, B200's
-AHEAD = 65536  # bytes of its weight that a share asks for before the previous launch has ended
+PREFETCHED_BYTES = 65536  # of its weight that a share asks for before it waits for inputs
 CHUNK = tl.constexpr(256)  # bytes of a row that it asks for at a time
 LT_ROWS = (32, 96)  # for which cuBLASLt is asked
 
@@ -86,7 +86,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     multiprocessors, _ = device_of(x)
     if serves(x, weight):
         return by_shares(x, weight, outputs)
-    by_lt = outputs <= inputs or outputs > MOST_OUTPUTS * multiprocessors
+    by_lt = outputs <= inputs or outputs > MAX_SHARE_OUTPUTS * multiprocessors
     if x.element_size() == 2 and LT_ROWS[0] <= rows <= LT_ROWS[1] and by_lt:
         result = torch.addmm(_zeros(outputs, x.dtype, x.device), x.flatten(0, -2), weight.t())
         return result.unflatten(0, x.shape[:-1])
@@ -97,7 +97,8 @@ def serves(x: Tensor, weight: Tensor | Scaled) -> bool:
     """Return True if rows are few enough for a product by shares."""
     outputs, inputs = weight.shape
     rows, (multiprocessors, _) = x.numel() // inputs, device_of(x)
-    enough = rows <= FEW or (rows <= MANY and outputs >= rows * multiprocessors)
+    is_wide = rows <= MAX_ROWS_GATED and outputs >= rows * multiprocessors
+    enough = rows <= MAX_ROWS_SHARED or is_wide
     return enough and fits(x, weight, outputs)
 
 
@@ -109,13 +110,14 @@ def laid(weight: Tensor) -> Tensor:
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `naive.linear_wide`, by shares if rows are few."""
     outputs = len(weight)
-    if x.numel() // x.shape[-1] <= MANY and x.dtype == weight.dtype and fits(x, weight, outputs):
+    rows = x.numel() // x.shape[-1]
+    if rows <= MAX_ROWS_GATED and x.dtype == weight.dtype and fits(x, weight, outputs):
         return by_shares(x, weight, outputs, dtype=torch.float32)
     return F.linear(x.float(), weight.float())
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `naive.linear_parts`, in several parts for more than `FEW` rows."""
+    """Compute `naive.linear_parts`, in several parts for more than `MAX_ROWS_SHARED` rows."""
     parts = parts_of(x, weight)
     if parts is not None:
         return by_shares(x, weight, len(weight), parts=parts)
@@ -126,10 +128,10 @@ def parts_of(x: Tensor, weight: Tensor | Scaled) -> int | None:
     """Return the number of parts of a sum over the inputs; None for a sum that stays whole."""
     outputs, inputs = weight.shape
     multiprocessors, _ = device_of(x)
-    if FEW < x.numel() // inputs <= MANY and fits(x, weight, outputs):
+    if MAX_ROWS_SHARED < x.numel() // inputs <= MAX_ROWS_GATED and fits(x, weight, outputs):
         for parts in PARTS:
-            wide_enough = outputs <= multiprocessors // parts * MOST_OUTPUTS
-            if wide_enough and inputs >= parts * LEAST_SPAN:
+            wide_enough = outputs <= multiprocessors // parts * MAX_SHARE_OUTPUTS
+            if wide_enough and inputs >= parts * MIN_SPAN:
                 return parts
     return None
 
@@ -143,13 +145,13 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 
 def serves_swiglu(x: Tensor, weight: Tensor | Scaled) -> bool:
     """Return True if rows are few enough for gate, up and SwiGLU by shares."""
-    return x.numel() // x.shape[-1] <= MANY and fits(x, weight, weight.shape[0] // 2)
+    return x.numel() // x.shape[-1] <= MAX_ROWS_GATED and fits(x, weight, weight.shape[0] // 2)
 
 
 def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
     """Compute `naive.linear_adapted`, in one launch if rows are few; kind is one with a gate."""
     outputs, rank = weight.shape[0] // 2, up.shape[1]
-    few = x.numel() // x.shape[-1] <= MANY and rank <= MOST_RANK
+    few = x.numel() // x.shape[-1] <= MAX_ROWS_GATED and rank <= MAX_RANK
     if few and fits(x, weight, outputs) and low.is_contiguous() and up.is_contiguous():
         return by_shares(x, weight, outputs, gated=kind, adapter=(low, up))
     return activated(linear(x, weight) + linear(low, up), kind)
@@ -175,7 +177,7 @@ def fits(x: Tensor, weight: Tensor | Scaled, outputs: int) -> bool:
     multiprocessors, shared_bytes = device_of(x)
     return (
         x.element_size() == 2 and x.is_contiguous() and _lies_in_order(weight)
-        and 1 < outputs <= MOST_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
+        and 1 < outputs <= MAX_SHARE_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
     )
 
 
@@ -214,7 +216,7 @@ def by_shares(
     share = triton.cdiv(outputs, device_of(x)[0] // parts)
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
-    tiling = tilings[rows <= FEW, gated is not None]
+    tiling = tilings[rows <= MAX_ROWS_SHARED, gated is not None]
     block_inputs, tensors = min(step, tiling.weights // block_outputs), 1 if gated is None else 2
     rank = 0 if adapter[1] is None else adapter[1].shape[1]
     size = values.element_size()
@@ -225,7 +227,7 @@ def by_shares(
     else:
         most_stages = STAGE_BYTES // (stage + inputs_stage)
     span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
-    ahead = AHEAD // (CHUNK.value * block_outputs * tensors)
+    ahead = PREFETCHED_BYTES // (CHUNK.value * block_outputs * tensors)
     whole = inputs % 16 == 0 and ahead * CHUNK.value <= size * (inputs - (parts - 1) * span)
     share_kernel[(triton.cdiv(outputs, share), parts)](
         x, values, scale, out, rows, outputs, inputs, groups, share, span, *adapter,

@@ -9,9 +9,9 @@ and a scale multiplies the sum over its inputs.
 
 The inputs are read again with each tile, from the L2 cache: larger tiles need fewer such reads.
 Rows beyond `ROWS` are for further programs, which read the weight again; they run at the same time,
-so that it comes from the L2 cache, too. Beyond `MOST_ROWS`, as in a prompt, the weight is written
-out in the type of the inputs first. Up to `FEW` rows, a row's result does not depend on the number
-of rows.
+so that it comes from the L2 cache, too. Beyond `MAX_ROWS`, as in a prompt, the weight is written
+out in the type of the inputs first. Up to `MAX_ROWS_ALIKE` rows, a row's result
+does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Tiling:
 
 
 INPUTS = 128  # of a tile, at most
-FEW = 16  # rows
+MAX_ROWS_ALIKE = 16  # rows
 TILINGS = {True: Tiling(256, 4, 4, 2), False: Tiling(128, 4, 8, 1)}  # for few rows or not
 ROWS = 64  # of a program, at most
-MOST_ROWS = 256  # by tiles; more are multiplied in the inputs' own type
+MAX_ROWS = 256  # by tiles; more are multiplied in the inputs' own type
 OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
-AHEAD = 32768  # bytes of its share that a program asks for before the previous launch has ended
+PREFETCHED_BYTES = 32768  # of its share that a program asks for before it waits for inputs
 
 
 def linear(x: Tensor, weight: Scaled) -> Tensor:
@@ -72,7 +72,7 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
     if products.serves(x, weight):
         return products.by_shares(x, weight, len(weight.values))
     in_order = weight.values.is_contiguous() and weight.scale.is_contiguous()
-    if x.numel() <= MOST_ROWS * inputs and in_order and step_of(weight) >= LEAST_GROUP:
+    if x.numel() <= MAX_ROWS * inputs and in_order and step_of(weight) >= LEAST_GROUP:
         return _by_tiles(x, weight)
     return F.linear(x, naive.dequantised(weight, x.dtype))
 
@@ -95,7 +95,7 @@ def linear_swiglu(x: Tensor, weight: Scaled) -> Tensor:
 def _by_tiles(x: Tensor, weight: Scaled) -> Tensor:
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
-    tiling = TILINGS[rows <= FEW]
+    tiling = TILINGS[rows <= MAX_ROWS_ALIKE]
     out = x.new_empty(*x.shape[:-1], outputs)
     multiprocessors, shared_bytes = device_of(x)
     most = tiling.together * multiprocessors  # programs at once
@@ -110,7 +110,8 @@ def _by_tiles(x: Tensor, weight: Scaled) -> Tensor:
     asks = aligned and outputs * inputs >= CHUNK.value
     scaled_kernel[(triton.cdiv(rows, block_rows), triton.cdiv(outputs, share))](
         x, weight.values, weight.scale, out, rows, outputs, inputs, weight.scale.shape[1], share,
-        STEPS=triton.cdiv(inputs, block_inputs), AHEAD=AHEAD // CHUNK.value if asks else 0,
+        STEPS=triton.cdiv(inputs, block_inputs),
+        AHEAD=PREFETCHED_BYTES // CHUNK.value if asks else 0,
         GROUP=weight.group if weight.scale.shape[1] > 1 else None,
         EVEN=inputs % block_inputs == 0, PRECISION=precision_of(x),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,

@@ -7,8 +7,8 @@ and the sum, the embeddings or the gate before it, are no launches of their own:
 computes them again. A sum over a row is computed in several parts at once, because each step of a
 sum waits for the one before.
 
-It serves up to `FEW` rows; a row's result does not depend on the number of rows. Weights that do
-not fit the registers of all multiprocessors at once are for `linear.py`.
+It serves up to `MAX_ROWS_SHORT_PRODUCT` rows; a row's result does not depend on the number of rows.
+Weights that do not fit the registers of all multiprocessors at once are for `linear.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from stree_kernels.products import scaled
 from stree_kernels.products import tiled as tiled_products
 from stree_kernels.products.linear import device_of, precision_of, product
 
-FEW = 16  # rows
-LONGEST = 1024  # row of a weight
+MAX_ROWS_SHORT_PRODUCT = 16
+MAX_INPUTS_SHORT_PRODUCT = 1024  # numbers of a weight's row
 TILE = 16384  # numbers of a weight that 4 warps keep
 TOGETHER = 2  # programs of 4 warps a multiprocessor; of 8 it is one. 4 would fit, and sample slower
 SPLIT = 4  # parts of a sum
@@ -91,7 +91,8 @@ def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> 
         if group != inputs and group != triton.next_power_of_2(group):
             return False
     rows = math.prod(x.shape) if isinstance(x, Stream) else x.numel() // inputs
-    if rows > FEW or inputs > LONGEST or weight.element_size() != 2:
+    is_short = rows <= MAX_ROWS_SHORT_PRODUCT and inputs <= MAX_INPUTS_SHORT_PRODUCT
+    if not is_short or weight.element_size() != 2:
         return False
     outputs //= 1 + gated
     *_, num_warps = shares_of(outputs, inputs, weight, gated)
@@ -144,7 +145,8 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
         nodes, 0 if nodes is None else nodes.stride(0),
         weight, out, rows, stream.shape[1], outputs, inputs, share, stream.eps,
         PARTS=0 if added is None else len(added), WRITTEN=stream.written, GATED=gated, GROUP=group,
-        BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
+        BLOCK_ROWS=8 if rows <= 8 else MAX_ROWS_SHORT_PRODUCT,
+        BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
         num_warps=num_warps,
         **overlapping(weight),

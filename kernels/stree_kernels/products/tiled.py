@@ -17,7 +17,7 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times
 from stree_kernels.products.linear import (
     CHUNK,
-    MANY,
+    MAX_ROWS_GATED,
     SHARED_BYTES,
     ask_for,
     device_of,
@@ -26,10 +26,10 @@ from stree_kernels.products.linear import (
 )
 
 # Fastest on an H200
-MOST_ROWS = 128
+MAX_ROWS = 128
 OUTPUTS, INPUTS = 128, 64  # of a tile
 STAGES, WARPS = 4, 8
-AHEAD = 65536  # bytes of its weights that a program asks for before the previous launch has ended
+PREFETCHED_BYTES = 65536  # of its weights that a program asks for before it waits for inputs
 BUSY = 0.75  # of the multiprocessors, at least, in the time that the programs take
 
 
@@ -40,7 +40,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     tiles = triton.cdiv(outputs // 2, OUTPUTS)
     waves = triton.cdiv(tiles, multiprocessors)
     return (
-        MANY < rows <= MOST_ROWS and tiles >= BUSY * waves * multiprocessors
+        MAX_ROWS_GATED < rows <= MAX_ROWS and tiles >= BUSY * waves * multiprocessors
         and x.element_size() == 2 and x.dtype == weight.dtype and inputs % 8 == 0
         and _is_aligned(x) and _is_aligned(weight)
         and shared_bytes >= SHARED_BYTES  # which no GPU without the copy engine has
@@ -52,13 +52,13 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     inputs = x.shape[-1]
     rows, outputs = x.numel() // inputs, weight.shape[0] // 2
     out = x.new_empty(*x.shape[:-1], outputs)
-    ahead = AHEAD // (CHUNK.value * 2 * OUTPUTS)
+    ahead = PREFETCHED_BYTES // (CHUNK.value * 2 * OUTPUTS)
     tiled_kernel[(triton.cdiv(outputs, OUTPUTS),)](
-        TensorDescriptor(x.view(rows, inputs), [rows, inputs], [inputs, 1], [MOST_ROWS, INPUTS]),
+        TensorDescriptor(x.view(rows, inputs), [rows, inputs], [inputs, 1], [MAX_ROWS, INPUTS]),
         TensorDescriptor(weight, list(weight.shape), [inputs, 1], [OUTPUTS, INPUTS]),
         weight, out, rows, outputs, inputs,
         AHEAD=ahead if inputs % 16 == 0 and ahead * CHUNK.value <= 2 * inputs else 0,
-        BLOCK_ROWS=MOST_ROWS, BLOCK_OUTPUTS=OUTPUTS, BLOCK_INPUTS=INPUTS,
+        BLOCK_ROWS=MAX_ROWS, BLOCK_OUTPUTS=OUTPUTS, BLOCK_INPUTS=INPUTS,
         PRECISION=precision_of(x), num_stages=STAGES, num_warps=WARPS, **overlapping(x),
     )
     return out

@@ -20,7 +20,7 @@ from stree_kernels.sampling.uniforms import token_noise
 
 PIECE = 4096
 SAMPLED_PIECE = 1024  # of fp64, with the registers that the noise takes
-MOST_UNROLLED = 8  # code as long as a tree is wide takes minutes to compile
+MAX_UNROLLED_NODES = 8  # code as long as a tree is wide takes minutes to compile
 
 
 def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def merge(
 
 
 def _unrolled(count: int) -> int:
-    return count if count <= MOST_UNROLLED else 1
+    return count if count <= MAX_UNROLLED_NODES else 1
 
 
 @triton.jit
