@@ -9,16 +9,22 @@ import torch
 from families import FAMILIES, TRANSFORMERS, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
+from mtp_heads import save_with_head
+from watched import watch
 
+from stree.batching.prefillers import Called, ChunkedPrefill
+from stree.batching.runners import EagerRunner
 from stree.batching.state import BatchState
 from stree.checkpoints.load_save import load_model
+from stree.checkpoints.mtp import load_mtp
+from stree.decoder import Decoder
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
 from stree.logits.asked import Asked
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import TokenTree, as_tree
 from stree_kernels import ops
 
 SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1, "olmo_hybrid": 1}
@@ -63,6 +69,22 @@ def test_families(tmp_path, fused, family):
     fused["on"] = True
     for got, each in zip(two_calls(model, comb(5)), wanted, strict=True):
         assert relative_error(got, each) < 1e-4
+
+
+def test_an_mtp_head(tmp_path, fused, monkeypatch):
+    """It reads a prompt in chunks, drafts levels after each other, and takes accepted features."""
+    monkeypatch.setattr("stree.engine.worker.runner_of", EagerRunner)
+    monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
+    save_with_head(tmp_path, "qwen3_5", 0)
+    logits = []
+    for fused["on"] in (False, True):
+        target, drafter = load_model(tmp_path, DEVICE), load_mtp(tmp_path, DEVICE)
+        drafter.share_ends(target)
+        watched = watch(drafter, 1, 32, 7)
+        decoder = Decoder(target, watched, as_tree("expand-2-2"), max_length=32)
+        decoder.generate([7, 3, 0, 1], GenerationConfig(6, ignore_eos=True))
+        logits.append(torch.cat([each[-1] for each in watched.drafts]))
+    assert relative_error(logits[1], logits[0]) < 1e-4
 
 
 @pytest.mark.parametrize("mixers", ["attention", "mamba+attention"])

@@ -349,6 +349,8 @@ def test_an_mtp_head_of_the_target_drafts(tiny_published):
     assert head.config.fused_inputs and head.config.head_size == 16
     (row,) = calls.draft(head, ["chain-2"], 8, 2)
     assert row["num_levels"] == 2 and row["us_draft"]["median"] > 0
+    width = head.config.d_model
+    assert (width, width) in calls.product_sizes(head, 1)[:2]
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):

@@ -316,6 +316,9 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
             for weight in (part.up, part.down):
                 sizes.append((chosen * weight.shape[1], weight.shape[2]))
 
+    if (fused := model.model.fused_inputs) is not None:
+        add(fused.embedding_proj)
+        add(fused.proj)
     for layer in cast(list[Layer], model.model.layers):
         for block in layer.blocks:
             if block.shared is not None:
