@@ -16,6 +16,7 @@ from torch import nn
 from stree import Decoder
 from stree.common.errors import CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.models.layers.mlp import Experts
+from stree.trees.token_tree import as_tree
 from stree_lab import (
     bench_cpu,
     bench_decode,
@@ -24,7 +25,7 @@ from stree_lab import (
     bench_training,
     paper_tables,
 )
-from stree_lab.benches import calls, command, models, steps, timing
+from stree_lab.benches import batches, calls, command, models, steps, timing
 from stree_lab.benches.buffers import OpCall
 from stree_lab.papers import order_bench as orders
 from stree_pipelines.resources import estimates
@@ -344,13 +345,16 @@ def test_random_weights_have_a_loaded_models_types(tiny_published):
     assert dtypes["gated_delta"] == {torch.float32} and dtypes["o_proj"] == {torch.bfloat16}
 
 
-def test_an_mtp_head_of_the_target_drafts(tiny_published):
+def test_an_mtp_head_of_the_target_drafts(tiny_published, captured_on_cpu):
     head = models.random_drafter("qwen3_5", CPU, "mtp+head=16+head_dtype=float8")
     assert head.config.fused_inputs and head.config.head_size == 16
     (row,) = calls.draft(head, ["chain-2"], 8, 2)
     assert row["num_levels"] == 2 and row["us_draft"]["median"] > 0
     width = head.config.d_model
     assert (width, width) in calls.product_sizes(head, 1)[:2]
+    target, trees = models.random_target("qwen3_5", CPU), map(as_tree, ("chain-2", "beam-3-3-8"))
+    rows = list(batches.steps_of_rows(target, head, list(trees), [1, 2], 8, 2))
+    assert [row["num_nodes"] for row in rows] == [1, 3, 8] * 2
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
