@@ -292,8 +292,8 @@ class ChatOptions(CompleteOptions, total=False):
 
 def _seed_of_sample(seed: int | None, number: int) -> int:
     """Derive the seed of a further answer, as far from its neighbours' as any two seeds."""
-    told = hashlib.sha256(f"{seed}/{number}".encode()).digest()
-    return int.from_bytes(told[: _FRESH_SEED_BITS // 8])
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return int.from_bytes(digest[: _FRESH_SEED_BITS // 8])
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:

@@ -198,9 +198,9 @@ def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, 
     """Return the ids of a tokenizer's output, and its mask unless another is given."""
     unknown = sorted(str(key) for key in inputs.keys() - _OF_TOKENIZER)
     if "input_ids" not in inputs or unknown:
-        told = f"a mapping of {', '.join(map(str, inputs))}" if inputs else "an empty mapping"
+        given = f"a mapping of {', '.join(map(str, inputs))}" if inputs else "an empty mapping"
         chat = ": decoder.chat(messages) takes conversations" if "role" in inputs else ""
-        raise UsageError(f"the prompt is {told}, wanted input_ids and attention_mask{chat}")
+        raise UsageError(f"the prompt is {given}, wanted input_ids and attention_mask{chat}")
     if attention_mask is None:
         attention_mask = inputs.get("attention_mask")
     return inputs["input_ids"], attention_mask

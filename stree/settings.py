@@ -242,9 +242,11 @@ def _refuse_others(asked: Mapping[str, Any]) -> None:
 def refuse(refused: Mapping[str, Any], instead: Mapping[str, str] | None = None) -> None:
     """Raise `UsageError` for settings by name, with what to do instead of each (`instead`)."""
     if refused:
-        told = ", ".join(f"{name} = {one_line(repr(value)):.60}" for name, value in refused.items())
+        listed = ", ".join(
+            f"{name} = {one_line(repr(value)):.60}" for name, value in refused.items()
+        )
         remedies = dict.fromkeys((instead or {}).get(name) or _remedy(name) for name in refused)
-        raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
+        raise UsageError(f"generate cannot honour {listed}: {'; '.join(remedies)}")
 
 
 def _remedy(name: str) -> str:

@@ -52,11 +52,11 @@ def watch(decoder: stree.Decoder) -> list[GrownTree]:
     verify = step.verify
 
     def watched(rows: Any, tree_batch: Any, *given: Any, **options: Any) -> Any:
-        told = verify(rows, tree_batch, *given, **options)
+        report = verify(rows, tree_batch, *given, **options)
         if tree_batch.num_nodes > 1:
             (tree,) = tree_batch.trees
-            found.append(GrownTree(tree.parents, int(told[0, 1]) - 1))
-        return told
+            found.append(GrownTree(tree.parents, int(report[0, 1]) - 1))
+        return report
 
     step.verify = watched  # type: ignore[method-assign]
     decoder.batch.worker.runner = EagerRunner(step)

@@ -157,9 +157,9 @@ class Step:
         drafter = self.feature_drafter if self.drafts(tree_batch) else None
         features = None if drafter is None else HiddenStateTap(drafter.feature_layers)
         asked = () if features is None else (features,)
-        told = {"longest_path": longest} if self.is_joint else {}
+        options = {"longest_path": longest} if self.is_joint else {}
         logits = self.target.tree_batch_forward(
-            proposal.tokens, tree_batch, cache, bound, *asked, **told
+            proposal.tokens, tree_batch, cache, bound, *asked, **options
         )
         mark("verify")
         kept = rows.kept(logits, tree_batch.paths_of(proposal.tokens, rows.asked.reads_paths))

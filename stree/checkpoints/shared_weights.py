@@ -53,8 +53,8 @@ def shared_model(theirs: Any) -> HybridModel:
             )
     devices = {tensor.device for tensor in state.values()}
     if len(devices) != 1 or devices == {torch.device("meta")}:
-        told = ", ".join(sorted(map(str, devices)))
-        raise UsageError(f"the model lies on {told}: load it on one device")
+        places = ", ".join(sorted(map(str, devices)))
+        raise UsageError(f"the model lies on {places}: load it on one device")
     rename = checkpoint.rename(state)
     sources = {each: rename(each) for each in ours.state_dict()}
     _require_all_used(checkpoint, sources, state)

@@ -148,8 +148,8 @@ def serve_at(
             for name, decoder in decoders.items():
                 length = int(num_steps * (1 if name == "plain" else tau))
                 speeds[name], us_step = _decoded_ready(decoder, context, length)
-                told = f"{name} {speeds[name]:,.0f} tokens/s, {us_step:,.0f} µs a step"
-                print(f"{count} rows, τ = {tau:g}: {told}", flush=True)
+                speed = f"{name} {speeds[name]:,.0f} tokens/s, {us_step:,.0f} µs a step"
+                print(f"{count} rows, τ = {tau:g}: {speed}", flush=True)
                 if name != "modes":
                     shares[name] = 1 - graphs_alone_us(decoder, context, num_steps) / us_step
             yield dict(

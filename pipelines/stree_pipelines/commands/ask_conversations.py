@@ -68,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make_directory(out.parent)
     for path, text in written.items():
         write_atomically(path, text)
-        told = f"{path}: {text.count(chr(10)):,} prompts"
+        line = f"{path}: {text.count(chr(10)):,} prompts"
         if lengths:
             counts = [
                 len(encoder.encode_prompt([*each.history, ("user", each.turns[0])]))
                 for each in load_benchmark(str(path)).prompts
             ]
-            told += f" of {min(counts):,} to {max(counts):,} tokens"
-        print(f"{told} from {file}", flush=True)
+            line += f" of {min(counts):,} to {max(counts):,} tokens"
+        print(f"{line} from {file}", flush=True)
     if lengths:
         provenance = {
             "conversations": str(file), "sha256": sha256_of_file(file), "source": options.source,

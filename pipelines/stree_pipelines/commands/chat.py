@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.max_new_tokens, options.temperature, **sampling_of(options), seed=options.seed
     )
     tree = options.tree and as_tree_policy(options.tree, input_path)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         generation.warn_of_unread()
         decoder = stree.load(
             input_path(options.target), options.drafter and input_path(options.drafter),
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
             offload=options.offload, target_dtype=options.target_dtype,
         )
         chat = Chat(decoder, generation, console)
-    for note in dict.fromkeys(str(each.message) for each in told):
+    for note in dict.fromkeys(str(each.message) for each in caught):
         chat.say(f"note: {note}")
     chat.welcome()
     for line in typed_lines(console):

@@ -74,10 +74,10 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
         files |= _drawn(name, drawn, "τ against prompt length")
     page = page_context(data, findings, _figures(data, findings))
     files["report.html"] = render_page("report.html.j2", page)
-    told = [by_length.introduction(data)] if ladders else []
-    told += [each for ladder in ladders for each in ladder.verdicts]
-    told += [note for note in (parting_sentence(data), *data.notes) if note]
-    return _write(files, out), _summary(findings, told)
+    notes = [by_length.introduction(data)] if ladders else []
+    notes += [each for ladder in ladders for each in ladder.verdicts]
+    notes += [note for note in (parting_sentence(data), *data.notes) if note]
+    return _write(files, out), _summary(findings, notes)
 
 
 def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
@@ -165,7 +165,7 @@ def _figures(data: RunData, findings: Findings) -> Drawn:
     yield "Distillation loss", "", plots.loss_vs_step(data)
 
 
-def _summary(findings: Findings, told: Sequence[str]) -> str:
+def _summary(findings: Findings, notes: Sequence[str]) -> str:
     """Format the printed text: the tables over all benchmarks, the advice, and more sentences."""
     lines = []
     for table, (temperature, advice) in zip(
@@ -175,7 +175,7 @@ def _summary(findings: Findings, told: Sequence[str]) -> str:
         headline = f"{advice.headline}. " if advice.headline else ""
         lines.append(f"{in_lines(f'T = {temperature:g}: {headline}{advice.reason}')}\n")
     lines += [table.to_text() for ladder in findings.ladders for table in ladder.tables]
-    return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in told)])
+    return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in notes)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UsageError("--names are of several runs: one was given")
         data = load_run(options.run[0], options.show)
         records = write_records(data, out) if options.records else []
-        paths, told = write_report(data, out)
+        paths, summary = write_report(data, out)
     else:
         runs = load_runs(options.run, options.show, options.names)
         out = Path(options.run[0]).resolve().parent / "compared" if out is None else Path(out)
@@ -208,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.records:
             for number, run in enumerate(runs.every, start=1):
                 records += write_records(run, out / f"run-{number}")
-        paths, told = write_runs_report(runs, out)
-    print(told)
+        paths, summary = write_runs_report(runs, out)
+    print(summary)
     print("\n".join(map(str, paths)))
     if records:
         print(f"and {len(records)} files of records in {out}")

@@ -69,10 +69,10 @@ def read_prompts(
         except BadData as error:
             refused.append(f"{name}: {error}")
     if refused:
-        told = f"{len(refused):,} prompts of {source} are left out, the first is {refused[0]}"
+        message = f"{len(refused):,} prompts of {source} are left out, the first is {refused[0]}"
         if not prompts:
-            raise BadData(told)
-        say(told)
+            raise BadData(message)
+        say(message)
     return prompts
 
 

@@ -380,8 +380,8 @@ def _is_learnt(turn: dict[str, Any], number: int) -> bool:
         elif key in MASKED_KEYS and isinstance(value, bool):
             is_learnt &= not value
         elif key in LEARNT_KEYS:
-            told = f"turn {number} has {key} {str(value)[:20]}"
-            raise BadRow(WRONG_TYPES, f"{told}, wanted 0 or 1, or false or true")
+            setting = f"turn {number} has {key} {str(value)[:20]}"
+            raise BadRow(WRONG_TYPES, f"{setting}, wanted 0 or 1, or false or true")
         elif not WORDS_OF_LOSS.isdisjoint(re.split(r"[^a-z]+", key.lower())):
             name = key[:MAX_NAME_CHARS]
             raise BadRow(UNKNOWN_LOSS, f"turn {number} has {name} {str(value)[:20]}")

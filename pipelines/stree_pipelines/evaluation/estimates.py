@@ -16,7 +16,7 @@ from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.evaluate import Evaluation, disk_of, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DRAFTING, ChosenTree, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
-from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.resources.disk import require_disk, require_writable
 from stree_pipelines.resources.estimates import (
     MemoryEstimate,
@@ -103,7 +103,7 @@ class Work:
         for path in drafter_paths(self.jobs.values()):
             yield model_line(path, load_config(path))
         yield from facts
-        if sampling := told_sampling(settings):
+        if sampling := sampling_text(settings):
             yield f"sampling: {sampling}, at every temperature and by every method"
         warm_ups = len({(job.decoder_key, job.temperature) for _, job in self.answers})
         lengths = ", and prefill where a decoder first meets a prompt's length, of long ones less"

@@ -59,7 +59,7 @@ from stree_pipelines.evaluation.records import (
     Tree,
 )
 from stree_pipelines.evaluation.result_store import LOCK_NAME, ResultStore, locked
-from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.resources.disk import disk_shortage
 
 # Bytes in a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the
@@ -146,7 +146,7 @@ class Evaluation:
         """Text of the devices, the dtype and the sampling settings."""
         return (
             f"on {self.workers.count} × {device_name(self.decoders.device)}, "
-            f"{self.settings.dtype}{told_sampling(self.settings, ', ')}"
+            f"{self.settings.dtype}{sampling_text(self.settings, ', ')}"
         )
 
     def say_room(self) -> None:

@@ -52,7 +52,7 @@ def switched_on(holder: Any) -> dict[str, Any]:
     return {name: value for name, value in sampling_of(holder).items() if value != OFF[name]}
 
 
-def told_sampling(holder: Any, before: str = "") -> str:
+def sampling_text(holder: Any, before: str = "") -> str:
     """Format the settings that are on, such as "top_p 0.9", after `before`; "" when all are off."""
-    told = ", ".join(f"{name} {value:g}" for name, value in switched_on(holder).items())
-    return before + told if told else ""
+    settings = ", ".join(f"{name} {value:g}" for name, value in switched_on(holder).items())
+    return before + settings if settings else ""

@@ -125,8 +125,8 @@ def verdict(place: Place) -> Advice:
     if not timed:
         return Advice("", "No arm was timed beside plain decoding.")
     intervals = {name: cell.interval("speedup") for name, cell in timed.items()}
-    told = [name for name, interval in intervals.items() if interval and interval[0] > 1]
-    best = max(told or timed, key=lambda name: timed[name]["speedup"])
+    faster = [name for name, interval in intervals.items() if interval and interval[0] > 1]
+    best = max(faster or timed, key=lambda name: timed[name]["speedup"])
     cell = timed[best]
     interval = intervals[best]
 

@@ -11,7 +11,7 @@ from stree import metrics
 from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.reports import plots, runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title
 from stree_pipelines.reports.runs import Runs
@@ -134,7 +134,7 @@ def environment(
         "New tokens a turn": [
             f"{r.max_new_tokens}" + (", EOS ignored" if r.ignore_eos else "") for r in rows
         ],
-        "Sampling beside the temperature": [told_sampling(row) or "off" for row in rows],
+        "Sampling beside the temperature": [sampling_text(row) or "off" for row in rows],
         "Trees": [str(r.tree.to_token_tree()) for r in rows if r.tree],
         "Seed": [str(row.seed) for row in rows],
         "Commit": [row.environment.git_sha or "not in a clone" for row in rows],

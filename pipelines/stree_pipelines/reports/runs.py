@@ -212,11 +212,11 @@ def _shared(what: str, rows: Mapping[str, list[ResultRow]], notes: list[str]) ->
     found = [dict.fromkeys(getattr(row, what) for row in of_run) for of_run in rows.values()]
     kept = [value for value in found[0] if all(value in each for each in found)]
     if not kept:
-        told = "; ".join(
+        listed = "; ".join(
             f"{run} has {', '.join(map(str, values))}"
             for run, values in zip(rows, found, strict=True)
         )
-        raise UsageError(f"these runs share no {what}: {told}. Evaluate them on the same")
+        raise UsageError(f"these runs share no {what}: {listed}. Evaluate them on the same")
     left = dict.fromkeys(str(value) for each in found for value in each if value not in kept)
     if left:
         notes.append(f"Not every run has {what} {', '.join(left)}: left out.")

@@ -105,12 +105,12 @@ def verdict(runs: Runs, temperature: float) -> Advice:
         return Advice("", "No run was decoded with a drafter.")
     method = runs.methods[-1]
     found = {c.name: c.last(method, runs.scopes[0], temperature) for c in runs.columns}
-    told = {name: cell for name, cell in found.items() if cell and cell.samples}
-    if len(told) < 2:
+    cells = {name: cell for name, cell in found.items() if cell and cell.samples}
+    if len(cells) < 2:
         return Advice("", "There are no two runs with their samples to compare.")
-    tau, ahead = _ranked(told, "acceptance_length")
+    tau, ahead = _ranked(cells, "acceptance_length")
     reason = f"τ ({method_label(method)}): {tau}"
-    timed = {name: cell for name, cell in told.items() if cell["speedup"]}
+    timed = {name: cell for name, cell in cells.items() if cell["speedup"]}
     if len(timed) > 1:
         reason += f" Speed-up: {_ranked(timed, 'speedup')[0]}"
     return Advice(f"{ahead} has the longest τ" if ahead else "Not told apart by τ", reason)
@@ -125,8 +125,10 @@ def _ranked(cells: Mapping[str, Cell], name: str) -> tuple[str, str]:
     )
     best = max(cells, key=lambda run: cells[run][name])
     gains = {run: compare(cells[best], cell) for run, cell in cells.items() if run != best}
-    told = ", ".join(f"{figure(*gain, form, unit)} {than} {run}" for run, gain in gains.items())
-    text = f"{best} has {cells[best][name]:.2f}{unit}, {told}."
+    differences = ", ".join(
+        f"{figure(*gain, form, unit)} {than} {run}" for run, gain in gains.items()
+    )
+    text = f"{best} has {cells[best][name]:.2f}{unit}, {differences}."
     apart = all(gain.interval and gain.interval[0] > none for gain in gains.values())
     return text, best if apart else ""
 

@@ -14,7 +14,7 @@ from stree.common.errors import UsageError
 from stree.common.words import counted
 from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.evaluation.sampling import OFF, sampling_of, told_sampling
+from stree_pipelines.evaluation.sampling import OFF, sampling_of, sampling_text
 
 NAMES = (
     "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed", *OFF,
@@ -63,8 +63,8 @@ def common_setting(rows: Sequence[ResultRow]) -> dict[str, str]:
 
 def sampling_note(rows: Sequence[ResultRow]) -> str:
     """Return the note under a table on its sampling settings; "" when all are off."""
-    told = told_sampling(rows[0]) if rows else ""
-    return f"All methods were decoded with {told}." if told else ""
+    settings = sampling_text(rows[0]) if rows else ""
+    return f"All methods were decoded with {settings}." if settings else ""
 
 
 def differing(rows: Sequence[ResultRow]) -> dict[str, Counter[str]]:

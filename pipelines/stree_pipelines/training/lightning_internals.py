@@ -41,7 +41,7 @@ def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> An
 def handle_signals_ourselves(trainer: pl.Trainer, handler: Callable[..., None]) -> None:
     """Let a handler of ours answer SIGTERM in the place of Lightning's.
 
-    All ranks ask each other after each step (`TrainingCheckpoints.told`). Lightning would ask
+    All ranks ask each other after each step (`TrainingCheckpoints.must_stop`). Lightning would ask
     before each micro-batch, and wait for the device's answer.
     """
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign]

@@ -259,9 +259,9 @@ def _judge_one(
             f"{threshold.name} wants plain decoding of each prompt, and some samples have none: "
             "evaluate again with plain among the methods and --overwrite"
         )
-    if threshold.metric in SPEEDS and (told := marks({"": mine}) + marks({"": theirs})):
+    if threshold.metric in SPEEDS and (reasons := marks({"": mine}) + marks({"": theirs})):
         raise BadData(
-            f"{what} cannot be judged. {told[0]} Evaluate again with --overwrite where nothing "
+            f"{what} cannot be judged. {reasons[0]} Evaluate again with --overwrite where nothing "
             "else runs, or give no threshold of speed"
         )
     circles = {(s.benchmark, s.prompt_id) for s in (*mine, *theirs) if repeats(s)}

@@ -16,7 +16,7 @@ from stree_pipelines.comparison.gate.gate import (
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import in_batches, told_shares
 from stree_pipelines.reports.tables.tables import MISSING, Table, figure
@@ -48,7 +48,7 @@ def markdown(
         f"- baseline: {_identity(baseline)}" + (", the same weights" if same else ""),
         f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
         f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
-        f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{told_sampling(checkpoint, ', ')}, "
+        f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{sampling_text(checkpoint, ', ')}, "
         f"seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
         *_apart(checkpoint, baseline),
         *_chosen(mine, theirs),

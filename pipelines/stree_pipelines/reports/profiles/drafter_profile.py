@@ -210,8 +210,8 @@ def _suggestions(store: ResultStore, rows: Sequence[ResultRow]) -> Iterator[Sugg
     When a comparison's arms sample with several verifiers, the first one's rows count. Temperatures
     whose rows do not record the ends of paths have none.
     """
-    told = [row for row in rows if tells_ranks(row)]
-    for temperature in sorted({row.temperature for row in told}):
-        here = [row for row in told if row.temperature == temperature]
+    with_ends = [row for row in rows if tells_ranks(row)]
+    for temperature in sorted({row.temperature for row in with_ends}):
+        here = [row for row in with_ends if row.temperature == temperature]
         alike = [row for row in here if temperature == 0 or row.verifier == here[0].verifier]
         yield suggest(alike, temperature, None, store.samples)

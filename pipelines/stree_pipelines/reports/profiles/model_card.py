@@ -13,7 +13,7 @@ from stree.common.plain_data import parse_yaml, read_text
 from stree.common.words import counted
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS, method_label
-from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.reports.profiles.drafter_profile import withheld
 from stree_pipelines.reports.rendering import markdown_page, render_text
 from stree_pipelines.reports.run_data import RunData, in_batches
@@ -167,7 +167,7 @@ def _conditions(measurements: Sequence[Measurement]) -> str:
     said = dict.fromkeys(
         f"{counted(m.num_prompts, 'prompt')} of {m.benchmark}, "
         f"up to {m.max_new_tokens} new tokens a turn{' (EOS ignored)' if m.ignore_eos else ''}"
-        f"{told_sampling(m, ', ')}, "
+        f"{sampling_text(m, ', ')}, "
         f"commit {m.git_sha}"
         for m in measurements
     )
@@ -178,12 +178,12 @@ def _endings(measurements: Sequence[Measurement]) -> str:
     """Say how answers ended and how many were held up; nothing of older rows."""
     counts = [(m.num_ended or 0, m.num_cut or 0, m.num_stalled or 0) for m in measurements]
     ended, cut, stalled = (sum(each) for each in zip(*counts, strict=True))
-    told = f" {ended} answers ended by themselves, {cut} were cut." if ended + cut else ""
+    sentences = f" {ended} answers ended by themselves, {cut} were cut." if ended + cut else ""
     if stalled:
-        told += (
+        sentences += (
             f" Marked: the machine held up answers to {stalled} prompts, so do not rely on speeds."
         )
-    return told
+    return sentences
 
 
 def _method(measurement: Measurement) -> str:

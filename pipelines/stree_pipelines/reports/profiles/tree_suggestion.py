@@ -152,12 +152,13 @@ class Acceptance:
     own_tokens: float
 
     @classmethod
-    def of(cls, told: Sequence[ResultRow]) -> Acceptance:
+    def of(cls, with_ends: Sequence[ResultRow]) -> Acceptance:
         measured = [
-            (row.tree.to_token_tree(), row.end_nodes, row.open_ends) for row in told if row.tree
+            (row.tree.to_token_tree(), row.end_nodes, row.open_ends)
+            for row in with_ends if row.tree
         ]
-        own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in told)
-        return cls(AcceptanceRates.of(measured), own / sum(map(_calls, told)))
+        own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in with_ends)
+        return cls(AcceptanceRates.of(measured), own / sum(map(_calls, with_ends)))
 
     def length(self, tree: TokenTree) -> float:
         """Return the predicted acceptance length."""
@@ -226,8 +227,8 @@ def fastest(
     Sizes and levels are limited, by default to the measured ones. Raises UsageError as `suggest`
     does, for a larger tree than was measured, and when rows have no times.
     """
-    told = _that_tell(rows, temperature)
-    model = Acceptance.of(told)
+    with_ends = _with_ends(rows, temperature)
+    model = Acceptance.of(with_ends)
     times = MeasuredTimes.of([row for row in rows if row.temperature == temperature])
     most = min(times.max_nodes, MAX_NODES) if num_nodes is None else num_nodes
     if most > times.max_nodes:
@@ -248,18 +249,18 @@ def fastest(
     return [found[levels] for levels in sorted(found)]
 
 
-def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:
+def _with_ends(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:
     """Return the rows of static trees that record where their paths ended.
 
     In dynamic trees a rank is no place. Raises UsageError when there is none.
     """
-    told = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
-    if not told:
+    with_ends = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
+    if not with_ends:
         raise UsageError(
             f"no row at T = {temperature:g} says at which nodes of a tree of one shape paths "
             "ended: evaluate again with --overwrite, with --tree paper or another such tree"
         )
-    return told
+    return with_ends
 
 
 def _call_ms(times: Mapping[str, float]) -> float:
@@ -277,30 +278,30 @@ def suggest(
     By default it has the nodes of the largest measured tree, at most MAX_NODES. The prediction has
     an interval when `samples_of` has the prompts of all the rows.
 
-    Raises UsageError as `_that_tell` does.
+    Raises UsageError as `_with_ends` does.
     """
-    told = _that_tell(rows, temperature)
-    trees = [row.tree.to_token_tree() for row in told if row.tree]
-    model = Acceptance.of(told)
+    with_ends = _with_ends(rows, temperature)
+    trees = [row.tree.to_token_tree() for row in with_ends if row.tree]
+    model = Acceptance.of(with_ends)
     if num_nodes is None:
         num_nodes = min(max(tree.num_nodes for tree in trees), MAX_NODES)
     tree = best_tree(model.rates, num_nodes, max_depth)
-    prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
+    prompts = [(each, sample) for each, row in zip(trees, with_ends, strict=True)
                for sample in samples_of(row)]
-    complete = len(prompts) == sum(row.num_prompts for row in told)
+    complete = len(prompts) == sum(row.num_prompts for row in with_ends)
     return SuggestedTree(
         temperature=temperature,
         tree=Tree(name=tree.name, parents=tree.parents),
         predicted_acceptance_length=model.length(tree),
         predicted_acceptance_length_interval=_interval(tree, prompts) if complete else None,
-        num_calls=sum(map(_calls, told)),
+        num_calls=sum(map(_calls, with_ends)),
         num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.depths),
         checks=tuple(
             TreeCheck(
                 tree=each, predicted_acceptance_length=model.length(each.to_token_tree()),
-                measured_acceptance_length=_tau([row for row in told if row.tree == each]),
+                measured_acceptance_length=_tau([row for row in with_ends if row.tree == each]),
             )
-            for each in dict.fromkeys(row.tree for row in told if row.tree)
+            for each in dict.fromkeys(row.tree for row in with_ends if row.tree)
         ),
     )
 

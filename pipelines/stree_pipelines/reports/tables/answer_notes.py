@@ -35,12 +35,12 @@ def endings(samples: Samples) -> list[str]:
             alike.setdefault((total - cut, cut), []).append(label)
     if not alike:
         return []
-    told = (
+    counts = (
         f"{ended} and {cut}" + (f" ({', '.join(labels)})" if len(alike) > 1 else "")
         for (ended, cut), labels in alike.items()
     )
     each = " of each method" if len(samples) > 1 and len(alike) == 1 else ""
-    return [f"Answers that ended by themselves and that were cut{each}: {'; '.join(told)}."]
+    return [f"Answers that ended by themselves and that were cut{each}: {'; '.join(counts)}."]
 
 
 def repeating(samples: Samples) -> list[str]:
@@ -69,13 +69,13 @@ def marks(samples: Samples) -> list[str]:
     """Return a sentence for each reason not to rely on a table's speeds."""
     every = dict.fromkeys(_prompt(each) for rows in samples.values() for each in rows)
     held_up = {_prompt(each) for rows in samples.values() for each in stalled(rows)}
-    told = []
+    sentences = []
     if held_up:
-        told.append(
+        sentences.append(
             f"Marked: the machine held up answers to {len(held_up)} of {len(every)} prompts "
             f"({_named([each[1] for each in every if each in held_up])}); {UNRELIABLE}."
         )
-    return told + waiting_marks([_plain_ms(rows) for rows in samples.values()])
+    return sentences + waiting_marks([_plain_ms(rows) for rows in samples.values()])
 
 
 def waiting_marks(plain_ms: Sequence[Mapping[str, float]]) -> list[str]:

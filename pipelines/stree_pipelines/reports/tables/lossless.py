@@ -39,8 +39,8 @@ def lossless_sentence(run: Path) -> str:
     """Count the answers of a run that equal plain decoding's; "" when nothing was compared."""
     identical, checked = _counts(_compared(run))
     rest = "; lossless.md has the others" if identical < checked else ""
-    told = f"{identical} of {checked} answers are token for token plain decoding's{rest}."
-    return told if checked else ""
+    sentence = f"{identical} of {checked} answers are token for token plain decoding's{rest}."
+    return sentence if checked else ""
 
 
 def _compared(run: Path) -> list[ResultRow]:

@@ -311,27 +311,27 @@ def _advise(data: RunData, temperature: float) -> Advice:
         return Advice("", f"Speeds of {scope} can't be compared: {why}.")
     best, *rivals = sorted(timed, key=lambda method: -timed[method]["speedup"])
     cell, interval = timed[best], timed[best].interval("speedup")
-    told = f"{_subject(best)} is {_times(cell)}"
+    outcome = f"{_subject(best)} is {_times(cell)}"
     plain = f"Use plain decoding{batches}"
     if cell["speedup"] <= 1:
         reason = f"The fastest speculation, {_called(best)}, is {_times(cell)}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     if interval and interval[0] <= 1:
-        reason = f"{told}: the interval includes 1, so it may be none. More prompts would tell; "
+        reason = f"{outcome}: the interval includes 1, so it may be none. More prompts would tell; "
         return Advice(
             plain, f"{reason}until then plain decoding needs no drafter.", AUTOREGRESSIVE, best
         )
     between = None
     if rivals:
         ratio, between = speed_ratio(cell, timed[rivals[0]])
-        told += f" and {figure(ratio, between, unit='× ' + _called(rivals[0]))}"
+        outcome += f" and {figure(ratio, between, unit='× ' + _called(rivals[0]))}"
     if between is None or not between[0] <= 1 <= between[1]:
-        return Advice(f"Use the {_noun(best)}{batches}", f"{told}.", best, best)
+        return Advice(f"Use the {_noun(best)}{batches}", f"{outcome}.", best, best)
     simpler = next((m for m in (best, rivals[0]) if m.startswith(CHAIN)), best)
     if simpler != best:
-        told = f"{_subject(simpler)} is {_times(timed[simpler])}. {told}"
+        outcome = f"{_subject(simpler)} is {_times(timed[simpler])}. {outcome}"
     end = ", and a chain verifies fewer tokens." if simpler.startswith(CHAIN) else "."
-    reason = f"{told}: they can't be told apart{end}"
+    reason = f"{outcome}: they can't be told apart{end}"
     return Advice(f"Use the {_noun(simpler)}{batches}", reason, simpler, best)
 
 

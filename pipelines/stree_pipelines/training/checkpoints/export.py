@@ -127,7 +127,7 @@ class Exports(pl.Callback):
                 say(f"step {first}: {last - first} steps of the decay of export {last} begin")
                 with pl_module.untimed(), as_it_was(trainer, pl_module):
                     is_done = run_decay(
-                        trainer, pl_module, first, last, partial(checkpoints.told, trainer)
+                        trainer, pl_module, first, last, partial(checkpoints.must_stop, trainer)
                     )
                     if is_done:
                         self._export(trainer, pl_module, last, {"decayed_from_step": first})

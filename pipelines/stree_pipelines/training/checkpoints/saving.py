@@ -236,7 +236,7 @@ class TrainingCheckpoints(pl.Callback):
         step = trainer.global_step
         if is_within_step(trainer) or step == self._saved_step:
             return
-        self._stopping = self.told(trainer)
+        self._stopping = self.must_stop(trainer)
         if self._stopping or step % self.every_n_steps == 0 or step == trainer.max_steps:
             # Save after a validation that is due now: resuming would not repeat it.
             self._save_after_validation = is_validation_due(trainer)
@@ -249,15 +249,15 @@ class TrainingCheckpoints(pl.Callback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return next(each for each in callbacks if isinstance(each, cls))
 
-    def told(self, trainer: pl.Trainer) -> bool:
-        """Return True when any rank has been told to stop; a collective of all ranks.
+    def must_stop(self, trainer: pl.Trainer) -> bool:
+        """Return True when any rank has got a signal to stop; a collective of all ranks.
 
         The hosts ask each other, so that none of them waits for what its device still does.
         """
-        told = self.signals.number is not None
+        is_signalled = self.signals.number is not None
         if trainer.world_size == 1:
-            return told
-        flag = torch.tensor(int(told))
+            return is_signalled
+        flag = torch.tensor(int(is_signalled))
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._hosts)
         return bool(flag)
 

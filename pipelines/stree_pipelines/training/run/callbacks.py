@@ -252,11 +252,11 @@ class EvaluateExports(pl.Callback):
             assert self.out is not None
             with pl_module.untimed():
                 name = f"eval-{self.out.resolve().parent.name}"
-                told, submitted = submit_job(arguments, self.sbatch_options or [], name)
+                message, submitted = submit_job(arguments, self.sbatch_options or [], name)
             if submitted:
-                print(f"evaluation of {path}: {told}", flush=True)
+                print(f"evaluation of {path}: {message}", flush=True)
             else:
-                print(f"warning: no evaluation of {path}: {told}", file=sys.stderr, flush=True)
+                print(f"warning: no evaluation of {path}: {message}", file=sys.stderr, flush=True)
 
     def _evaluate_here(self, path: str) -> None:
         try:
