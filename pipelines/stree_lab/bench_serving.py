@@ -80,8 +80,9 @@ def serving(options: Any) -> Iterator[str]:
         "--num_rows", str(options.concurrency), "--max_length", str(options.max_length),
         "--device", options.device, "--dtype", options.dtype, "--temperature", "0",
     ]
-    for name in ("drafter", "tree"):
-        command += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    for name in ("drafter", "tree", "prefix_memory"):
+        value = getattr(options, name)
+        command += [] if value is None else [f"--{name}", str(value)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -142,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--target", type=str, required=True, help="target folder")
     add("--drafter", type=str | None, help="drafter folder or n-grams")
     add("--tree", type=str | None, help="tree or tree policy")
+    add("--prefix_memory", "--prefix-memory", type=float | None,
+        help="of the server; 0 keeps no prefixes, as the decoder alone keeps none")
     add("--concurrency", type=int, default=16, help="rows, and connections")
     add("--clients", type=int, default=4, help="processes that the connections are divided among")
     add("--num_requests", "--num-requests", type=int, default=192, help="of a turn")
@@ -169,7 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rates, device = one.apply(alone, (options, bodies))
     about = {
         name: getattr(options, name)
-        for name in ("target", "drafter", "tree", "concurrency", "num_requests", "new_tokens")
+        for name in (
+            "target", "drafter", "tree", "prefix_memory", "concurrency", "num_requests",
+            "new_tokens",
+        )
     }
     decoder_rate = float(np.median(rates))
     shares = [bodies[place :: options.concurrency] for place in range(options.concurrency)]

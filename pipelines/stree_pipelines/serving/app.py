@@ -35,6 +35,7 @@ from stree_pipelines.serving.statistics import Statistics, usage_of
 LARGEST_BODY = 8 * 2**20  # bytes
 SLOWEST_BODY_S = 30.0
 RETRY_AFTER_S = 1
+EVENT_GAP_S = 0.004  # least time between two events of a stream; faster steps share one
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
           408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
           503: "service_unavailable_error", 504: "timeout_error"}
@@ -145,6 +146,7 @@ class Reply:
         self._numbers: list[int] = []  # the engine's, of the answers
         self._pending: list[tuple[Answer, Gain]] = []
         self._news = asyncio.Event()
+        self._quiet_until, self._timer = 0.0, False  # by the loop's clock; whether one runs to it
 
     async def submit(self) -> None:
         """Let the engine accept the requests; a stream begins only afterwards.
@@ -162,8 +164,15 @@ class Reply:
         self._pending.append((answer, gain))
         if gain.tokens:
             self.server.statistics.note_tokens(answer.moments, len(gain.tokens))
-        if self.body.stream or gain.finish_reason:
+        if gain.finish_reason:
             self._news.set()
+        elif self.body.stream and not self._timer:
+            self._timer = True
+            asyncio.get_running_loop().call_at(self._quiet_until, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = False
+        self._news.set()
 
     async def _deltas(self) -> AsyncIterator[list[tuple[Answer, Delta]]]:
         """Yield what answers have gained since the last time, to the end of all.
@@ -180,6 +189,7 @@ class Reply:
                 except TimeoutError:
                     raise Refused(504, f"no answer within {timeout_s:g} s") from None
                 self._news.clear()
+                self._quiet_until = asyncio.get_running_loop().time() + EVENT_GAP_S
                 pending, self._pending = self._pending, []
                 gained: dict[int, list[Gain]] = {}
                 for answer, gain in pending:

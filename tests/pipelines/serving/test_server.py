@@ -173,11 +173,14 @@ def test_a_call_of_a_tool_comes_as_one(running, client, streams, monkeypatch):
     assert (text, reason) == ("ok", "tool_calls")
 
 
-def test_many_clients_at_once_get_what_each_would_get_alone(running):
+@pytest.mark.parametrize(
+    "count", [20, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
+)
+def test_many_clients_at_once_get_what_each_would_get_alone(running, count):
     draw = random.Random(3)
     bodies = []
     words = ["list", "tuple", "set", "dict", "str", "int", "the", "of", "is", "a"]
-    for number in range(20):
+    for number in range(count):
         text = " ".join(draw.choices(words, k=draw.randint(1, 30)))
         bodies.append(dict(
             prompt=text, max_tokens=draw.randint(1, 25), temperature=draw.choice([0.0, 0.9]),
