@@ -21,16 +21,13 @@ from stree.checkpoints.families import FAMILIES
 from stree.checkpoints.layouts import llama, mamba1, mamba2, mamba_in_llama, own
 from stree.checkpoints.layouts.mamba_in_llama import MIXER_CONFIG_NAME
 from stree.checkpoints.layouts.own import MODEL_TYPE
+from stree.checkpoints.quantised import KEYS, Quantisation, read_quantisation
 from stree.checkpoints.sources import Layout, Rename
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.common.files import require_own_files
 from stree.models.config import HybridConfig
 
 _REFUSED_IF_SET = {
-    **dict.fromkeys(
-        ("quantization_config", "quantization"),  # the latter is MLX's
-        "load a checkpoint that is not quantised",
-    ),
     **dict.fromkeys(
         ("auto_map", "trust_remote_code"), "code that comes with a checkpoint is not run"
     ),
@@ -47,6 +44,7 @@ class CheckpointConfig:
         padded_vocab_size: Rows of the stored embedding, padding included.
         rename: Given the stored names, returns the map from our parameters to stored tensors.
         mtp: Returns the config of the checkpoint's MTP head; None for layouts without one.
+        quantisation: How the weights are quantised; None for weights that are not.
     """
 
     layout: Layout
@@ -54,6 +52,7 @@ class CheckpointConfig:
     padded_vocab_size: int
     rename: Callable[[Collection[str]], Rename]
     mtp: Callable[[], CheckpointConfig] | None = None
+    quantisation: Quantisation | None = None
 
 
 def read_checkpoint_config(directory: Path) -> CheckpointConfig:
@@ -65,13 +64,9 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     if not directory.is_dir():
         raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
-    if (quantised := directory / "hf_quant_config.json").exists():
-        raise CheckpointRefused(
-            f"{quantised} says that the weights are quantised: load a checkpoint that is not "
-            "quantised"
-        )
     values = CheckedJson.load(directory / "config.json")
-    return _with_generation_eos(directory, _read(values, _layout_of(values)))
+    quantisation = read_quantisation(directory, values)
+    return _with_generation_eos(directory, _read(values, _layout_of(values), quantisation))
 
 
 def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
@@ -79,10 +74,13 @@ def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
 
     Raises `CheckpointRefused` as `read_checkpoint_config`.
     """
+    values.refuse_if_set(dict.fromkeys(KEYS, "load a model that is not quantised"))
     return _read(values, _layout_by_type(values))
 
 
-def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
+def _read(
+    values: CheckedJson, layout: Layout, quantisation: Quantisation | None = None
+) -> CheckpointConfig:
     values.refuse_if_set({
         name: remedy for name, remedy in _REFUSED_IF_SET.items()
         if name not in layout.without_effect
@@ -102,7 +100,7 @@ def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
         layout.without_effect | TRAINING_AND_GENERATION, partial(_known_keys, layout, values)
     )
     _require_reachable(model.eos_token_ids, padded, values)
-    checkpoint = CheckpointConfig(layout, model, padded, rename)
+    checkpoint = CheckpointConfig(layout, model, padded, rename, quantisation=quantisation)
     mtp = layout.mtp and partial(_mtp_of, values, checkpoint)
     return replace(checkpoint, mtp=mtp)
 

@@ -19,12 +19,12 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,16 +32,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stree.checkpoints.configs import CheckpointConfig, config_files, read_checkpoint_config
-from stree.checkpoints.sources import Source
+from stree.checkpoints.quantised import FLOAT8_FORMAT, make_parameter, with_scales
+from stree.checkpoints.sources import Source, StoredTensor
 from stree.checkpoints.tokenizer import fingerprint, tokens_sha256
-from stree.common.errors import CheckpointRefused, UsageError
+from stree.common.errors import CheckpointRefused, UsageError, warn
 from stree.common.files import MANIFEST_NAME, publish_directory, verify_manifest
 from stree.common.plain_data import read_json, require_small_header
+from stree.common.words import counted, dtype_name
 from stree.models.config import HybridConfig
 from stree.models.layers.packed_linear import ScaledLinear
-from stree.models.layers.part import require_products_in_8_bits
+from stree.models.layers.part import has_products_in_8_bits, require_products_in_8_bits
 from stree.models.model import HybridModel
 from stree_kernels import naive
+from stree_kernels.contracts import Scaled
 
 SHARD_BYTES = 5_000_000_000
 SAMPLED_NUMBERS = 256  # read from each stored tensor, to tell two sets of weights apart
@@ -116,22 +119,38 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Return a model's parameters of the names and shapes `expected`, after checking all of them.
 
-    With in_8_bits, `PackedModel.projections` are replaced by projections in 8 bits.
+    With in_8_bits, `PackedModel.projections` are replaced by projections in 8 bits; without, those
+    of which the stored weights are in 8 bits. Other weights of 8 bits are written out, with a
+    warning.
     """
+    if checkpoint.quantisation is not None:
+        stored = with_scales(stored, checkpoint.quantisation, directory)
     sources = _match(checkpoint, expected, stored, directory)
     _require_equal_copies(sources.values(), stored, directory)
     weights: dict[str, Tensor] = {}
-    projections = model.projections() if in_8_bits else {}
+    written_out: list[str] = []
+    projections = model.projections() if has_products_in_8_bits(torch.device(device)) else {}
     for name, source in sources.items():
-        tensor = source.make(*(stored[each].read() for each in source.names))
-        tensor = tensor[: expected[name][0]]  # without the padding of the vocabulary
         place = name.removesuffix(".weight")
-        if place in projections:
-            scaled = naive.in_8_bits(tensor.to(device))
-            model.set_submodule(place, ScaledLinear(scaled, projections[place].bias))
-            weights[name], weights[f"{place}.scale"] = scaled.values, scaled.scale
+        tensors = [stored[each].read() for each in source.names]
+        made = make_parameter(source, tensors, place in projections)
+        rows = slice(expected[name][0])  # without the padding of the vocabulary
+        if isinstance(made, Scaled):
+            made = Scaled(made.values[rows].to(device), made.scale[rows].to(device))
+        elif not all(isinstance(each, Tensor) for each in tensors):
+            written_out.append(name)
+        if isinstance(made, Tensor) and in_8_bits and place in projections:
+            made = naive.in_8_bits(made[rows].to(device))
+        if isinstance(made, Scaled):
+            model.set_submodule(place, ScaledLinear(made, projections[place].bias))
+            weights[name], weights[f"{place}.scale"] = made.values, made.scale
         else:
-            weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
+            weights[name] = made[rows].to(device, kept_dtype(name, dtype, source), copy=True)
+    if written_out:
+        warn(
+            f"{directory}: {counted(len(written_out), 'weight')} in 8 bits, {written_out[0]} for "
+            f"one, cannot be multiplied so here and will take the memory of {dtype_name(dtype)}"
+        )
     return weights
 
 
@@ -254,6 +273,8 @@ def _match(
         if name in (_EMBEDDING, _HEAD) and not checkpoint.model.head_vocab_size:
             wanted = (checkpoint.padded_vocab_size, *wanted[1:])
         formats = _READABLE_IDS if name == _HEAD_IDS else tuple(_READABLE_FORMATS)
+        if checkpoint.quantisation is not None:
+            formats = (*formats, FLOAT8_FORMAT)
         splits = source.splits or ((wanted,) * len(source.names),)
         fits = tuple(stored[place].shape for place in source.names) in splits
         for place, shape in zip(source.names, splits[0], strict=True):
@@ -290,7 +311,11 @@ def _require_equal_copies(
     pairs = {(source.names[0], copy) for source in sources for copy in source.copies}
     for name, copy in sorted(pairs):
         is_alike = stored[name][:2] == stored[copy][:2]
-        if not is_alike or not torch.equal(stored[name].read(), stored[copy].read()):
+        pair = [
+            each if isinstance(each, Tensor) else each.numbers()
+            for each in (stored[name].read(), stored[copy].read())
+        ]
+        if not is_alike or not torch.equal(*pair):
             raise CheckpointRefused(
                 f"{directory} says that these weights are tied, but {copy} differs from {name}: "
                 "export it again, or, for a head, correct tie_word_embeddings (or tie_embeddings) "
@@ -315,14 +340,6 @@ def _some(names: Iterable[str]) -> str:
 
 
 # Reading files
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a weight file, whose numbers `read` loads."""
-
-    shape: tuple[int, ...]
-    number_format: str  # as safetensors calls it
-    read: Callable[[], Tensor]
 
 
 @contextmanager

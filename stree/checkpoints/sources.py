@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,24 @@ from stree.models.config import HybridConfig
 from stree_kernels import naive
 
 Make = Callable[[Tensor], Tensor]
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a weight file, whose numbers `read` loads.
+
+    Attributes:
+        shape: Shape of the tensor.
+        number_format: As safetensors calls it.
+        read: Returns the tensor, or one in 8 bits with its scale (`quantised.with_scales`).
+    """
+
+    shape: tuple[int, ...]
+    number_format: str
+    read: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Source:
     """
 
     names: tuple[str, ...]
-    make: Callable[..., Tensor] = lambda tensor: tensor
+    make: Callable[..., Tensor] = as_stored
     shape: tuple[int, ...] | None = None
     splits: tuple[tuple[tuple[int, ...], ...], ...] = ()
     wide: bool = False

@@ -1,0 +1,211 @@
+"""Read how a published checkpoint is quantised, and keep its weights in fp8 e4m3 where that goes.
+
+Formats read, by the names that their libraries give them: `fp8` (DeepSeek's and Qwen's, with a
+`weight_scale_inv` for each block of 128 × 128 weights), `compressed-tensors` with fp8 weights (a
+`weight_scale` for each output, tensor or block) and `modelopt` in FP8, also where only
+hf_quant_config.json says so. All three mean: a weight is its stored value times its scale. Their
+scales of activations and of keys and values are passed over, because activations are not rounded
+here. Other formats are refused by name before any weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.sources import Source, StoredTensor, as_stored
+from stree.common.errors import CheckpointRefused
+from stree_kernels.contracts import Scaled
+
+FLOAT8, FLOAT8_FORMAT = torch.float8_e4m3fn, "F8_E4M3"  # the latter is safetensors' word
+KEYS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+SIDE_FILES = {  # beside a config.json that does not say it, and who writes them
+    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
+}
+ROUNDING = 1e-5  # of a product in fp32, relative; steps of e4m3 are 6 % apart
+SCALES = ("_scale_inv", "_scale")  # behind a weight's name
+OTHER_SCALES = re.compile(r".*\.(input|output|activation|[kqv]|kv|prob)_scale(_inv)?")
+_NAMES = {
+    "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4", "mlx": "MLX",
+}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Rows and columns of the blocks of weights that have a scale each, where scales are blocks."""
+
+    block: tuple[int, int] = (128, 128)
+
+
+def read_quantisation(directory: Path, config: CheckedJson) -> Quantisation | None:
+    """Return how a folder's weights are quantised; None for weights that are not.
+
+    Raises `CheckpointRefused` for a format that is not read, with what to load instead.
+    """
+    for key in KEYS:
+        if given := config.get(key):
+            told = {"quant_method": "mlx"} if key == "quantization" else given
+            return _read(told, f"{config.path}, by its {key},")
+    for name, method in SIDE_FILES.items():
+        if (path := directory / name).exists():
+            values = CheckedJson.load(path)
+            own = values.get("quantization", values)
+            return _read({"quant_method": method, **own} if isinstance(own, Mapping) else own, path)
+    return None
+
+
+def _read(given: Any, where: object) -> Quantisation:
+    table = dict(given) if isinstance(given, Mapping) else {}
+    method = str(table.get("quant_method", "an unnamed format"))
+    if method == "fp8" and table.get("fmt", "e4m3") == "e4m3":
+        return _in_blocks(table.get("weight_block_size"))
+    name = _NAMES.get(method, method)
+    if method == "compressed-tensors":
+        groups = table.get("config_groups")
+        weights = [
+            each.get("weights") or {} for each in groups.values() if isinstance(each, Mapping)
+        ] if isinstance(groups, Mapping) else []
+        kinds = {(each.get("num_bits"), each.get("type"), each.get("strategy")) for each in weights}
+        if kinds and kinds <= {(8, "float", by) for by in ("tensor", "channel", "block")}:
+            blocks = [each["block_structure"] for each in weights if each.get("block_structure")]
+            return _in_blocks(blocks[0] if blocks else None)
+        name = f"{table.get('format', 'another format')} ({method})"
+    elif method == "modelopt":
+        layers = table.get("quantized_layers")
+        algorithms = {str(table.get("quant_algo"))}
+        if isinstance(layers, Mapping) and layers:
+            algorithms = {str(each.get("quant_algo")) for each in layers.values()}
+        if all(each.startswith("FP8") for each in algorithms):
+            return Quantisation()
+        name = f"{', '.join(sorted(algorithms))} ({method})"
+    raise CheckpointRefused(
+        f"{where} says that the weights are quantised to {name:.99}, which is not read: load the "
+        "model's checkpoint in FP8, or the one in BF16, with target_dtype float8 for 8 bits"
+    )
+
+
+def _in_blocks(size: Any) -> Quantisation:
+    if size is None:
+        return Quantisation()
+    if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int for each in size)):
+        raise CheckpointRefused(f"blocks of {size!r:.99} weights, wanted two whole numbers")
+    if min(size) < 1:
+        raise CheckpointRefused(f"blocks of {size} weights, wanted at least 1 × 1")
+    return Quantisation((size[0], size[1]))
+
+
+class ScaledTensor(NamedTuple):
+    """A stored tensor in 8 bits: values (…, E, D), and a scale (…, E, G) for D / G inputs each."""
+
+    values: Tensor
+    scale: Tensor
+
+    def numbers(self) -> Tensor:
+        """Return the numbers in fp32, which holds them to 24 binary digits."""
+        repeats = self.values.shape[-1] // self.scale.shape[-1]
+        return self.values.float() * self.scale.repeat_interleave(repeats, dim=-1)
+
+
+def scaled_tensor(values: Tensor, scale: Tensor, block: tuple[int, int]) -> ScaledTensor:
+    """Return a weight (…, E, D) with its scale spread over rows and groups of inputs.
+
+    The scale is one number, (E,), (E, 1), or one for each block. Raises `ValueError` for another
+    shape.
+    """
+    *_, outputs, inputs = values.shape
+    scale = scale.float()
+    if scale.numel() == 1:
+        return ScaledTensor(values, scale.reshape(1, 1).expand(*values.shape[:-1], 1))
+    if scale.ndim == 1:
+        scale = scale[:, None]
+    if scale.ndim == 4 and values.ndim == 2:  # ModelOpt's blocks: (E / 128, 1, D / 128, 1)
+        scale = scale[:, 0, :, 0]
+    rows, columns = scale.shape[-2:]
+    by_rows = 1 if rows == outputs else block[0]
+    by_columns = inputs if columns == 1 else block[1]
+    if scale.ndim != values.ndim or rows != -(-outputs // by_rows):
+        raise ValueError
+    if columns != -(-inputs // by_columns):
+        raise ValueError
+    group = math.gcd(inputs, by_columns)
+    scale = scale.repeat_interleave(by_rows, dim=-2)[..., :outputs, :]
+    return ScaledTensor(values, scale[..., torch.arange(0, inputs, group) // by_columns])
+
+
+def with_scales(
+    stored: Mapping[str, StoredTensor], quantisation: Quantisation, directory: Path
+) -> dict[str, StoredTensor]:
+    """Return stored tensors, those in 8 bits with their scales, and no scale by itself.
+
+    Raises `CheckpointRefused` for a weight without a scale; reading one does for a scale that has
+    another shape.
+    """
+    scales: dict[str, str] = {}
+    for name, tensor in stored.items():
+        if tensor.number_format == FLOAT8_FORMAT:
+            found = [f"{name}{end}" for end in SCALES if f"{name}{end}" in stored]
+            if not found:
+                raise CheckpointRefused(
+                    f"{directory} has no scale of {name}, which is in 8 bits: copy the checkpoint "
+                    "again"
+                )
+            scales[name] = found[0]
+
+    def read(name: str) -> ScaledTensor:
+        values, scale = stored[name].read(), stored[scales[name]].read()
+        try:
+            return scaled_tensor(values, scale, quantisation.block)
+        except ValueError:
+            raise CheckpointRefused(
+                f"{scales[name]} in {directory} has shape {tuple(scale.shape)}, which is neither a "
+                f"scale an output nor one a block of {quantisation.block} for a weight of shape "
+                f"{tuple(values.shape)}: use weights and config of the same checkpoint"
+            ) from None
+
+    taken = set(scales.values())
+    return {
+        name: stored[name]._replace(read=partial(read, name)) if name in scales else stored[name]
+        for name in stored if name not in taken and not OTHER_SCALES.fullmatch(name)
+    }
+
+
+def make_parameter(
+    source: Source, tensors: list[Tensor | ScaledTensor], keeps: bool
+) -> Tensor | Scaled:
+    """Return a parameter, made of stored tensors; in 8 bits if all are and `keeps` is set.
+
+    What the layout does to the tensors it does to their scales: rows that it takes or reorders keep
+    theirs, and a factor becomes a part of the scale. Where that does not give the layout's numbers,
+    because it mixes them or their groups of inputs, the parameter is returned as numbers.
+    """
+    numbers = [each if isinstance(each, Tensor) else each.numbers() for each in tensors]
+    scaled = [each for each in tensors if isinstance(each, ScaledTensor)]
+    if not keeps or len(scaled) < len(tensors) or any(each.values.ndim != 2 for each in scaled):
+        return source.make(*numbers)
+    if source.make is as_stored:
+        return Scaled(scaled[0].values, scaled[0].scale.contiguous())
+    made = source.make(*numbers)
+    scale = source.make(*(
+        each.scale.repeat_interleave(each.values.shape[1] // each.scale.shape[1], dim=1)
+        for each in scaled
+    )).float()
+    group = math.gcd(*(each.values.shape[1] // each.scale.shape[1] for each in scaled))
+    if made.ndim != 2 or made.shape[1] % group:
+        return made
+    in_groups = scale.unflatten(1, (-1, group))
+    if not bool((in_groups == in_groups[..., :1]).all()):
+        return made
+    values = torch.where(scale == 0, 0.0, made.float() / scale).to(FLOAT8)
+    if not torch.allclose(values.float() * scale, made.float(), rtol=ROUNDING, atol=0):
+        return made
+    return Scaled(values, in_groups[..., 0].contiguous())

@@ -1,0 +1,264 @@
+"""Published checkpoints in 8 bits, written as their libraries lay them out, and other formats.
+
+The oracle is the same checkpoint with the numbers written out: values times scales.
+"""
+
+import json
+import re
+import shutil
+import warnings
+
+import pytest
+import torch
+from families import VOCAB, random_reference
+from safetensors.torch import load_file, save_file
+
+from stree.checkpoints import load_save
+from stree.checkpoints.load_save import load_model
+from stree.common.errors import CheckpointRefused
+from stree.models.layers.packed_linear import ScaledLinear
+from stree_kernels.contracts import Scaled
+
+FLOAT8 = torch.float8_e4m3fn
+KEPT_AS_THEY_ARE = re.compile(
+    r".*(embed|lm_head|norm|conv|\.gate\.|gate\.weight|router|shared_expert_gate|adapter|in_proj_ba"
+    r"|x_proj|dt_proj).*"
+)
+CONFIG = "quantization_config"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def compressed(strategy: str, **more: object) -> dict:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **more}
+    group = {"weights": weights, "targets": ["Linear"], "input_activations": {"dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group}, "quantization_status": "compressed",
+    }
+
+
+MODELOPT = {
+    "producer": {"name": "modelopt", "version": "0.40"},
+    "quantization": {
+        "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"],
+    },
+}
+# Where the format is said, its table, and the block, None for an output, 0 for the whole weight
+FORMATS = {
+    "fp8": (CONFIG, {**FP8, "weight_block_size": [128, 128]}, (128, 128)),
+    "fp8-small-blocks": (CONFIG, {**FP8, "weight_block_size": [8, 4]}, (8, 4)),
+    "channel": (CONFIG, compressed("channel"), None),
+    "tensor": (CONFIG, compressed("tensor"), 0),
+    "block": (CONFIG, compressed("block", block_structure=[4, 8]), (4, 8)),
+    "modelopt": ("hf_quant_config.json", MODELOPT, 0),
+    "modelopt-in-config": (CONFIG, {"quant_method": "modelopt", "quant_algo": "FP8"}, 0),
+}
+
+
+def in_8_bits(weight: torch.Tensor, block: tuple | int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and scales of a weight, by independent code: block by block."""
+    outputs, inputs = weight.shape
+    if not isinstance(block, tuple):
+        block = (1, inputs) if block is None else (outputs, inputs)
+    tall, wide = -(-outputs // block[0]), -(-inputs // block[1])
+    scale, values = torch.zeros(tall, wide), torch.zeros(outputs, inputs)
+    for row in range(tall):
+        for column in range(wide):
+            area = (
+                slice(row * block[0], (row + 1) * block[0]),
+                slice(column * block[1], (column + 1) * block[1]),
+            )
+            scale[row, column] = (weight[area].abs().max() / 448).to(torch.bfloat16)
+            values[area] = weight[area] / scale[row, column]
+    return values.clamp(-448, 448).to(FLOAT8), scale
+
+
+def write(theirs, folder, form: str) -> set[str]:
+    """Save a checkpoint in a format, and its numbers next to it; return the names in 8 bits."""
+    place, table, block = FORMATS[form]
+    theirs.save_pretrained(folder / "stored")
+    shutil.copytree(folder / "stored", folder / "plain")
+    plain, stored, in_bits = load_file(folder / "stored" / "model.safetensors"), {}, set()
+    for name, weight in list(plain.items()):
+        is_weight = weight.ndim == 2 and name.endswith(".weight")
+        if not is_weight or KEPT_AS_THEY_ARE.fullmatch(name):
+            stored[name] = weight
+            continue
+        in_bits.add(name)
+        stored[name], scale = in_8_bits(weight, block)
+        spread = scale
+        for dim, size in enumerate(weight.shape):
+            span = block[dim] if isinstance(block, tuple) else size // scale.shape[dim]
+            spread = spread.repeat_interleave(span, dim)
+        plain[name] = stored[name].float() * spread[: weight.shape[0], : weight.shape[1]]
+        if form.startswith("fp8"):
+            stored[f"{name}_scale_inv"] = scale.to(torch.bfloat16)
+        else:
+            stored[f"{name}_scale"] = scale.reshape(()) if "modelopt" in form else (
+                scale.reshape(1) if form == "tensor" else scale
+            )
+        if "modelopt" in form:
+            stored[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.02)
+            if name.endswith("k_proj.weight"):
+                stored[f"{name.removesuffix('weight')}k_scale"] = torch.tensor(1.0)
+    save_file(plain, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, folder / "stored" / "model.safetensors", metadata={"format": "pt"})
+    config = folder / "stored" / "config.json"
+    if place == CONFIG:
+        config.write_text(json.dumps({**json.loads(config.read_text()), CONFIG: table}))
+    else:
+        (folder / "stored" / place).write_text(json.dumps(table))
+    return in_bits
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("llama", form) for form in FORMATS), *(("qwen3_5", form) for form in FORMATS),
+        ("falcon", "fp8-small-blocks"), ("falcon", "channel"), ("nemotron", "modelopt"),
+        ("qwen3_next", "fp8"), ("zamba", "channel"), ("granite", "block"), ("jamba", "channel"),
+        ("mamba2", "channel"),
+    ],
+)
+@torch.no_grad()
+def test_it_is_the_checkpoint_of_its_numbers(family, form, tmp_path):
+    in_bits = write(random_reference(family, 2).float(), tmp_path, form)
+    plain, tokens = load_model(tmp_path / "plain"), torch.randint(VOCAB, (2, 9))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = load_model(tmp_path / "stored")
+    torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-4)
+    held = {name: each for name, each in model.named_modules() if isinstance(each, ScaledLinear)}
+    assert held and in_bits
+    wanted = plain.state_dict()
+    for name, each in held.items():  # the stored values, and no others
+        back = each.weight.float() * each.scale.repeat_interleave(
+            each.in_features // each.scale.shape[1], dim=1
+        )
+        torch.testing.assert_close(back, wanted[f"{name}.weight"], rtol=1e-6, atol=0)
+    others = model.projections().keys() - held.keys()
+    assert all(re.search("lm_head|in_proj_[ab]$", name) for name in others), others
+    said = [str(each.message) for each in told if "in 8 bits" in str(each.message)]
+    assert len(said) == any("experts" in name for name in in_bits), said
+
+
+OTHER_FORMATS = {
+    "nvfp4": (CONFIG, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4 (modelopt)"),
+    "nvfp4-aside": (
+        "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "NVFP4 (modelopt)",
+    ),
+    "mixed": (
+        "hf_quant_config.json",
+        {"quantization": {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+        }},
+        "FP8, NVFP4 (modelopt)",
+    ),
+    "unnamed-aside": ("hf_quant_config.json", {}, "None (modelopt)"),
+    "nvfp4-compressed": (
+        CONFIG, {**compressed("channel", num_bits=4), "format": "nvfp4-pack-quantized"},
+        "nvfp4-pack-quantized (compressed-tensors)",
+    ),
+    "int8-compressed": (
+        CONFIG, {**compressed("channel", type="int"), "format": "int-quantized"},
+        "int-quantized (compressed-tensors)",
+    ),
+    "mxfp4": (CONFIG, {"quant_method": "mxfp4"}, "MXFP4"),
+    "e5m2": (CONFIG, {**FP8, "fmt": "e5m2"}, "fp8"),
+    "gptq": (CONFIG, {"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ"),
+    "gptq-aside": ("quantize_config.json", {"bits": 4, "group_size": 128}, "GPTQ"),
+    "awq": (CONFIG, {"quant_method": "awq", "bits": 4}, "AWQ"),
+    "awq-aside": ("quant_config.json", {"zero_point": True, "w_bit": 4}, "AWQ"),
+    "bitsandbytes": (
+        CONFIG, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes",
+    ),
+    "mlx": ("quantization", {"group_size": 64, "bits": 4}, "MLX"),
+    "unnamed": (CONFIG, {"bits": 4}, "an unnamed format"),
+    "no table": (CONFIG, [1], "an unnamed format"),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMATS)
+def test_other_formats_are_named_before_any_weight_is_read(form, tmp_path):
+    place, table, name = OTHER_FORMATS[form]
+    random_reference("llama", 1).config.save_pretrained(tmp_path)  # no weights at all
+    config = tmp_path / "config.json"
+    if place.endswith(".json"):
+        (tmp_path / place).write_text(json.dumps(table))
+    else:
+        config.write_text(json.dumps({**json.loads(config.read_text()), place: table}))
+    with pytest.raises(CheckpointRefused) as refused:
+        load_model(tmp_path)
+    line = str(refused.value)
+    where = place if place.endswith(".json") else f"config.json, by its {place},"
+    assert f"{where} says that the weights are quantised to {name}, which is not read" in line
+    assert "load the model's checkpoint in FP8, or the one in BF16" in line and "\n" not in line
+
+
+def _without_a_scale(tensors):
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+
+
+def _with_another_scale(tensors):
+    tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(7, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (_without_a_scale, "has no scale of model.layers.0.self_attn.q_proj.weight, which is in 8"),
+        (_with_another_scale, r"weight_scale_inv in .* has shape \(7, 3\), which is neither a s"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(change, line, tmp_path):
+    write(random_reference("llama", 2), tmp_path, "fp8")
+    path = tmp_path / "stored" / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointRefused, match=line):
+        load_model(tmp_path / "stored")
+
+
+@pytest.mark.parametrize("size", [[128], [0, 128], "128", [128.0, 128]], ids=str)
+def test_blocks_are_two_whole_numbers(size, tmp_path):
+    random_reference("llama", 1).config.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    table = {**FP8, "weight_block_size": size}
+    config.write_text(json.dumps({**json.loads(config.read_text()), CONFIG: table}))
+    with pytest.raises(CheckpointRefused, match=r"blocks of .* weights, wanted"):
+        load_model(tmp_path)
+
+
+@torch.no_grad()
+def test_what_a_layout_mixes_is_written_out(tmp_path):
+    """GPT-NeoX's norms have means and biases, which are parts of the weights here."""
+    write(random_reference("gpt_neox", 2).float(), tmp_path, "tensor")
+    with pytest.warns(UserWarning, match=r"weights in 8 bits, .* cannot be multiplied so here"):
+        model = load_model(tmp_path / "stored")
+    tokens = torch.randint(VOCAB, (2, 9))
+    wanted = load_model(tmp_path / "plain")(tokens)
+    torch.testing.assert_close(model(tokens), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_on_a_gpu_without_them_they_are_written_out(tmp_path, monkeypatch):
+    write(random_reference("qwen3_5", 2).float(), tmp_path, "fp8")
+    monkeypatch.setattr(load_save, "has_products_in_8_bits", lambda device: False)
+    with pytest.warns(UserWarning, match="weights in 8 bits, .* will take the memory of float32"):
+        model = load_model(tmp_path / "stored")
+    assert not model.is_in_8_bits
+    tokens = torch.randint(VOCAB, (2, 9))
+    assert torch.equal(model(tokens), load_model(tmp_path / "plain")(tokens))
+
+
+@torch.no_grad()
+def test_what_is_stored_in_bf16_is_rounded_if_that_is_asked_for(tmp_path):
+    """The head is; weights that are stored in 8 bits keep the scales that they have."""
+    write(random_reference("llama", 2).float(), tmp_path, "fp8-small-blocks")
+    asked, stored = load_model(tmp_path / "stored", in_8_bits=True), load_model(tmp_path / "stored")
+    assert isinstance(asked.head, Scaled) and not isinstance(stored.head, Scaled)
+    for name, each in stored.named_modules():
+        if isinstance(each, ScaledLinear):
+            assert torch.equal(asked.get_submodule(name).scale, each.scale)
