@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stree.checkpoints.configs import CheckpointConfig, config_files, read_checkpoint_config
-from stree.checkpoints.quantised import FLOAT8_FORMAT, make_parameter, with_scales
+from stree.checkpoints.layouts.quantised import FLOAT8_FORMAT, make_parameter, with_scales
 from stree.checkpoints.sources import Source, StoredTensor
 from stree.checkpoints.tokenizer import fingerprint, tokens_sha256
 from stree.common.errors import CheckpointRefused, UsageError, warn

@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
     Attributes:
         shape: Shape of the tensor.
         number_format: As safetensors calls it.
-        read: Returns the tensor, or one in 8 bits with its scale (`quantised.with_scales`).
+        read: Returns the tensor, or one in 8 bits with its scale (`layouts.quantised.with_scales`).
     """
 
     shape: tuple[int, ...]
