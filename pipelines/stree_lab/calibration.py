@@ -10,10 +10,8 @@ expected calibration error is in the title) and acceptance.svg (DySpec's Fig. 2,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
@@ -24,19 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import stree
-from stree.chat_encoding import chat_encoder
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import UsageError, exit_with_reason
-from stree.common.files import make_directory, write_atomically
-from stree.generation import GenerationConfig
 from stree_kernels import ops
+from stree_lab.papers import answered_prompts
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.evaluation.answering.drafter_readings import (
     drafter_log_probs,
     target_hidden,
 )
-from stree_pipelines.evaluation.benchmarks import load_benchmark
-from stree_pipelines.reports.plots import new_figure, to_svg
+from stree_pipelines.reports.plots import new_figure
 
 NUM_BINS = 10  # of the drafter's probability, from 0 to 1
 COLOURS = ("#2f81d6", "#8b949e")
@@ -116,30 +111,17 @@ def acceptance(drafts: Drafts, bins: Sequence[Bin]) -> Figure:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = PlainParser("calibration.py", description=__doc__)
-    add = parser.add_argument
-    add("target", help="folder of the target")
-    add("drafter", help="folder of a drafter with the target's tokenizer")
-    add("out", help="folder to write")
-    add("--prompts", default="mt_bench", help="a benchmark's name or file")
-    add("--limit", type=int, default=80, help="first so many prompts")
-    add("--num_tokens", type=int, default=128, help="of each answer, at most")
-    add("--temperature", type=float, default=1.0, help="of answers, p and q")
-    add("--device", default="auto")
-    add("--seed", type=int, default=0)
+    answered_prompts.add_options(
+        parser, "folder of a drafter with the target's tokenizer", limit=80, temperature=1.0
+    )
     options = parser.parse_args(arguments)
     if options.temperature <= 0:
         raise UsageError(f"--temperature is {options.temperature}, wanted a number above 0")
     decoder = stree.load(input_path(options.target), device=options.device)
     target = decoder.target
     drafter = load_model(input_path(options.drafter), target.device, target.dtype).eval()
-    benchmark = load_benchmark(input_path(options.prompts), limit=options.limit)
-    encoder, found = chat_encoder(decoder.tokenizer), []
-    for number, prompt in enumerate(benchmark.prompts):
-        tokens = encoder.encode_prompt([("user", prompt.turns[0])])
-        generation = GenerationConfig(
-            options.num_tokens, options.temperature, seed=options.seed + number
-        )
-        answer = decoder.generate(tokens, generation).tokens
+    found = []
+    for tokens, answer, seed in answered_prompts.answers(options, decoder):
         text = torch.tensor([*tokens, *answer], device=target.device)
         with ops.current(target.device):
             hidden, inputs = target_hidden(target, drafter, text, len(tokens))
@@ -147,22 +129,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 target.logits(hidden),
                 drafter_log_probs(drafter, text, inputs, 0, len(tokens)),
             )
-        found.append(drafted(*both, options.temperature, options.seed + number))
+        found.append(drafted(*both, options.temperature, seed))
     drafts = Drafts(*(np.concatenate([getattr(e, name) for e in found]) for name in ("q", "p")))
     bins = bins_of(drafts)
-    out = Path(options.out)
-    make_directory(out)
     content = {
         "num_drafts": len(drafts.q), "temperature": options.temperature,
         "calibration_error": calibration_error(bins),
         "accepted": float(drafts.accepted.mean()), "bins": [asdict(each) for each in bins],
     }
-    write_atomically(out / "calibration.json", json.dumps(content, indent=2) + "\n")
-    for name, figure in (
-        ("reliability", reliability(bins)), ("acceptance", acceptance(drafts, bins)),
-    ):
-        write_atomically(out / f"{name}.svg", to_svg(figure, name))
-    print(f"{len(drafts.q):,} drafts, calibration error {content['calibration_error']:.4f}: {out}")
+    figures = {"reliability": reliability(bins), "acceptance": acceptance(drafts, bins)}
+    answered_prompts.write(options.out, "calibration", content, figures)
+    error = calibration_error(bins)
+    print(f"{len(drafts.q):,} drafts, calibration error {error:.4f}: {options.out}")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ timed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,16 +21,13 @@ from matplotlib.figure import Figure
 
 import stree
 from stree.batching.runners import EagerRunner
-from stree.chat_encoding import chat_encoder
 from stree.common.errors import UsageError, exit_with_reason
-from stree.common.files import make_directory, write_atomically
-from stree.generation import GenerationConfig
 from stree.trees.token_tree import BeamTree, as_tree
+from stree_lab.papers import answered_prompts
 from stree_lab.papers.node_order import num_blocks
 from stree_lab.papers.order_bench import BLOCK, ORDERS
 from stree_pipelines.console.command_line import PlainParser, input_path
-from stree_pipelines.evaluation.benchmarks import load_benchmark
-from stree_pipelines.reports.plots import add_legend, new_figure, to_svg
+from stree_pipelines.reports.plots import add_legend, new_figure
 
 PREFIXES = (0, 512, 1024, 2048, 4096)  # tokens before the tree
 
@@ -98,41 +93,30 @@ def blocks(means: dict[int, dict[str, float]]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = PlainParser("grown_trees.py", description=__doc__)
-    add = parser.add_argument
-    add("target", help="folder of the target")
-    add("drafter", help="folder or other name of the drafter")
-    add("out", help="folder to write")
-    add("--tree", default="dyspec-8-10-64-0.01", help="a tree that grows")
-    add("--verifier", default="multi_step")
-    add("--prompts", default="mt_bench", help="a benchmark's name or file")
-    add("--limit", type=int, default=10, help="first so many prompts")
-    add("--num_tokens", type=int, default=128, help="of each answer, at most")
-    add("--temperature", type=float, default=0.6)
-    add("--device", default="auto")
+    answered_prompts.add_options(
+        parser, "folder or other name of the drafter", limit=10, temperature=0.6
+    )
+    parser.add_argument("--tree", default="dyspec-8-10-64-0.01", help="a tree that grows")
+    parser.add_argument("--verifier", default="multi_step")
     options = parser.parse_args(arguments)
     if not isinstance(tree := as_tree(options.tree), BeamTree):
         raise UsageError(f"--tree {options.tree} has one shape, wanted one that grows: dyspec-…")
-    benchmark = load_benchmark(input_path(options.prompts), limit=options.limit)
     decoder = stree.load(
         input_path(options.target), input_path(options.drafter), tree=tree,
         verifier=options.verifier, device=options.device,
     )
-    trees, encoder = watch(decoder), chat_encoder(decoder.tokenizer)
-    for number, prompt in enumerate(benchmark.prompts):
-        generation = GenerationConfig(options.num_tokens, options.temperature, seed=number)
-        decoder.generate(encoder.encode_prompt([("user", prompt.turns[0])]), generation)
+    trees = watch(decoder)
+    for _ in answered_prompts.answers(options, decoder):
+        pass
     means = {prefix: blocks_of(trees, prefix) for prefix in PREFIXES}
-    out = Path(options.out)
-    make_directory(out)
     content = {
         "tree": tree.name, "temperature": options.temperature,
         "mean_nodes": fmean(len(each.parents) for each in trees), "blocks": means,
         "trees": [asdict(each) for each in trees],
     }
-    write_atomically(out / "trees.json", json.dumps(content) + "\n")
-    for name, figure in (("sizes", sizes(trees)), ("blocks", blocks(means))):
-        write_atomically(out / f"{name}.svg", to_svg(figure, name))
-    print(f"{len(trees):,} trees of {content['mean_nodes']:.1f} nodes on average: {out}")
+    figures = {"sizes": sizes(trees), "blocks": blocks(means)}
+    answered_prompts.write(options.out, "trees", content, figures)
+    print(f"{len(trees):,} trees of {content['mean_nodes']:.1f} nodes on average: {options.out}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def tiny(vocabulary: int = 3) -> HybridModel:
 @pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[2], SETTINGS[4], GREEDY], ids=str)
 @pytest.mark.parametrize(
     ("verifier", "tree"),
-    [(MultiStep, FORKED), (Traversal, TokenTree((-1, 0, 0))), (Naive, TokenTree.chain(2))],
+    [(MultiStep, FORKED), (Traversal, TokenTree((-1, 0, 0))), (Naive, TokenTree.chain(1))],
 )
 def test_output_distribution_is_the_targets(verifier, tree, setting):
     """All draws and coins of a step are enumerated; greedy rows have drawn drafts, too."""
