@@ -166,7 +166,7 @@ class BatchState:
 
     @property
     def leaves_out(self) -> bool:
-        """True if `kept` changes logits of any row."""
+        """True if `processed` changes logits of any row."""
         return self.asked.filtered or self.asked.has_rules
 
     def remember(self) -> None:
@@ -175,7 +175,7 @@ class BatchState:
             count = torch.where(self.active, self.block[:, 0], 0)[:, None]
             self.rules.remember(self.block[:, 1:], count, self.asked)
 
-    def kept(
+    def processed(
         self, logits: Tensor, paths: NodePaths | None = None, ids: Tensor | None = None
     ) -> Tensor:
         """Apply the rows' rules (`LogitRules`), then top-k, top-p and min-p, to logits.
@@ -209,7 +209,7 @@ class BatchState:
     def distribution(self, logits: Tensor) -> Tensor:
         """Return each row's fp64 probabilities at its temperature; 0 puts all on the best token.
 
-        logits (B, …, V) are the result of `kept`.
+        logits (B, …, V) are the result of `processed`.
         """
         return naive.distribution(logits, self.temperature)
 

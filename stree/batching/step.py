@@ -162,15 +162,16 @@ class Step:
             proposal.tokens, tree_batch, cache, bound, *asked, **options
         )
         mark("verify")
-        kept = rows.kept(logits, tree_batch.paths_of(proposal.tokens, rows.asked.reads_paths))
-        self.verifier.accept(kept, proposal, tree_batch, rows, cache, report[:, :-1])
+        paths = tree_batch.paths_of(proposal.tokens, rows.asked.reads_paths)
+        processed = rows.processed(logits, paths)
+        self.verifier.accept(processed, proposal, tree_batch, rows, cache, report[:, :-1])
         tree_batch.report_depths(report[:, -1])
         rows.remember()
         told_host = report
         if (num_top := rows.asked.num_top) is not None:
             tokens, nodes = report[:, 2:-1].clamp(min=0).reshape(len(report), 2, -1).unbind(1)
             at = nodes.clamp(max=logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[2])
-            on_path = logits.gather(1, at), kept.gather(1, at), tokens
+            on_path = logits.gather(1, at), processed.gather(1, at), tokens
             scores = log_probs_of(*on_path, rows.temperature, num_top)
             told_host = torch.cat([report.double(), scores.flatten(1)], 1)
         if drafter is not None and features is not None:

@@ -30,8 +30,8 @@ class Proposal:
         tokens: (B, N), the roots first.
         finite: (B, …) bool, False where logits were NaN or +∞; None without logits.
         logits: (B, I, V), from which each node with children drew them, in the order of
-            `TreeBatch.drawn_by` and as `BatchState.kept` returns them; None unless they were asked
-            for.
+            `TreeBatch.drawn_by` and as `BatchState.processed` returns them; None unless
+            they were asked for.
         points: (B, N) bool, nodes with deterministic drafts, not drawn from logits; None if all or
             none are. A deterministic draft may depend on siblings before it, never on the tokens
             after any.

@@ -255,7 +255,7 @@ class ModelDrafter(FeatureDrafter):
             )
             if rows.leaves_out:
                 paths = tree_batch.paths_at(tokens, number, rows.asked.reads_paths)
-                logits = rows.kept(model.head_logits(_normed(hidden)), paths, model.head_ids)
+                logits = rows.processed(model.head_logits(_normed(hidden)), paths, model.head_ids)
                 ops.choose_children(logits, *chosen, model.head_ids)
             else:
                 logits = model.draw_children(hidden, *chosen)

@@ -404,15 +404,15 @@ class Worker:
         rows.position = position - 1  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
         logits = logits[:, None]
-        kept = rows.kept(logits)
-        token, score = ops.choose_best(kept, depths, rows.sampling)
+        processed = rows.processed(logits)
+        token, score = ops.choose_best(processed, depths, rows.sampling)
         finite = score.abs() < torch.inf
         token = token * finite
         first = torch.cat([token, finite.to(token.dtype)])[:, 0]
         self.state.place(row, position, first[:1], finite[0])
         if asked.num_top is None:
             return first
-        scores = log_probs_of(logits, kept, token, rows.temperature, asked.num_top)
+        scores = log_probs_of(logits, processed, token, rows.temperature, asked.num_top)
         return torch.cat([first.double(), scores.flatten()])
 
     def _beginning(self, admit: Admit) -> tuple[str, Asked]:

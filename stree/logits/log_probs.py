@@ -85,20 +85,20 @@ def log_probs_of_text(target: Any, tokens: Sequence[int], num_top: int) -> list[
 
 
 def log_probs_of(
-    logits: Tensor, kept: Tensor, tokens: Tensor, temperature: Tensor, num_top: int
+    logits: Tensor, processed: Tensor, tokens: Tensor, temperature: Tensor, num_top: int
 ) -> Tensor:
     """Return the log-probabilities of tokens and of the best tokens in their places.
 
     Args:
         logits: (B, M, V) of the target.
-        kept: (B, M, V), the same as `BatchState.kept` returns them.
+        processed: (B, M, V), the same as `BatchState.processed` returns them.
         tokens: (B, M).
-        temperature: (B,) fp64, by which `kept` are divided here; 0 counts as 1.
+        temperature: (B,) fp64, by which `processed` are divided here; 0 counts as 1.
         num_top: k, the number of best tokens; at most V are returned.
 
     Returns:
-        (B, M, 2, 1 + 2·k) fp64, by `logits` and by `kept`: the token's log-probability, then those
-        of the k best tokens, then these tokens.
+        (B, M, 2, 1 + 2·k) fp64, by `logits` and by `processed`: the token's log-probability, then
+        those of the k best tokens, then these tokens.
     """
     import torch  # only here: schedulers keep `TokenLogprobs` without it
 
@@ -106,7 +106,7 @@ def log_probs_of(
 
     dtype = naive.accumulation_dtype(logits.dtype)
     temperature = torch.where(temperature == 0, 1.0, temperature).to(dtype)
-    both = torch.stack([logits.to(dtype), kept.to(dtype) / temperature[:, None, None]], 2)
+    both = torch.stack([logits.to(dtype), processed.to(dtype) / temperature[:, None, None]], 2)
     scores = both.log_softmax(-1)
     chosen = scores.gather(-1, tokens[:, :, None, None].expand(-1, -1, 2, 1))
     best, ids = scores.topk(min(num_top, scores.shape[-1]))

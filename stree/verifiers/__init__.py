@@ -44,7 +44,7 @@ class Verifier(Protocol):
         """Accept a path of each tree, and write it to cache, rows and report.
 
         Args:
-            logits: (B, N, V) of the target at all nodes, as `BatchState.kept` returns them.
+            logits: (B, N, V) of the target at all nodes, as `BatchState.processed` returns them.
             proposal: The drafts.
             tree_batch: Their trees.
             rows: State of the rows: `block`, `position` and `root` are written.

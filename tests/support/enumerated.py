@@ -183,7 +183,7 @@ def plain_distribution(logits, setting, text=CONTEXT):
         rows.rules.note(0, token)
     rows.position.fill_(len(text) - 1)
     rows = rows.narrow(0, 1, [setting])
-    return rows.distribution(rows.kept(logits[None]))[0]
+    return rows.distribution(rows.processed(logits[None]))[0]
 
 
 def distance(blocks: dict, table, setting: GenerationConfig, length: int, start=CONTEXT) -> float:

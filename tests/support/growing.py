@@ -31,7 +31,7 @@ class Growing(TableDrafter):
                 for row, nodes in enumerate(level.nodes.tolist())
             ])
             above = tree_batch.paths_at(tree_batch.pool, number, rows.asked.reads_paths)
-            logits.append(rows.kept(after, above))
+            logits.append(rows.processed(after, above))
             count = level.nodes.shape[1]
             self.choose(tree_batch, rows, level, logits[-1], finite[:, done : done + count])
             tree_batch.rate(number, logits[-1], rows.temperature, tree_batch.pool, None)

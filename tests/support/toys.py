@@ -242,7 +242,8 @@ class TableDrafter(Drafter):
                         path = tokens[row, tree.path_to(node)[1:]].tolist()
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
-            logits = rows.kept(logits, tree_batch.paths_at(tokens, number, rows.asked.reads_paths))
+            paths = tree_batch.paths_at(tokens, number, rows.asked.reads_paths)
+            logits = rows.processed(logits, paths)
             self.choose(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],

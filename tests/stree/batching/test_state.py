@@ -39,7 +39,7 @@ def test_distributions_are_those_of_transformers():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(len(SETTINGS) + 1, 7, 50, dtype=torch.float64, generator=generator)
     rows = rows_of([*SETTINGS, GREEDY])
-    got = rows.distribution(rows.kept(logits))
+    got = rows.distribution(rows.processed(logits))
     for row, each in enumerate(SETTINGS):
         seen = torch.tensor([PROMPT] * 7)
         scores = RepetitionPenaltyLogitsProcessor(float(each.repetition_penalty))(seen, logits[row])
@@ -50,21 +50,21 @@ def test_distributions_are_those_of_transformers():
             scores = TopPLogitsWarper(float(each.top_p))(None, scores)
         scores = MinPLogitsWarper(float(each.min_p))(None, scores)
         torch.testing.assert_close(got[row], scores.softmax(-1), rtol=1e-12, atol=1e-15)
-        assert torch.equal(rows.kept(logits)[row].isfinite(), scores.isfinite())
+        assert torch.equal(rows.processed(logits)[row].isfinite(), scores.isfinite())
     assert torch.equal(got[-1].argmax(-1), logits[-1].argmax(-1)) and (got[-1].sum(-1) == 1).all()
-    assert torch.equal(rows.kept(logits)[-1], logits[-1])
-    assert torch.equal(rows.distribution(rows.kept(logits[:, 0])), got[:, 0])
+    assert torch.equal(rows.processed(logits)[-1], logits[-1])
+    assert torch.equal(rows.distribution(rows.processed(logits[:, 0])), got[:, 0])
 
 
 def test_what_a_row_keeps_does_not_depend_on_what_others_ask_for():
     """Tokens are put in order only where a row has a top-k or a top-p."""
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(len(SETTINGS), 7, 50, dtype=torch.float64, generator=generator)
-    together = rows_of(SETTINGS).kept(logits)
+    together = rows_of(SETTINGS).processed(logits)
     for row, each in enumerate(SETTINGS):
         alone = rows_of([each])
         assert alone.asked.ranked == (each.top_k > 0 or each.top_p < 1)
-        assert torch.equal(alone.kept(logits[row : row + 1])[0], together[row])
+        assert torch.equal(alone.processed(logits[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize("kept", range(1, 9))
@@ -72,7 +72,7 @@ def test_top_p_keeps_no_token_more_than_reach_it(kept):
     """Eight tokens of ⅛ each, so that sums are exact."""
     logits = torch.zeros(1, 8, dtype=torch.float64)
     rows = rows_of([GenerationConfig(temperature=1.0, top_p=kept / 8)])
-    probs = rows.distribution(rows.kept(logits))
+    probs = rows.distribution(rows.processed(logits))
     assert probs.sort().values[0].tolist() == [0.0] * (8 - kept) + [1 / kept] * kept
     if kept < 8:  # transformers takes 1 for "off"
         theirs = TopPLogitsWarper(kept / 8)(None, logits)

@@ -242,7 +242,7 @@ def block_distribution(
             if children:
                 path = [int(proposal.tokens[0, n]) for n in static.trees[0].path_to(node)]
                 after = drafter.table[tuple([CONTEXT[-2], *path][-2:])]
-                logits[0, static.drawn_by[0, node]] = rows.kept(after[None, None])[0, 0]
+                logits[0, static.drawn_by[0, node]] = rows.processed(after[None, None])[0, 0]
         report = new_report(rows, static)
         judged = Proposal(proposal.tokens.clone(), proposal.finite, logits)
         step.verify(rows, static, judged, 8, report)

@@ -231,7 +231,7 @@ class Answerer:
         depths = torch.zeros(1, 1, dtype=torch.int32, device=self.decoders.device)
 
         def scores(logits: Tensor) -> Tensor:
-            return naive.choice_scores(rows.kept(logits), depths, rows.sampling)[0, 0]
+            return naive.choice_scores(rows.processed(logits), depths, rows.sampling)[0, 0]
 
         if rows.asked.filtered:
             others = {token for token in answered if token is not None}
