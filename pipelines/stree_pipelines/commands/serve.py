@@ -25,7 +25,7 @@ import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 import stree
 from stree.batching.batch_decoder import BatchDecoder
 from stree.common.errors import InvariantBroken, StreeError, UsageError
-from stree.common.words import counted, size
+from stree.common.words import size
 from stree.generation import GenerationConfig
 from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import as_tree_policy
@@ -160,8 +160,8 @@ def decoder_of(options: Namespace) -> BatchDecoder:
     num_bytes = decoder.room.free_bytes // 4 if memory is None else int(memory * 1e9)
     num_prefixes = decoder.limit_prefixes(num_bytes)
     say(
-        f"{size(num_bytes)} for the beginnings of conversations, at least "
-        f"{counted(num_prefixes, 'prefix')} of them and at most {MAX_PREFIXES}"
+        f"{size(num_bytes)} for prefixes: {num_prefixes:,} of {decoder.max_length:,} tokens each, "
+        f"up to {MAX_PREFIXES:,} shorter ones"
     )
     for line in speculation_lines(decoder):
         say(line)

@@ -33,6 +33,7 @@ from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
 from stree_pipelines.serving.statistics import Statistics, usage_of
 
 LARGEST_BODY = 8 * 2**20  # bytes
+SMALL_BODY = 2**13  # bytes of a body that is worked on at once, which takes less than a thread
 SLOWEST_BODY_S = 30.0
 RETRY_AFTER_S = 1
 EVENT_GAP_S = 0.004  # least time between two events of a stream; faster steps share one
@@ -104,6 +105,8 @@ class Server:
             where = ".".join(map(str, first["loc"]))
             got = f", got {first['input']!r:.60}" if where else ""
             raise Refused(400, f"{where or 'the body'}: {first['msg']}{got}", where) from None
+        is_free = body.response_format is None and body.guided_regex is None
+        request.state.is_small = is_free and len(raw) < SMALL_BODY
         if body.model not in (None, self.name):
             raise Refused(
                 404, f"there is no model {body.model!r:.80}: this server has {self.name!r}", "model"
@@ -377,7 +380,8 @@ def make_app(server: Server) -> FastAPI:
         if server.is_draining:
             raise Refused(503, "the server is going down: ask another")
         try:
-            asked = await asyncio.to_thread(ask, body)
+            is_small = request.state.is_small
+            asked = ask(body) if is_small else await asyncio.to_thread(ask, body)
         except StreeError as error:
             raise Refused(400, str(error)) from error
         made = Reply(server, body, asked)

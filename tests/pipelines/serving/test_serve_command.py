@@ -30,13 +30,13 @@ def process():
     made = subprocess.Popen(
         [*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    lines = []
+    made.lines = []
     for line in made.stdout:
-        lines.append(line)
+        made.lines.append(line)
         if found := re.search(r"served at (http://\S+)/v1", line):
             made.url = found[1]
             break
-    assert hasattr(made, "url"), "".join(lines)
+    assert hasattr(made, "url"), "".join(made.lines)
     yield made
     made.kill()
     made.wait()
@@ -77,6 +77,7 @@ def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals):
 
 
 def test_a_dead_engine_ends_the_server_with_one_line(process):
+    assert re.search(r"B for prefixes: [\d,]+ of 512 tokens each", "".join(process.lines))
     texts, begun = [], threading.Event()
     client = threading.Thread(target=streaming, args=(process.url, texts, begun))
     client.start()
