@@ -28,8 +28,8 @@ from stree.models.layers.part import (
     TreePass,
     product_dtype,
 )
-from stree.models.layers.rotary import rotary_angles
-from stree.models.multi_step import MultiStepPass, Scanned
+from stree.models.layers.rotary import positions_of, rotary_angles
+from stree.models.multi_step import MultiStepPass
 from stree.models.packing import PackedModel
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch, topology_of
@@ -150,12 +150,8 @@ class HybridModel(PackedModel):
         inputs = None if read is None else self.model.features(read, segment_ids, known)
         if inputs is not None and self.model.features.skips_first:
             segment_ids, bounds = first_apart(tokens, segment_ids), None
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        mask = None
+        positions, mask = positions_of(tokens, segment_ids), None
         if segment_ids is not None:
-            starts = torch.ones_like(segment_ids, dtype=torch.bool)
-            starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-            positions = positions - torch.where(starts, positions, 0).cummax(1).values
             bounds = sample_bounds(segment_ids) if bounds is None else bounds
             # A compiled layer is not compiled again for another number of samples.
             torch._dynamo.maybe_mark_dynamic(bounds, 0)
@@ -206,14 +202,16 @@ class HybridModel(PackedModel):
         """
         reader = self.model.features
         hidden: list[Tensor] = []
-        embedded = self.model.embed_tokens(tokens)
-        scanned: dict[int, list[Scanned]] = {}
+        embedded, inputs = self.model.embed(tokens), reader(read, segment_ids, known)
+        if reader.skips_first:
+            segment_ids = first_apart(tokens, segment_ids)
+        rotary = self._rotary(positions_of(tokens, segment_ids))
+        scanned: dict[int, list[Any]] = {}
         for depth in range(1 + ahead):
             if depth:
-                x = embedded + reader.of_drafts(hidden[-1].roll(1, dims=1))
-            else:
-                x = embedded + reader(read, segment_ids, known)
-            context = MultiStepPass(segment_ids=segment_ids, scanned=scanned)
+                inputs = reader.of_drafts(hidden[-1].roll(1, dims=1))
+            x = embedded + inputs
+            context = MultiStepPass(rotary, segment_ids, scanned=scanned)
             for layer in cast(list[Layer], self.model.layers):
                 x = layer.forward(x, context)
             hidden.append(self.model.norm(x))

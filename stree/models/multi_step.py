@@ -11,6 +11,9 @@ A Mamba-2 layer needs no state a token for that. Its state after token t of pass
 with a = exp(dt·A), so y^k_t = h^k_t·C^k_t is the scan of pass 0, k tokens later and with the C of
 pass k, and k further products. Token t − j in the conv is that of pass max(k − j, 0).
 
+An attention layer attends in pass k to the keys of pass 0 up to token t − k, and to that of pass
+k − i at token t − i for each i < k (EAGLE-3's training-time test).
+
 Outputs of pass k at the first k tokens of a sequence have no meaning, and affect no others.
 
 Shapes: B rows of a batch, T tokens, H heads, P head dim, S state, C channels.
@@ -53,10 +56,11 @@ class Scanned:
 class MultiStepPass(TrainingPass):
     """One pass over whole sequences.
 
-    `scanned` holds each layer's inputs in the passes so far, by the slot of its cache.
+    `scanned` holds what each layer reads of the passes so far, by the slot of its cache: a scan's
+    inputs, or keys and values.
     """
 
-    scanned: dict[int, list[Scanned]] = field(default_factory=dict)
+    scanned: dict[int, list[Any]] = field(default_factory=dict)
 
     def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         return part(x, self) if slot is None else part.ahead(x, slot, self)
@@ -114,6 +118,38 @@ def scanned_ahead(
     return y.to(last.x.dtype)
 
 
+def attended_ahead(
+    q: Tensor, passes: Sequence[tuple[Tensor, Tensor]], scale: float | None,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    """Return the last pass's attention (B, T, H · P).
+
+    Args:
+        q: (B, T, H, P), the last pass's.
+        passes: Keys and values (B, T, Hkv, P) of all passes.
+        scale: Factor of the scores; None is P^−½.
+        segment_ids: (B, T), numbers of packed samples; None for one sample a row.
+    """
+    depth, heads = len(passes) - 1, q.shape[2]
+    k, v = (_per_head(each, heads) for each in passes[0])
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(-depth)
+    if segment_ids is not None:
+        seen = (seen & (segment_ids[:, :, None] == segment_ids[:, None]))[:, None]
+    of_first = torch.einsum("bthp,bshp->bhts", q, k).masked_fill(~seen, -torch.inf)
+    scores, own = [of_first], []
+    for back in range(depth):
+        key, value = (_per_head(_later(each, back), heads) for each in passes[depth - back])
+        scores.append((q * key).sum(-1).transpose(1, 2)[..., None])
+        own.append(value)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    weights = (torch.cat(scores, -1).to(wide) * factor).softmax(-1).to(v.dtype)
+    y = torch.einsum("bhts,bshp->bthp", weights[..., : q.shape[1]], v)
+    for value, weight in zip(own, weights[..., q.shape[1] :].unbind(-1), strict=True):
+        y = y + weight.transpose(1, 2)[..., None] * value
+    return y.flatten(2)
+
+
 def _later(values: Tensor, count: int) -> Tensor:
     """Shift values (B, T, …) by `count` tokens to later places; the first ones are zero."""
     if not count:
@@ -129,9 +165,12 @@ def _per_head(values: Tensor, num_heads: int) -> Tensor:
 
 def require_ahead(config: HybridConfig) -> None:
     """Raise `UsageError` for a drafter whose layers cannot be trained on several steps."""
-    others = [part for part in MIXERS if part != "mamba" and config.has(part)]
+    known = ("mamba", "attention")
+    others = [part for part in MIXERS if part not in known and config.has(part)]
+    if config.sliding_window:
+        others.append("a sliding window")
     if others:
         raise UsageError(
-            f"model.features.ahead is for drafters of Mamba-2 layers and MLPs, this one has "
-            f"{others[0]}: set it to 0, or take other layers"
+            "model.features.ahead is for drafters of Mamba-2 layers, attention and MLPs, this one "
+            f"has {others[0]}: set it to 0, or take other layers"
         )

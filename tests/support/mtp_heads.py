@@ -79,10 +79,10 @@ def published(head: MtpModel | NemotronHead) -> dict[str, Tensor]:
 
 
 def save_with_head(
-    folder: Path, family: str, seed: int, *, apart: bool = False
+    folder: Path, family: str, seed: int, *, apart: bool = False, vocab: int = VOCAB
 ) -> tuple[PreTrainedModel, MtpModel | NemotronHead]:
     """Save a random target with a random head, in one file or apart in mtp.safetensors."""
-    target = random_reference(family, seed, VOCAB)
+    target = random_reference(family, seed, vocab)
     if family == "nemotron":
         target.config.num_nextn_predict_layers = 1
     target.save_pretrained(folder)

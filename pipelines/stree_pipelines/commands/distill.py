@@ -19,6 +19,7 @@ from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import weights_fingerprint
 from stree.checkpoints.partners import TARGET_WEIGHTS
 from stree.checkpoints.tokenizer import require_same_tokenizer
+from stree.drafters.names import MTP
 from stree.models.config import HybridConfig
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.distillation import Distillation
@@ -53,7 +54,7 @@ class DistillCLI(TrainingCLI):
     def _prepare_data(self, vocab_size: int) -> None:
         super()._prepare_data(vocab_size)
         model = self.options["model"]
-        if model["start_from"] is not None:
+        if model["start_from"] not in (None, MTP):
             remark = require_same_tokenizer(str(self.target_path), model["start_from"])
             if remark:
                 say(remark)

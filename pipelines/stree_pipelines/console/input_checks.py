@@ -13,7 +13,7 @@ from typing import Any
 
 from stree.chat_templates import named_template
 from stree.common.errors import NotFound
-from stree.drafters.names import DrafterName
+from stree.drafters.names import MTP, DrafterName
 from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.data.raw_rows import require_source
@@ -39,6 +39,11 @@ def require_there(looks: Iterable[Look]) -> None:
 def folder(option: str, path: str | os.PathLike[str]) -> Look:
     """Look for the folder of a checkpoint or a cache."""
     return option, partial(_require, Path(path).is_dir, f"no folder {path}")
+
+
+def drafter_folder(option: str, path: str) -> Look:
+    """Look for the folder of a drafter to train on; the target's MTP head has none."""
+    return (option, lambda: None) if path == MTP else folder(option, path)
 
 
 def file(option: str, path: str | Path) -> Look:
@@ -109,7 +114,7 @@ def of_evaluation(
 
 # Inputs in the configuration of a training, by section and name
 TRAINING_INPUTS: dict[tuple[str, str], Callable[[str, str], Look]] = {
-    ("model", "target"): folder, ("model", "start_from"): folder, ("data", "train"): source,
+    ("model", "target"): folder, ("model", "start_from"): drafter_folder, ("data", "train"): source,
     ("data", "valid"): source,
     ("data", "tokenizer"): folder, ("data", "template"): template, ("evaluation", "config"): file,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.mtp import load_mtp, read_mtp_config
 from stree.common.errors import UsageError
+from stree.drafters.names import MTP
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateTap, require_features_of
 from stree.models.model import HybridModel
@@ -74,7 +77,8 @@ class Distillation(Training):
             drafter: architecture of a drafter with random weights; null slices one from the target.
             drafter_layers: the target's layers to copy into a sliced drafter; "first" takes its
                 first recurrent layer, null the first and the last.
-            start_from: folder of a drafter of this target to go on from, with new optimiser state.
+            start_from: folder of a drafter of this target to go on from, with new optimiser state;
+                mtp begins with the target's own head for multi-token prediction.
             features: hidden states of the target that the drafter reads with the tokens
                 (docs/features.md); null is none.
             head: tokens and rank of the drafter's head (docs/losses.md).
@@ -100,14 +104,20 @@ class Distillation(Training):
         self.target_dtype = held_dtype(target_dtype)
         load = load_model if _load is None else _load
         config = drafter_config_of(
-            self.target_config, drafter, drafter_layers, start_from, features, head
+            self.target_config, drafter, drafter_layers, start_from, features, head, target
         )
         require_no_labels_outside(config, ce_weight)
         self.features = features_of(config, features, activation_checkpointing)
         is_sliced = drafter is None and start_from is None
         model = load(target, dtype=loaded_dtype(target_dtype)) if _target is None else _target
         whole: HybridModel | None = None
-        if start_from is not None:
+        if start_from == MTP and _load is not None:
+            whole = HybridModel(read_mtp_config(target).model)
+        elif start_from == MTP:
+            own = load_mtp(target)
+            own.share_ends(model)
+            whole = copy.deepcopy(own).float().train()  # the target's embedding and head stay
+        elif start_from is not None:
             whole = load(start_from).train()
         elif is_sliced:
             whole = slice_drafter(model, drafter_layers, config.feature_layers, config.own_features)
@@ -262,10 +272,12 @@ def drafter_config_of(
     start_from: str | None = None,
     features: FeatureConfig | None = None,
     head: HeadConfig = HeadConfig(),
+    target_folder: str = "",
 ) -> HybridConfig:
     """Build the drafter's architecture from model.drafter, drafter_layers or start_from.
 
-    `features` adds the target's hidden states that it reads, `head` the size of its head.
+    `features` adds the target's hidden states that it reads, `head` the size of its head;
+    `target_folder` has the MTP head to start from.
 
     Raises UsageError when more than one is given, or the target does not go with it.
     """
@@ -276,7 +288,8 @@ def drafter_config_of(
                 "model.start_from names a drafter that is there already: leave model.drafter and "
                 "model.drafter_layers out"
             )
-        config = load_config(start_from)
+        from_mtp = start_from == MTP
+        config = read_mtp_config(target_folder).model if from_mtp else load_config(start_from)
         _require_same_vocabulary(
             f"model.start_from {start_from}", config, target,
             "name a drafter distilled from this target",

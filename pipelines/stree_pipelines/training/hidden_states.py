@@ -30,7 +30,7 @@ class FeatureConfig:
             and the last one.
         own: further down a draft the drafter reads its own last hidden state.
         ahead: number of further passes; the k-th reads each token as the k-th of a draft. For
-            drafters of Mamba-2 layers and MLPs. 0: one pass with features left out.
+            drafters of Mamba-2 layers, attention and MLPs. 0: one pass with features left out.
         ahead_decay: weight of a token as the k-th of a draft, relative to its weight as the one
             before; one pass per token is drawn, with chances in proportion to these weights.
         unknown_share: average share of the tokens that are read without features; null is half of

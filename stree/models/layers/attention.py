@@ -19,6 +19,7 @@ from stree.models.layers.part import (
     TreePass,
     put,
 )
+from stree.models.multi_step import MultiStepPass, attended_ahead
 from stree_kernels import naive, ops
 from stree_kernels.contracts import CacheState, Stream, Topology
 
@@ -75,6 +76,13 @@ class Attention(Mixer):
     def forward(self, x: Tensor, context: TrainingPass, adapters: Adapters = None) -> Tensor:
         q, k, v = self._project(x, context, adapters)
         return self._finish(self._attend(q, k, v, context), x)
+
+    def ahead(self, x: Tensor, slot: int, context: MultiStepPass) -> Tensor:
+        """Run one of the passes of `stree.models.multi_step`."""
+        q, k, v = self._project(x, context, None)
+        passes = [*context.scanned.get(slot, []), (k.transpose(1, 2), v.transpose(1, 2))]
+        context.scanned[slot] = passes
+        return self._finish(attended_ahead(q, passes, self.scale, context.segment_ids), x)
 
     def extend(
         self, x: Tensor, cache: AttentionCache, context: PrefillPass, adapters: Adapters = None

@@ -77,3 +77,13 @@ def _frequencies(
         wanted = "wanted 'default', 'llama3' or 'yarn'"
         raise UsageError(f"rope type {kind!r} is not supported, {wanted}")
     return F.pad(frequencies, (0, pairs - rotated // 2)).to(device)
+
+
+def positions_of(tokens: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """Return the positions (B, T) of tokens (B, T), anew from 0 with each packed sample."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if segment_ids is None:
+        return positions
+    starts = torch.ones_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return positions - torch.where(starts, positions, 0).cummax(1).values

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.mtp import load_mtp
+from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import HybridModel
 from stree_pipelines.commands import distill
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
-from stree_pipelines.training.hidden_states import FeatureConfig, default_layers
+from stree_pipelines.training.hidden_states import FeatureConfig, default_layers, features_of
 
 TARGET = HybridConfig(**ARCHITECTURE)
 DRAFTER = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
@@ -134,8 +137,8 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
         with pytest.raises(UsageError, match=rf"model\.features\.{next(iter(wrong))}"):
             FeatureConfig(**wrong).require_sensible()
     ahead = FeatureConfig(ahead=2)
-    with pytest.raises(UsageError, match="Mamba-2 layers and MLPs, this one has attention"):
-        Distillation(target, drafter_layers=[0, 1], features=ahead)
+    with pytest.raises(UsageError, match="attention and MLPs, this one has a sliding window"):
+        features_of(DRAFTER.reading((0,), TARGET).replace(sliding_window=4), ahead, False)
     with pytest.raises(UsageError, match="activation_checkpointing"):
         Distillation(target, features=ahead, activation_checkpointing=True)
 
@@ -217,6 +220,28 @@ def test_passes_ahead_train_and_their_drafter_decodes(workspace, tmp_path):
     target = load_model(workspace / "target", dtype=torch.float64)
     drafter = load_model(tmp_path / "drafter" / "latest", dtype=torch.float64)
     assert drafter.config.own_features and drafter.config.feature_layers == (0, 2, 3)
+    generation = GenerationConfig(16, ignore_eos=True)
+    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
+    assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+
+
+def test_an_mtp_head_is_trained_on_for_trees(workspace, tmp_path):
+    save_with_head(tmp_path / "target", "qwen3_5", 0, vocab=TARGET.vocab_size)
+    load_tokenizer(workspace / "target").save_pretrained(tmp_path / "target")
+    target = load_model(tmp_path / "target", dtype=torch.float64)
+    distill.main(distill_arguments(
+        workspace, tmp_path / "run", "--model.target", str(tmp_path / "target"),
+        "--model.start_from", "mtp", "--model.features.ahead", "2", "--model.features.own", "true",
+        "--model.features.layers", f"[{target.config.num_layers - 1}]",
+        "--model.optimizer.lr", "0.01", steps=12,
+    ))
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path / "run") if row["loss"]]
+    assert losses[-1] < 0.95 * losses[0]
+    drafter = load_model(tmp_path / "run/drafter/latest", dtype=torch.float64)
+    begun = load_mtp(tmp_path / "target", dtype=torch.float64)
+    assert drafter.config.fused_inputs
+    moved = drafter.model.features.proj.weight - begun.model.features.proj.weight
+    assert 0 < moved.abs().max() < 0.3  # it began with the head
     generation = GenerationConfig(16, ignore_eos=True)
     got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
     assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens

@@ -19,6 +19,7 @@ from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.layers.part import TrainingPass
+from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.dynamic import DynamicTreeBatch
@@ -314,9 +315,11 @@ def hidden_one_by_one(drafter, tokens, read, ahead):
             drafted = inputs[:, : at + 1].clone()
             for back in reversed(range(depth)):
                 drafted[:, at - back] = reader.of_drafts(wanted[depth - back - 1, at - back - 1])
-            x = drafter.model.embed_tokens(torch.tensor([tokens[: at + 1]])) + drafted
+            first = at and reader.skips_first
+            x = (drafter.model.embed(torch.tensor([tokens[: at + 1]])) + drafted)[:, first:]
+            rotary = drafter._rotary(torch.arange(x.shape[1])[None])
             for layer in drafter.model.layers:
-                x = layer(x, TrainingPass())
+                x = layer(x, TrainingPass(rotary))
             wanted[depth, at] = drafter.model.norm(x)[0, -1]
     return wanted
 
@@ -324,10 +327,24 @@ def hidden_one_by_one(drafter, tokens, read, ahead):
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"repeat_before_conv": True}], ids=["", "repeated"])
 def test_passes_ahead_are_drafts_from_every_token(changes, own):
-    target, drafter = recurrent(own, **changes)
+    require_passes_ahead(*recurrent(own, **changes))
+
+
+def test_passes_ahead_of_attention(target, drafter):
+    """A drafter with attention and Mamba-2, and an MTP head, which reads no first token."""
+    own = HybridModel(drafter.config.replace(own_features=True)).double().eval()
+    own.load_state_dict(drafter.state_dict(), strict=False)
+    own.model.features.own_gain.weight.data.copy_(drafter.model.features.gain.weight)
+    assert own.config.has("attention") and own.config.has("mamba")
+    require_passes_ahead(target, own)
+    head = HybridModel(target.config.mtp_head(["attention mlp"])).double().eval()
+    require_passes_ahead(target, head, 1)
+
+
+def require_passes_ahead(target, drafter, skipped=0):
     torch.manual_seed(6)
     ahead, first, second = 5, torch.randint(61, (13,)).tolist(), torch.randint(61, (9,)).tolist()
-    features = HiddenStateTap(FEATURE_LAYERS)
+    features = HiddenStateTap(drafter.config.feature_layers)
     packed, segments = torch.tensor([first + second]), torch.tensor([[0] * 13 + [1] * 9])
     target.hidden_states(packed, segments, features=features)
     with torch.no_grad():
@@ -336,7 +353,8 @@ def test_passes_ahead_are_drafts_from_every_token(changes, own):
             part = slice(start, start + len(tokens))
             wanted = hidden_one_by_one(drafter, tokens, features.values[:, part], ahead)
             for depth, (got, want) in enumerate(zip(passes, wanted, strict=True)):
-                assert torch.allclose(got[0, part][depth:], want[depth:], atol=1e-9)
+                begin = depth + skipped
+                assert torch.allclose(got[0, part][begin:], want[begin:], atol=1e-9)
 
 
 def paths_of(tree_batch, row, tokens):
