@@ -53,6 +53,7 @@ class DiesAfter:
         return decoder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("survived", quick_first([(12,)], [(0,), (5,), (22,)]))
 def test_killed_and_resumed_gives_the_same_rows(world, tmp_path, survived, complete):
     settings = settings_for(world, tmp_path, temperatures=(0.0, 1.0))
