@@ -279,7 +279,6 @@ FAR = [  # in one or two blocks of a head
     ("part of a block", TokenTree.chain(2), torch.bfloat16, True),
     ("part of a block", comb(9), torch.float32, False),
     ("odd", TokenTree.paper(), torch.bfloat16, False),
-    ("grouped", comb(20), torch.float32, False),
 ]
 LONG_FAR = [
     ("grouped", TokenTree.chain(17), torch.float32, True),
@@ -296,7 +295,10 @@ def far_states(monkeypatch, shape):
     monkeypatch.setattr(streamed_scan, "device_of", lambda _: (1, streamed_scan.SHARED_BYTES))
 
 
-@pytest.mark.parametrize("name, tree, dtype, as_chain", quick_first(FAR, LONG_FAR))
+@pytest.mark.parametrize("name, tree, dtype, as_chain", [
+    *quick_first(FAR, LONG_FAR),
+    pytest.param("grouped", comb(20), torch.float32, False, marks=pytest.mark.costly),
+])
 def test_the_scan_advances_states_that_are_far(name, tree, dtype, as_chain, monkeypatch):
     paths = [tree.path_to(tree.num_nodes - 1), [], [0]]
     near = steered_twice(MAMBA[name], tree, paths, dtype, as_chain)

@@ -22,7 +22,7 @@ from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
 TREES = [
     TokenTree.chain(3), TokenTree.paper(), TokenTree.load("beam-3-3-9"),
-    TokenTree.load("dyspec-3-3-9"), TokenTree.load("expand-3-2-1"),
+    TokenTree.load("dyspec-3-3-9"),
 ]
 SETTINGS = [
     GenerationConfig(temperature=1.0, repetition_penalty=1.8),

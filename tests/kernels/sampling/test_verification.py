@@ -177,7 +177,10 @@ QUICK = {"no residual", "one sibling forgotten", "what passes below a node is no
 @in_the_interpreter
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.long) for each in MISTAKES],
+    [
+        pytest.param(each, marks=pytest.mark.costly if each in QUICK else pytest.mark.long)
+        for each in MISTAKES
+    ],
 )
 def test_planted_mistake_is_caught(mistake, monkeypatch, tmp_path):
     line, instead, rule = MISTAKES[mistake]

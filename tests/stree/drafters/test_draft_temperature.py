@@ -92,7 +92,9 @@ def test_drafts_are_the_best_with_noise_at_their_own_temperature(dtype):
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
-@pytest.mark.parametrize("tree", ["chain-3", "dyspec-2-3-5", "paper"])
+@pytest.mark.parametrize(
+    "tree", [pytest.param("chain-3", marks=pytest.mark.costly), "dyspec-2-3-5", "paper"]
+)
 def test_greedy_texts_are_plain_decodings(tree, verifier, captured_on_cpu):
     """Rows of all temperatures decode together; some greedy drafts are not the best tokens."""
     target, drafts = tiny_model(1), tiny_model(1)
