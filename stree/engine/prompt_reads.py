@@ -82,7 +82,7 @@ class PromptReads:
     ) -> list[tuple[int, int]]:
         """Divide the tokens from `start` to `stop` where a prefix to keep ends between them."""
         end = sequence.num_to_keep
-        is_inside = self.limits.num_prefixes and start < end < stop
+        is_inside = start < end < stop and self.prefixes.has_room_for(end)
         return [(start, end), (end, stop)] if is_inside else [(start, stop)]
 
     def _take_over(self, row: int, sequence: RunningSequence, shared: SharedPrompt) -> Read:

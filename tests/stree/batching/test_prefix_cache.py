@@ -211,6 +211,12 @@ def test_prefixes_stay_within_their_bytes(drafts):
     assert held() <= each + 20 * token
     assert reused([9] * 40) == 0  # too long ever to be kept: what is there stays
     assert reused([7, 7, 7], keep=False) == 2
+    row = decoder.admit(Request([5, 3, 2, 4], GenerationConfig(1), keep_prompt=True,
+                                messages_end=2))
+    sequence = decoder.scheduler.taken(row)
+    assert decoder.scheduler.reads_to_prepare(sequence)[0] == [(0, 2), (2, 4)]
+    decoder.limit_prefixes(0)  # nor is a prompt divided where nothing is kept
+    assert decoder.scheduler.reads_to_prepare(sequence)[0] == [(0, 4)]
 
 
 @pytest.mark.parametrize("drafts", [False, True])
