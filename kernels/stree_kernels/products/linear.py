@@ -10,9 +10,6 @@ Every multiprocessor reads all rows of the inputs. If these are larger than its 
 and a norm follows, a share has more outputs and a part of the inputs; the norm adds up the parts
 (`linear_parts`).
 
-A weight in 8 bits is converted in registers to the type of the inputs, which is exact for e4m3.
-Sums are fp32; a scale multiplies the sum over its inputs.
-
 More rows, more outputs than a share can hold, and 32-bit numbers are left to NVIDIA's libraries.
 PyTorch gives a product to cuBLAS, and one with a bias to cuBLASLt, which chooses among other
 kernels: faster ones for some dozens of rows where cuBLAS would split the sum.
@@ -29,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Scaled
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import activated, gated_by
 
@@ -60,14 +56,6 @@ TILINGS = {  # for few rows or not, with SwiGLU or not
     (False, False): Tiling(16384, 4, 8),
     (False, True): Tiling(16384, 3, 8, inputs_apart=True),
 }
-# The same for weights in 8 bits: chosen by what fits, not yet by time on a GPU
-TILINGS_IN_8_BITS = {
-    (True, False): Tiling(8192, 8, 4),
-    (True, True): Tiling(16384, 4, 8),
-    (False, False): Tiling(16384, 6, 8),
-    (False, True): Tiling(16384, 4, 8, inputs_apart=True),
-}
-LEAST_GROUP = 16  # inputs of a step, and so of a scale
 MAX_SHARE_OUTPUTS = 128  # of a share
 PARTS = (4, 2)  # of a sum, in order of preference
 MIN_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the product gains
@@ -84,22 +72,15 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     multiprocessors, _ = device_of(x)
-    if serves(x, weight):
-        return by_shares(x, weight, outputs)
+    is_wide = rows <= MAX_ROWS_GATED and outputs >= rows * multiprocessors
+    enough = rows <= MAX_ROWS_SHARED or is_wide
+    if enough and _fits(x, weight, outputs):
+        return _by_shares(x, weight, outputs)
     by_lt = outputs <= inputs or outputs > MAX_SHARE_OUTPUTS * multiprocessors
     if x.element_size() == 2 and LT_ROWS[0] <= rows <= LT_ROWS[1] and by_lt:
         result = torch.addmm(_zeros(outputs, x.dtype, x.device), x.flatten(0, -2), weight.t())
         return result.unflatten(0, x.shape[:-1])
     return F.linear(x, weight)
-
-
-def serves(x: Tensor, weight: Tensor | Scaled) -> bool:
-    """Return True if rows are few enough for a product by shares."""
-    outputs, inputs = weight.shape
-    rows, (multiprocessors, _) = x.numel() // inputs, device_of(x)
-    is_wide = rows <= MAX_ROWS_GATED and outputs >= rows * multiprocessors
-    enough = rows <= MAX_ROWS_SHARED or is_wide
-    return enough and fits(x, weight, outputs)
 
 
 def laid(weight: Tensor) -> Tensor:
@@ -109,51 +90,38 @@ def laid(weight: Tensor) -> Tensor:
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `naive.linear_wide`, by shares if rows are few."""
-    outputs = len(weight)
-    rows = x.numel() // x.shape[-1]
-    if rows <= MAX_ROWS_GATED and x.dtype == weight.dtype and fits(x, weight, outputs):
-        return by_shares(x, weight, outputs, dtype=torch.float32)
+    outputs, rows = len(weight), x.numel() // x.shape[-1]
+    if rows <= MAX_ROWS_GATED and x.dtype == weight.dtype and _fits(x, weight, outputs):
+        return _by_shares(x, weight, outputs, dtype=torch.float32)
     return F.linear(x.float(), weight.float())
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `naive.linear_parts`, in several parts for more than `MAX_ROWS_SHARED` rows."""
-    parts = parts_of(x, weight)
-    if parts is not None:
-        return by_shares(x, weight, len(weight), parts=parts)
-    return linear(x, weight)[None]
-
-
-def parts_of(x: Tensor, weight: Tensor | Scaled) -> int | None:
-    """Return the number of parts of a sum over the inputs; None for a sum that stays whole."""
     outputs, inputs = weight.shape
     multiprocessors, _ = device_of(x)
-    if MAX_ROWS_SHARED < x.numel() // inputs <= MAX_ROWS_GATED and fits(x, weight, outputs):
+    if MAX_ROWS_SHARED < x.numel() // inputs <= MAX_ROWS_GATED:
         for parts in PARTS:
             wide_enough = outputs <= multiprocessors // parts * MAX_SHARE_OUTPUTS
-            if wide_enough and inputs >= parts * MIN_SPAN:
-                return parts
-    return None
+            if wide_enough and inputs >= parts * MIN_SPAN and _fits(x, weight, outputs):
+                return _by_shares(x, weight, outputs, parts=parts)
+    return linear(x, weight)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `naive.linear_swiglu`, by shares if rows are few."""
-    if serves_swiglu(x, weight):
-        return by_shares(x, weight, len(weight) // 2, gated="swiglu")
+    outputs = weight.shape[0] // 2
+    if x.numel() // x.shape[-1] <= MAX_ROWS_GATED and _fits(x, weight, outputs):
+        return _by_shares(x, weight, outputs, gated="swiglu")
     return activated(linear(x, weight), "swiglu")
-
-
-def serves_swiglu(x: Tensor, weight: Tensor | Scaled) -> bool:
-    """Return True if rows are few enough for gate, up and SwiGLU by shares."""
-    return x.numel() // x.shape[-1] <= MAX_ROWS_GATED and fits(x, weight, weight.shape[0] // 2)
 
 
 def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
     """Compute `naive.linear_adapted`, in one launch if rows are few; kind is one with a gate."""
     outputs, rank = weight.shape[0] // 2, up.shape[1]
     few = x.numel() // x.shape[-1] <= MAX_ROWS_GATED and rank <= MAX_RANK
-    if few and fits(x, weight, outputs) and low.is_contiguous() and up.is_contiguous():
-        return by_shares(x, weight, outputs, gated=kind, adapter=(low, up))
+    if few and _fits(x, weight, outputs) and low.is_contiguous() and up.is_contiguous():
+        return _by_shares(x, weight, outputs, gated=kind, adapter=(low, up))
     return activated(linear(x, weight) + linear(low, up), kind)
 
 
@@ -172,29 +140,16 @@ def mixed_precision_of(dtype: torch.dtype) -> str:
     return {torch.float32: "tf32x3", torch.bfloat16: "in two", torch.float16: "tf32"}[dtype]
 
 
-def fits(x: Tensor, weight: Tensor | Scaled, outputs: int) -> bool:
-    """Return True if shares of a weight with so many outputs fit a multiprocessor."""
+def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
     multiprocessors, shared_bytes = device_of(x)
     return (
-        x.element_size() == 2 and x.is_contiguous() and _lies_in_order(weight)
+        x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
         and 1 < outputs <= MAX_SHARE_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
     )
 
 
-def _lies_in_order(weight: Tensor | Scaled) -> bool:
-    if isinstance(weight, Tensor):
-        return weight.is_contiguous()
-    in_order = weight.values.is_contiguous() and weight.scale.is_contiguous()
-    return in_order and step_of(weight) >= LEAST_GROUP
-
-
-def step_of(weight: Scaled) -> int:
-    """Return the most inputs, a power of two, by which steps over the inputs keep to one scale."""
-    return 256 if weight.scale.shape[1] == 1 else weight.group & -weight.group
-
-
-def by_shares(
-    x: Tensor, weight: Tensor | Scaled, outputs: int, *, gated: str | None = None, parts: int = 1,
+def _by_shares(
+    x: Tensor, weight: Tensor, outputs: int, *, gated: str | None = None, parts: int = 1,
     adapter: tuple[Tensor | None, Tensor | None] = (None, None), dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute a product by shares.
@@ -204,11 +159,6 @@ def by_shares(
     inputs = x.shape[-1]
     assert inputs == weight.shape[1]
     rows = x.numel() // inputs
-    if isinstance(weight, Scaled):
-        values, scale, groups = weight.values, weight.scale, weight.scale.shape[1]
-        tilings, step = TILINGS_IN_8_BITS, step_of(weight)
-    else:
-        values, scale, tilings, step, groups = weight, None, TILINGS, 256, 1
     if parts == 1:
         out = x.new_empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype)
     else:
@@ -216,22 +166,19 @@ def by_shares(
     share = triton.cdiv(outputs, device_of(x)[0] // parts)
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
-    tiling = tilings[rows <= MAX_ROWS_SHARED, gated is not None]
-    block_inputs, tensors = min(step, tiling.weights // block_outputs), 1 if gated is None else 2
+    tiling = TILINGS[rows <= MAX_ROWS_SHARED, gated is not None]
+    block_inputs, tensors = min(256, tiling.weights // block_outputs), 1 if gated is None else 2
     rank = 0 if adapter[1] is None else adapter[1].shape[1]
-    size = values.element_size()
-    stage = size * block_inputs * block_outputs * tensors
-    inputs_stage = 2 * block_inputs * block_rows
+    stage, inputs_stage = (2 * block_inputs * n for n in (block_outputs * tensors, block_rows))
     if tiling.inputs_apart:
         most_stages = (STAGE_BYTES - inputs_stage) // stage
     else:
         most_stages = STAGE_BYTES // (stage + inputs_stage)
     span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
     ahead = PREFETCHED_BYTES // (CHUNK.value * block_outputs * tensors)
-    whole = inputs % 16 == 0 and ahead * CHUNK.value <= size * (inputs - (parts - 1) * span)
+    whole = inputs % 16 == 0 and ahead * CHUNK.value <= 2 * (inputs - (parts - 1) * span)
     share_kernel[(triton.cdiv(outputs, share), parts)](
-        x, values, scale, out, rows, outputs, inputs, groups, share, span, *adapter,
-        GROUP=inputs // groups if groups > 1 else None,
+        x, weight, out, rows, outputs, inputs, share, span, *adapter,
         RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
         PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
         AHEAD=ahead if whole else 0,
@@ -258,8 +205,8 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def share_kernel(
-    x, weight, scale, out, rows, outputs, inputs, groups, share, span, low, up,
-    GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, AHEAD: tl.constexpr,
+    x, weight, out, rows, outputs, inputs, share, span, low, up,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, AHEAD: tl.constexpr,
     PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -290,15 +237,6 @@ def share_kernel(
         ask_for(rows_at, AHEAD)
         if GATED is not None:
             ask_for(rows_at + to_up, AHEAD)
-    if scale is not None:
-        scale += output * groups
-        to_up_scale = outputs * groups
-        group = 0
-        if GROUP is not None:
-            group = begin // GROUP
-        factor = scales_of(scale + group, mine)
-        if GATED is not None:
-            up_factor = scales_of(scale + to_up_scale + group, mine)
     follow(OVERLAPS)
     if INPUTS_APART:  # the compiler stages only what is loaded where it is used
         values = input_tile(to_x, begin + k, end, known)
@@ -309,27 +247,12 @@ def share_kernel(
         if INPUTS_APART:
             later = input_tile(to_x, start + BLOCK_INPUTS + k, end, known)
         # (outputs, rows) += (outputs, inputs) @ (inputs, rows)
-        term = product(numbers_of(tile, values.dtype), values, PRECISION)
-        if GROUP is not None:
-            term *= factor
-        sums += term
+        sums += product(tile, values, PRECISION)
         if GATED is not None:
             tile = weight_tile(weight + to_up, start + k, end, mine)
-            term = product(numbers_of(tile, values.dtype), values, PRECISION)
-            if GROUP is not None:
-                term *= up_factor
-            ups += term
+            ups += product(tile, values, PRECISION)
         if INPUTS_APART:
             values = later
-        if GROUP is not None:  # the next step's scales, which arrive meanwhile
-            group = tl.minimum(start + BLOCK_INPUTS, inputs - 1) // GROUP
-            factor = scales_of(scale + group, mine)
-            if GATED is not None:
-                up_factor = scales_of(scale + to_up_scale + group, mine)
-    if scale is not None and GROUP is None:
-        sums *= factor
-        if GATED is not None:
-            ups *= up_factor
     if low is not None:
         r = tl.arange(0, BLOCK_RANK)
         values = input_tile(low + row[None, :] * RANK, r, RANK, known)
@@ -363,21 +286,6 @@ def weight_tile(weight, k, end, mine):
     """Load a tile that is read once a call, without evicting other values from the L2 cache."""
     mask = mine[:, None] & (k < end)[None, :]
     return tl.load(weight + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def scales_of(scale, mine):
-    return tl.load(scale, mask=mine, other=0.0)[:, None]
-
-
-@triton.jit
-def numbers_of(tile, dtype: tl.constexpr):
-    """Return a weight's tile as numbers of the inputs' type, if it is in 8 bits."""
-    if tile.dtype == tl.float8e4nv:
-        # Through fp32: from fp16 to bf16 in one step takes four times as long
-        return tile.to(tl.float16).to(tl.float32).to(dtype)
-    else:
-        return tile
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def test_parts_and_swiglu(rows, groups):
     x = normal(*rows, inputs, dtype=dtype)
     weight = poisoned(in_groups(normal(200, inputs, seed=1), groups * 8))
     parts = scaled_products.linear_parts(x, weight)
-    assert (len(parts) > 1) == (16 < math.prod(rows) <= 64)
+    assert (len(parts) > 1) == (math.prod(rows) <= 16)
     wanted = naive.linear(x.double(), weight)
     assert relative_error(parts.sum(0), wanted) < ROUNDINGS * TOLERANCE[dtype]
     got = scaled_products.linear_swiglu(x, weight)
