@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from stree.checkpoints.load_save import load_model
-from stree.checkpoints.mtp import load_mtp
+from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.mtp import load_mtp, read_mtp_config
 from stree.checkpoints.tokenizer import encode_text, load_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import read_text
@@ -19,6 +19,7 @@ from stree.drafters import SiblingSampling
 from stree.drafters.cross_tokenizer import CrossTokenizerSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
+from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 
 _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<corpus>.+))?)?", re.S)
@@ -183,6 +184,12 @@ class DrafterName:
         if self.mtp:
             return load_mtp(target, device, dtype)
         return None if self.folder is None else load_model(self.folder, device, dtype)
+
+    def config(self, target: str | os.PathLike[str]) -> HybridConfig | None:
+        """Return the config of the model of `load`, that of an MTP head with a single token."""
+        if self.mtp:  # embedding and head are the target's
+            return read_mtp_config(target).model.replace(vocab_size=1)
+        return None if self.folder is None else load_config(self.folder)
 
     def make(
         self, model: HybridModel | None, tokenizer: Any, target: HybridModel | None = None

@@ -23,7 +23,6 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config, load_model
-from stree.checkpoints.mtp import read_mtp_config
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer, tokens_sha256
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
@@ -259,10 +258,9 @@ def describe(
     tree_policy = generation.tree_policy
     nodes = tree_policy.largest.num_nodes
     drafter = DrafterName.parse(options["drafter"] or "ngram")
-    folders = {"target": options["target"], "drafter": drafter.folder}
-    models = {name: load_config(each) for name, each in folders.items() if each}
-    if drafter.mtp:  # which has the target's embedding and head
-        models["drafter"] = read_mtp_config(options["target"]).model.replace(vocab_size=1)
+    models = {"target": load_config(options["target"])}
+    if (config := drafter.config(options["target"])) is not None:
+        models["drafter"] = config
     parts: dict[str, int] = {}
     for name, config in models.items():
         print(model_line(name, config))

@@ -198,7 +198,8 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
     target = load_config(settings.target)
     # A folder's model is loaded again for another name, such as FOLDER+ngram
     names = [each.name for each in dict.fromkeys(job.drafter for job in jobs if job.drafter)]
-    drafters = [(name, load_config(name.folder)) for name in names if name.folder is not None]
+    models = [(name, name.config(settings.target)) for name in names]
+    drafters = [(name, config) for name, config in models if config is not None]
     configs = [config for _, config in drafters]
     largest = max(configs, key=lambda config: config.d_model * config.num_layers, default=None)
     methods = {job.decoder_key[1]: job for job in jobs}
@@ -210,8 +211,9 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
         weights = sum(num_parameters(config) for config in configs)
         parts["drafters"] = decoders.dtype.itemsize * weights
         del parts["drafter"]
-    if heads := sum(head_in_8_bits_bytes(config) for name, config in drafters if name.float8):
-        parts["heads in 8 bits"] = heads
+    heads = [target if name.mtp else config for name, config in drafters if name.float8]
+    if heads:
+        parts["heads in 8 bits"] = sum(map(head_in_8_bits_bytes, heads))
 
     def of_caches(*configs: HybridConfig) -> int:
         sizes = (cache_bytes(each, decoders.max_length, 1, decoders.dtype) for each in configs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from mtp_heads import save_with_head
 from tiny_evaluation import export, quiet, settings_for
 
 import stree
 from stree import GenerationConfig, TokenTree
 from stree.checkpoints.load_save import load_config
-from stree.common.errors import NotFound, UsageError
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree_pipelines.evaluation.estimates import memory_of
@@ -98,6 +100,22 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
+def test_the_targets_own_mtp_head_is_evaluated(world, tmp_path):
+    target = tmp_path / "target"
+    save_with_head(target, "qwen3_5", 0, vocab=320)
+    load_tokenizer(world / "target").save_pretrained(target)
+    chosen = settings_for(world, tmp_path / "out", target=str(target), limit=1)
+    evaluation = quiet(chosen)
+    rows = evaluation.evaluate("float8:mtp")
+    assert [row.checkpoint for row in rows] == [None, "float8:mtp", "float8:mtp"]
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+    parts = memory_of(evaluation, evaluation.plan("float8:mtp")).parts
+    config = load_config(target)
+    assert parts["heads in 8 bits"] == config.vocab_size * config.d_model and parts["drafter"]
+    with pytest.raises(CheckpointRefused, match="no MTP head is known"):
+        quiet(settings_for(world, tmp_path / "other")).plan("mtp")
+
+
 @pytest.mark.costly
 def test_siblings_drawn_otherwise_have_rows_of_their_own(world, tmp_path):
     """Greedy ones have the same τ; what sampling accepts is their own."""
@@ -141,6 +159,10 @@ def test_load_takes_the_same_names(world, corpus):
 FORMS = {
     "a/b": DrafterName("a/b"),
     "ngram:6": DrafterName(None, 6),
+    "mtp": DrafterName(None, mtp=True),
+    "float8:top:mtp+ngram:4": DrafterName(
+        None, 4, float8=True, siblings=SiblingSampling.DETERMINISTIC, mtp=True
+    ),
     "a/b+ngram:4,c,d.txt": DrafterName("a/b", 4, "c,d.txt"),
     "float8:a/b": DrafterName("a/b", float8=True),
     "float8:a/b+ngram:4": DrafterName("a/b", 4, float8=True),

@@ -24,7 +24,6 @@ from stree.checkpoints.load_save import load_model
 from stree.checkpoints.mtp import load_mtp
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
-from stree.drafters.names import DrafterName
 from stree.models.hidden_states import HiddenStateTap
 from stree.trees.token_tree import as_tree
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
@@ -258,11 +257,3 @@ def test_both_entrances_take_it_by_its_name(name, tmp_path, monkeypatch):
 def test_a_model_without_a_checkpoint_has_no_head_to_load():
     with pytest.raises(UsageError, match="not loaded from one: load it by from_pretrained"):
         stree.from_transformers(random_reference(*DENSE), "mtp")
-
-
-def test_names():
-    for name in ("mtp", "float8:temperature=0.6:mtp", "independent:mtp", "mtp+ngram:4"):
-        parsed = DrafterName.parse(name)
-        assert parsed.mtp and parsed.folder is None and not parsed.is_plain
-        assert str(parsed) == parsed.shown("folder") == name
-    assert DrafterName.parse("./mtp").folder == "./mtp"
