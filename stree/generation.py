@@ -62,14 +62,14 @@ class GenerationConfig:
             0.00001 to 100000; 1 is off.
         num_return_sequences: Sampled answers to each prompt, which is read once. The first has the
             seed of one answer alone, the others' seeds follow from it.
-        logprobs: Return the log-probabilities of each new token and of so many best tokens in its
+        logprobs: Return the log-probabilities of each new token and of this many best tokens in its
             place (`GenerationOutput.logprobs`); 0 is the new token's alone, None is none.
         presence_penalty: Subtracted from the logit of each token that the answer so far has. The
             prompt does not count, here and for frequency_penalty; 0 is off.
         frequency_penalty: Subtracted from the logit of each token as many times as the answer so
             far has it; 0 is off.
         logit_bias: Added to the logits of tokens, by their ids; −inf leaves a token out.
-        min_new_tokens: No token that ends the answer (`eos_token_id`) comes before so many others.
+        min_new_tokens: Number of tokens before any that ends the answer (`eos_token_id`).
         bad_words_ids: Sequences of tokens that do not come up in the answer, also where the prompt
             begins them. As in `transformers`, one that only is a token which ends the answer is
             passed over.

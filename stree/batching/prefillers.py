@@ -48,7 +48,7 @@ class EagerPrefill:
         return []
 
 
-class Called:
+class PromptCall:
     """Stand-in for `CudaGraph` whose replay calls the function."""
 
     def __init__(self, device: torch.device, function: Callable[[], Any], beside: Any) -> None:
@@ -61,7 +61,7 @@ class ChunkedPrefill:
     A chunk is one call over a tree that is a chain (`stree.models.chunk_pass`): a host takes longer
     to start a whole prompt's operations than the device to do them.
 
-    capture makes the object that replays a chunk's call: `CudaGraph`, or `Called`.
+    capture makes the object that replays a chunk's call: `CudaGraph`, or `PromptCall`.
     """
 
     def __init__(self, capture: CaptureType) -> None:

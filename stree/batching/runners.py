@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.batching.prefillers import Called, ChunkedPrefill, EagerPrefill
+from stree.batching.prefillers import ChunkedPrefill, EagerPrefill, PromptCall
 from stree.batching.state import BatchState
 from stree.batching.step import Step, StepInputs
 from stree.common.host_copy import AsyncHostCopy, HostCopy
@@ -55,7 +55,7 @@ class EagerRunner:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reports: deque[Tensor] = deque()
-        self.prefiller = ChunkedPrefill(Called) if _on_gpu(step) else EagerPrefill()
+        self.prefiller = ChunkedPrefill(PromptCall) if _on_gpu(step) else EagerPrefill()
         self.done: set[Hashable] = set()
         self.weights = Weights(step)
 

@@ -31,7 +31,7 @@ def holding(path: Path, wait: bool = False, shared: bool = False) -> Iterator[bo
 
     Yields False where it cannot be locked: not there, a link, or on a filesystem without locks. A
     `shared` lock keeps out those alone that do not share it. Raises BlockingIOError when another
-    holds it, unless told to `wait`.
+    holds it, unless `wait` is true.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

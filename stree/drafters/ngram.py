@@ -25,7 +25,7 @@ from stree.models.layer_caches import Which, fill
 from stree.models.model import HybridModel
 from stree.trees.tree_batch import TreeBatch
 from stree_kernels import ops
-from stree_kernels.naive.sampling.ngrams import NOTHING, Seen, TreesToFill, look
+from stree_kernels.naive.sampling.ngrams import NOTHING, MatchedTexts, TreesToFill, look
 
 NUM_PLACES = 16  # places of a corpus that a step looks at, for each number of matching tokens
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no token's part of a key is lost
@@ -59,7 +59,7 @@ class NGram:
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> NGramDrafter | GraftingDrafter:
         """Return the drafter of a decoder of `num_rows` rows."""
-        text = Text(
+        text = RowTexts(
             self.context, torch.as_tensor(self.corpus, dtype=torch.long), num_rows, max_length,
             target.config.vocab_size, target.device,
         )
@@ -121,7 +121,7 @@ class Corpus:
         return ((ends + 3) * self._powers).cumsum(1)
 
 
-class Text:
+class RowTexts:
     """The certain text of each row, and the search for continuations in it and in a corpus.
 
     All tensors are static, so that steps which draft from it can be captured.
@@ -179,7 +179,7 @@ class Text:
         place = (self.start + rows.position[:, None]).clamp(min=self.start - 1)
         return self.slots[: len(rows.active)].gather(1, place).clamp(min=0)
 
-    def look(self, rows: BatchState, reach: int) -> Seen:
+    def look(self, rows: BatchState, reach: int) -> MatchedTexts:
         """Compare all slots with each row's last tokens, for trees of depth `reach`."""
         return look(*self._slots(rows, reach))
 
@@ -226,7 +226,7 @@ class NGramDrafter(Drafter):
     drawn = SiblingSampling.DETERMINISTIC
     capturable = True
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: RowTexts) -> None:
         self.text = text
 
     @property
@@ -259,7 +259,7 @@ class GraftingDrafter(ModelDrafter):
     reads_alongside = False  # the text reads the tokens, too
 
     def __init__(
-        self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,
+        self, model: HybridModel, text: RowTexts, num_rows: int, max_length: int, max_nodes: int,
         siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT,
         temperature: float | None = None,
     ) -> None:

@@ -74,7 +74,7 @@ class TokenTree:
     @classmethod
     def chain(cls, num_drafts: int, name: str | None = None) -> TokenTree:
         """Return a root followed by a chain of `num_drafts` ≥ 0 drafts."""
-        if num_drafts >= MAX_NODES:  # before so many nodes are made
+        if num_drafts >= MAX_NODES:  # before their nodes are made
             raise UsageError(f"a chain of {num_drafts} drafts, wanted at most {MAX_NODES - 1}")
         return cls(tuple(range(-1, num_drafts)), name or f"chain-{num_drafts}")
 

@@ -12,7 +12,7 @@ from lanes import quick_first
 from mtp_heads import save_with_head
 from watched import watch
 
-from stree.batching.prefillers import Called, ChunkedPrefill
+from stree.batching.prefillers import ChunkedPrefill, PromptCall
 from stree.batching.runners import EagerRunner
 from stree.batching.state import BatchState
 from stree.checkpoints.load_save import load_model
@@ -74,7 +74,7 @@ def test_families(tmp_path, fused, family):
 def test_an_mtp_head(tmp_path, fused, monkeypatch):
     """It reads a prompt in chunks, drafts levels after each other, and takes accepted features."""
     monkeypatch.setattr("stree.engine.worker.runner_of", EagerRunner)
-    monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
+    monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(PromptCall))
     save_with_head(tmp_path, "qwen3_5", 0)
     logits = []
     for fused["on"] in (False, True):

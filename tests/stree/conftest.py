@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stree.batching.prefillers import Called, ChunkedPrefill
+from stree.batching.prefillers import ChunkedPrefill, PromptCall
 from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 
@@ -30,5 +30,6 @@ def drafter(workspace, tmp_path) -> Path:
 def either_way(request, monkeypatch):
     """Read prompts whole, or in chunks as on a GPU."""
     if request.param == "in chunks":
-        monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(Called))
+        chunked = "stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(PromptCall)
+        monkeypatch.setattr(*chunked)
         monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)

@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("conversations", help="ShareGPT file, JSONL or JSONL.gz, of rows that name their source")
     add("--out", required=True, help="JSONL file of prompts to write; of --lengths, OUT-LENGTH")
     add("--source", default="", help="take conversations whose source begins so (default: all)")
-    add("--limit", type=int, default=80, help="first so many of them")
-    add("--turns", type=int, default=2, help="first so many turns of the user's")
+    add("--limit", type=int, default=80, help="number of conversations, from the first on")
+    add("--turns", type=int, default=2, help="number of the user's turns, from the first on")
     add("--lengths", type=int, nargs="+", default=[],
         help="in tokens, of prompts that ask the same after other conversations")
     add("--tokenizer", help="target folder or other whose tokens --lengths are in")

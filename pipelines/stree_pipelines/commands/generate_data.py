@@ -69,7 +69,7 @@ def build_parser() -> CommandParser:
     add("--out", type=str, required=True, help="folder of the answers")
     add("--turn", type=str, choices=["first", "last"], default="first",
         help="which answer of a conversation the target gives")
-    add("--limit", type=int | None, help="first so many prompts (default: all)")
+    add("--limit", type=int | None, help="number of prompts, from the first on (default: all)")
     add("--samples", type=int, default=1, help="answers to each prompt")
     add("--temperatures", type=float, nargs="+", default=[1.0],
         help="of the samples of a prompt, in turn; 0 is greedy")

@@ -182,7 +182,7 @@ def read_answers(
         folder: The folder of generated data.
         tokens_sha256: Of this run's tokenizer (`stree.checkpoints.tokenizer`).
         fingerprint: Of this run's tokenizer, with its chat template.
-        limit: Read only the first so many answers; None reads all.
+        limit: Number of answers to read, from the first on; None reads all.
 
     Raises:
         CheckpointRefused: For data of a tokenizer that splits or ends texts otherwise.

@@ -47,7 +47,7 @@ SPACE = re.compile(r"\s*")
 MAX_CHARS = 200_000  # of a conversation's text; a row with more is huge
 # A character can take six bytes as \uXXXX; the rest of a row (ids, keys) gets a margin.
 MAX_ROW_BYTES = 6 * MAX_CHARS + (1 << 16)
-# A configuration needs its split, or a path with a slip of the finger would be one
+# A configuration needs its split, or a mistyped path would be one
 DATASET_NAME = re.compile(
     r"(?P<path>[\w.-]+(/[\w.-]+)?)((/(?P<config>[\w.-]+))?:(?P<split>[\w.-]+))?"
 )

@@ -95,7 +95,7 @@ class EvaluationSettings(Sampling):
         "drafts a call of the method chain (the paper's N = 5 counts the root)", 4
     )
     max_new_tokens: int = option("a turn", GenerationConfig.max_new_tokens)
-    limit: int | None = option("only the first so many prompts of each benchmark", None)
+    limit: int | None = option("number of prompts of each benchmark, from the first on", None)
     chat_template: str | None = option("name or .jinja file (default: the tokenizer's own)", None)
     dtype: str = option(DTYPE_HELP, "auto")
     device: str = option("auto, cpu, cuda or cuda:N", "auto")

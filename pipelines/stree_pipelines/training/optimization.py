@@ -151,10 +151,10 @@ def make_optimizer(
         momentum=0.95 if config.momentum is None else config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    return Together(muon, adamw)
+    return JoinedOptimizer(muon, adamw)
 
 
-class Together(Optimizer):
+class JoinedOptimizer(Optimizer):
     """Several optimisers of different parameters as one, with their groups and their state."""
 
     def __init__(self, *parts: Optimizer) -> None:

@@ -115,7 +115,7 @@ def test_dataset_by_name_takes_its_split(monkeypatch):
         ("owner/chats", "en.2-x", "test", True),
     ]
     with pytest.raises(NotFound, match=r"no such file or folder$"):
-        read_conversations("runs/chats/data")  # a path with a slip of the finger
+        read_conversations("runs/chats/data")  # a mistyped path
 
 
 def test_a_dataset_with_configurations_says_how_to_name_one(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.prefillers import Called, ChunkedPrefill, PrefillGraph
+from stree.batching.prefillers import ChunkedPrefill, PrefillGraph, PromptCall
 from stree.batching.runners import GraphRunner
 from stree.common.errors import InvariantBroken
 from stree.drafters.ngram import NGram
@@ -136,7 +136,7 @@ def test_prompts_read_by_graphs_are_as_read_without(
     monkeypatch.setattr("stree.batching.prefillers.LONGEST_CHUNK", longest)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
-    prefiller = decoder.worker.runner.prefiller if captured else ChunkedPrefill(Called)
+    prefiller = decoder.worker.runner.prefiller if captured else ChunkedPrefill(PromptCall)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
     cache.variant.zero_()  # one tree for all
     draw = torch.Generator().manual_seed(2)

@@ -15,7 +15,7 @@ from stree import BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
-from stree.drafters.ngram import NGram, Text
+from stree.drafters.ngram import NGram, RowTexts
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import balanced
@@ -79,7 +79,7 @@ def test_continuations_are_those_of_a_search_place_by_place():
         count, num_barred = rng.randint(1, 4), rng.randint(0, 2)
         corpus = [rng.randrange(6) for _ in range(rng.randint(0, 12))]
         words = [rng.randrange(rng.randint(1, 6)) for _ in range(rng.randint(1, 25))]
-        text = Text(context, torch.tensor(corpus), 1, 40, vocabulary, torch.device("cpu"))
+        text = RowTexts(context, torch.tensor(corpus), 1, 40, vocabulary, torch.device("cpu"))
         text.read(0, torch.tensor(words))
         rows = BatchState.new(1, 4)
         rows.begin(0, len(words) - 1, words[-1])
@@ -102,7 +102,7 @@ def test_of_a_long_corpus_the_first_continuation_is_that_of_a_whole_search():
     lengths = set()
     for _ in range(30):
         words = [rng.randrange(7) for _ in range(rng.randint(1, 12))]
-        text = Text(5, torch.tensor(corpus), 1, 16, 9, torch.device("cpu"))
+        text = RowTexts(5, torch.tensor(corpus), 1, 16, 9, torch.device("cpu"))
         text.read(0, torch.tensor(words))
         rows = BatchState.new(1, 4)
         rows.begin(0, len(words) - 1, words[-1])

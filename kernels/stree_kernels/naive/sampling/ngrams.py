@@ -32,8 +32,8 @@ class TreesToFill(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Texts that a step looks at.
+class MatchedTexts:
+    """Texts that a step searches for continuations, and how well each place in them matches.
 
     Attributes:
         slots: (B, L), tokens of a corpus' excerpts and of the rows' own text.
@@ -75,7 +75,7 @@ class Seen:
 
 def look(
     slots: Tensor, roots: Tensor, context: int, num_excerpts: int = 0, excerpt: int = 1
-) -> Seen:
+) -> MatchedTexts:
     """Compare all slots with each sequence's last tokens; arguments as of `draft_ngrams`."""
     base = num_excerpts * excerpt
     places = roots[:, None] - torch.arange(context, device=slots.device)
@@ -91,7 +91,7 @@ def look(
     if base:
         number = torch.arange(base, device=slots.device) % excerpt
         length[:, :base].masked_fill_(number != context - 1, NOTHING)
-    return Seen(slots, length[:, None])
+    return MatchedTexts(slots, length[:, None])
 
 
 def draft_ngrams(
