@@ -41,6 +41,7 @@ def test_a_drafter_is_distilled_and_decodes(tmp_path, family):
     assert decoder.generate(prompt, generation).tokens == alone.generate(prompt, generation).tokens
 
 
+@pytest.mark.costly
 def test_a_mamba_1_drafter_of_a_hybrid_learns_and_drafts(tmp_path):
     """model.drafter.layer_types names the kind of layer; A is trained and not decayed."""
     workspace = make_workspace(tmp_path)

@@ -126,6 +126,7 @@ def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     assert_same_export(run_dir, one_process)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")
 @pytest.mark.parametrize(("stage", "share"), [(2, "1.00"), (3, "0.50")])
 def test_zero_goes_on_with_other_checkpoints_and_they_with_its(
