@@ -149,7 +149,8 @@ def load(
     if name is not None:
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
-            found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)
+            held = target_dtype or dtype_name(dtype)
+            found = _measured(target_folder, drafter_folder, device, temperature, held, name)
             if verifier or backtracking:
                 found.tree.costs = StepTimes()  # they are of the profile's own
             name, tree, verifier = found.drafter, found.tree, verifier or found.verifier
@@ -263,7 +264,7 @@ class _Measured(NamedTuple):
 
 
 def _measured(
-    target: Path, drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype,
+    target: Path, drafter: Path, device: torch.device, temperature: float, dtype: str,
     asked: DrafterName,
 ) -> _Measured:
     """Return the settings that a drafter's profile recommends here, or the paper's tree.
@@ -283,9 +284,7 @@ def _measured(
                 remark="its speculation_profile.json was measured with another "
                 f"{role} than {folder}, so {otherwise}"
             )
-    found = profile.recommended(
-        device.type, temperature, dtype_name(dtype), device=device_name(device)
-    )
+    found = profile.recommended(device.type, temperature, dtype, device=device_name(device))
     if found is None:
         kind = "greedy" if temperature == 0 else "sampled"
         remark = f"no {kind} decoding of one sequence was measured on {device.type}: {otherwise}"

@@ -15,7 +15,7 @@ from stree.batching.state import BatchState
 from stree.batching.step import StepInputs
 from stree.common.clock import now
 from stree.common.errors import UsageError
-from stree.common.words import device_name, dtype_name
+from stree.common.words import device_name, held_dtype
 from stree.engine.row_store import SavedRow
 from stree.generation import GenerationConfig
 from stree.tree_policy.step_times import StepTimes
@@ -93,7 +93,7 @@ def measure_step_times(
     decoder.target.prefill(tokens[None], decoder.cache.at(0))
     prefix = decoder.cache.save(0, context)
     costs = StepTimes(
-        device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
+        device=device_name(decoder.target.device), dtype=held_dtype(decoder.target),
         temperature=generation.temperature,
     )
     for count in counts:

@@ -38,6 +38,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def held_dtype(model: Any) -> str:
+    """Return the name of the dtype of a model's weights, float8 if its products' are in 8 bits."""
+    return "float8" if getattr(model, "is_in_8_bits", False) else dtype_name(model.dtype)
+
+
 def device_name(device: torch.device) -> str:
     """Return a GPU's name, or the model of the CPU, as records have it."""
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from stree.common.errors import BadData, NotFound, UsageError
 from stree.common.files import write_atomically
 from stree.common.plain_data import read_text
-from stree.common.words import counted, device_name, dtype_name
+from stree.common.words import counted, device_name, held_dtype
 from stree.speculation_profile import StepTimesRecord, Tree, TreeStepTimes, first_fault
 from stree.trees.token_tree import PLAIN, TokenTree
 
@@ -127,7 +127,7 @@ class StepTimes:
             temperature: 0 for greedy steps, else sampled ones.
             num_rows: Rows of the steps.
         """
-        here = device_name(target.device), dtype_name(target.dtype), _kind(temperature)
+        here = device_name(target.device), held_dtype(target), _kind(temperature)
         there = self.device, self.dtype, _kind(self.temperature)
         if self.device and here != there:
             return f"of {', '.join(there)}, and here it is {', '.join(here)}"

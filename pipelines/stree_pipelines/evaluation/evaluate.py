@@ -146,7 +146,7 @@ class Evaluation:
         """Text of the devices, the dtype and the sampling settings."""
         return (
             f"on {self.workers.count} × {device_name(self.decoders.device)}, "
-            f"{self.settings.dtype}{sampling_text(self.settings, ', ')}"
+            f"{self.settings.held_dtype}{sampling_text(self.settings, ', ')}"
         )
 
     def say_room(self) -> None:
@@ -283,7 +283,7 @@ class Evaluation:
                 for prompt in benchmark.prompts:
                     key = ReadingKey(
                         drafter.sha256 if drafter else None, self.target_sha256,
-                        self.settings.dtype, self.chat_template_sha256, benchmark.name,
+                        self.settings.held_dtype, self.chat_template_sha256, benchmark.name,
                         benchmark.prompts_hash, prompt.id,
                     )
                     if prompt.reference_answer and key not in known:

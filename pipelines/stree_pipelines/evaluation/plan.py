@@ -22,7 +22,7 @@ from stree.drafters import SiblingSampling
 from stree.drafters.cross_tokenizer import require_tokens_alone
 from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig
-from stree.loading import DTYPE_HELP, pick_dtype
+from stree.loading import DTYPE_HELP, TARGET_DTYPE_HELP, pick_dtype, require_target_dtype
 from stree.models.hidden_states import require_features_of
 from stree.models.joint import require_backtracking
 from stree.tree_policy.adaptive import AdaptiveTrees
@@ -98,6 +98,7 @@ class EvaluationSettings(Sampling):
     limit: int | None = option("number of prompts of each benchmark, from the first on", None)
     chat_template: str | None = option("name or .jinja file (default: the tokenizer's own)", None)
     dtype: str = option(DTYPE_HELP, "auto")
+    target_dtype: str | None = option(TARGET_DTYPE_HELP, None)
     device: str = option("auto, cpu, cuda or cuda:N", "auto")
     seed: int = option("of sampling, together with prompt and turn, and of the gate's intervals", 0)
     batch_size: int = option(
@@ -135,12 +136,18 @@ class EvaluationSettings(Sampling):
         if self.dtype == "auto" and Path(self.target).is_dir():  # else it is said later
             dtype = pick_dtype(self.dtype, pick_device(self.device), self.target)
             object.__setattr__(self, "dtype", dtype_name(dtype))
+        require_target_dtype(self.target_dtype)
         named(self.verifier)
         require_backtracking(self.backtracking)
         leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
+
+    @property
+    def held_dtype(self) -> str:
+        """Dtype of the weights of the target's products."""
+        return self.target_dtype or self.dtype
 
     def first_prompts(self, benchmark: Benchmark) -> tuple[BenchmarkPrompt, ...]:
         """Return the prompts that tune a chain's length or teach a choice among trees.
@@ -399,6 +406,8 @@ def make_job(
     }
     # Settings at their defaults add nothing, so that rows keep the hash that they always had
     decoding |= switched_on(settings)
+    if settings.target_dtype is not None:
+        decoding["target_dtype"] = settings.target_dtype
     if settings.batch_size > 1:
         decoding["batch_size"] = settings.batch_size
     if tree and verifier != EvaluationSettings.verifier:

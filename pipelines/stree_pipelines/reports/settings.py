@@ -53,7 +53,9 @@ def setting_of(row: ResultRow) -> dict[str, str]:
 
 
 def dtype_of(row: ResultRow) -> str:
-    return row.environment.dtypes.get("weights", "unknown")
+    """Return the dtype of the weights of the target's products."""
+    dtypes = row.environment.dtypes
+    return dtypes.get("target", dtypes.get("weights", "unknown"))
 
 
 def common_setting(rows: Sequence[ResultRow]) -> dict[str, str]:

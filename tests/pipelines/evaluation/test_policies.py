@@ -16,6 +16,7 @@ from stree.drafters.names import DrafterName
 from stree_pipelines.evaluation.estimates import memory_of
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable
 from stree_pipelines.reports import settings
+from stree_pipelines.reports.settings import dtype_of
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,21 @@ def test_the_targets_own_mtp_head_is_evaluated(world, tmp_path):
     assert parts["heads in 8 bits"] == config.vocab_size * config.d_model and parts["drafter"]
     with pytest.raises(CheckpointRefused, match="no MTP head is known"):
         quiet(settings_for(world, tmp_path / "other")).plan("mtp")
+
+
+def test_a_target_in_8_bits_has_rows_of_its_own(world, tmp_path):
+    """Plain decoding's too; trees give the text of the target in 8 bits, and the rows say so."""
+    name, options = export(world, 10), dict(limit=1, max_new_tokens=24)
+    stored = quiet(settings_for(world, tmp_path, **options)).plan(name)
+    evaluation = quiet(settings_for(world, tmp_path, target_dtype="float8", **options))
+    rows = evaluation.evaluate(name)
+    assert evaluation.decoders.target.is_in_8_bits
+    assert {dtype_of(row) for row in rows} == {"float8"}
+    assert {row.environment.dtypes["weights"] for row in rows} == {"float32"}
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+    assert not {row.key for row in rows} & {job.result_key for job in stored}
+    with pytest.raises(UsageError, match="target_dtype is 'int8', wanted float8"):
+        settings_for(world, tmp_path, target_dtype="int8")
 
 
 @pytest.mark.costly

@@ -19,6 +19,7 @@ from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import in_batches, told_shares
+from stree_pipelines.reports.settings import dtype_of
 from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
 HEADLINES = {
@@ -47,7 +48,7 @@ def markdown(
         f"- checkpoint: {_identity(checkpoint)}",
         f"- baseline: {_identity(baseline)}" + (", the same weights" if same else ""),
         f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
-        f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
+        f"{dtype_of(checkpoint)}, at most {checkpoint.max_new_tokens} new "
         f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{sampling_text(checkpoint, ', ')}, "
         f"seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
         *_apart(checkpoint, baseline),

@@ -98,7 +98,9 @@ class Decoders:
     def target(self) -> Any:
         if self._target is None:
             config = self.target_config
-            self._target = load_model(self.settings.target, self.device, self.dtype).eval()
+            self._target = load_model(
+                self.settings.target, self.device, self.dtype, bool(self.settings.target_dtype)
+            )
             self._target.config = config
         return self._target
 
@@ -175,9 +177,10 @@ class Decoders:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Dtypes of weights and state, as records hold them."""
+        """Dtypes of weights and state, as records hold them; "target" only of one in 8 bits."""
         state = dtype_name(accumulation_dtype(self.dtype))
-        return {"weights": self.settings.dtype, "state": state}
+        target = {"target": self.settings.target_dtype} if self.settings.target_dtype else {}
+        return {"weights": self.settings.dtype, "state": state, **target}
 
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
         """Return the model that drafts alone with the target's tokens; None without one."""
