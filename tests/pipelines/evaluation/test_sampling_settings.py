@@ -140,14 +140,15 @@ def test_what_is_off_is_the_decoding_that_rows_always_had(world, tmp_path):
     assert typed.decoding_hash == job_of(world, tmp_path, repetition_penalty=2.0).decoding_hash
 
 
-def test_rows_from_before_have_them_off(served):
+def test_rows_have_them_even_if_they_are_off(served):
     store, _ = served
     row = store.results()[0]
-    for old, kind in ((row, ResultRow), (store.samples(row)[0], SampleRow)):
-        content = {name: v for name, v in json.loads(old.model_dump_json()).items()
-                   if name not in OFF}
-        read = kind.model_validate_json(json.dumps(content))
-        assert sampling_of(read) == OFF
+    for each, kind in ((row, ResultRow), (store.samples(row)[0], SampleRow)):
+        content = json.loads(each.model_dump_json())
+        for name in OFF:
+            rest = {other: value for other, value in content.items() if other != name}
+            with pytest.raises(ValueError, match=f"{name}\n.*Field required"):
+                kind.model_validate_json(json.dumps(rest))
     assert setting_of(row.model_copy(update=OFF))["repetition_penalty"] == "1.0"
 
 
