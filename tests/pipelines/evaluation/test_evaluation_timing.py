@@ -10,6 +10,7 @@ import torch
 from tiny_evaluation import export, heard_by, is_warm_up, quiet, settings_for
 
 from stree.common.errors import InvariantBroken, OutOfMemory
+from stree.drafters.names import DrafterName
 from stree_pipelines.evaluation.answering import decoders
 from stree_pipelines.evaluation.result_store import ResultStore
 
@@ -164,17 +165,16 @@ def test_a_checkpoint_that_failed_leaves_no_memory_in_use(world, tmp_path, faili
             raise InvariantBroken("NaN")
 
     evaluation = quiet(settings_for(world, tmp_path), make_decoder=breaking)
-    load_model = decoders.load_model
+    load = DrafterName.load
 
-    def loading(path, *rest):
-        model = load_model(path, *rest)
-        if path != evaluation.settings.target:
-            made.append(weakref.ref(model))
-            if failing == "loading":
-                raise torch.OutOfMemoryError("CUDA out of memory")
+    def loading(self, *given):
+        model = load(self, *given)
+        made.append(weakref.ref(model))
+        if failing == "loading":
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return model
 
-    monkeypatch.setattr(decoders, "load_model", loading)
+    monkeypatch.setattr(DrafterName, "load", loading)
     with pytest.raises(InvariantBroken if failing == "paper" else OutOfMemory) as failure:
         evaluation.evaluate(export(world, 10))
     kept = failure.value
