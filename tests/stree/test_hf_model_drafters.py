@@ -141,7 +141,7 @@ def test_the_other_settings_of_load(granite):
     taken = inspect.signature(stree.load).parameters.keys()
     of_the_model_or_call = {
         "target", "revision", "device", "dtype", "max_length", "temperature", "num_rows",
-        "unknown",
+        "unknown", "offload", "target_dtype",
     }
     for door in (stree.from_transformers, generate):
         offered = inspect.signature(door).parameters.keys()
