@@ -356,7 +356,7 @@ def main() -> None:
         whole = torch.zeros(2 * 132 * tiled_products.OUTPUTS, config.d_model, dtype=many.dtype)
         ops.linear_swiglu(many, whole)
         head = naive.in_8_bits(model.head_weight)
-        for rows in (1, 8, 16, 64):
+        for rows in (1, 8, 16, 64, 65):
             ops.linear(many[:, :rows], head)
         in_blocks = Scaled(head.values, head.scale.repeat(1, config.d_model // 128))
         for rows, weight in itertools.product((1, 33), (head, in_blocks)):

@@ -12,10 +12,8 @@ tiles and all inputs of each: the weights of the next tile arrive while this one
 is one range of memory, read once from end to end. The inputs are read again with each tile, from
 the L2 cache.
 
-Rows beyond a tiling's are for further programs, which read the weight again; they run at the same
-time, so that it comes from the L2 cache, too. Beyond `MAX_ROWS`, as in a prompt, the weight is
-written out in the type of the inputs first. Up to `MAX_ROWS_ALIKE` rows, a row's result does not
-depend on the number of rows.
+Beyond `MAX_ROWS`, as in a prompt, the weight is written out in the type of the inputs first. Up to
+`MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels import naive
 from stree_kernels.contracts import Scaled
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import activated, silu_times
@@ -53,7 +50,6 @@ class Tiling:
         warps: Of a program.
         together: Programs of a multiprocessor.
         parts: Parts of a sum over the inputs, if it may have several.
-        rows: Of a program, at most.
     """
 
     outputs: int
@@ -62,26 +58,30 @@ class Tiling:
     warps: int
     together: int
     parts: int = 1
-    rows: int = 64
 
 
 MAX_ROWS_ALIKE = 16  # rows
-MAX_ROWS_GATED = 64  # for which gate, up and SwiGLU are one launch
-MAX_ROWS = 256  # by tiles; more are multiplied in the inputs' own type
+MAX_ROWS = 64  # by tiles; more are multiplied in the inputs' own type
+MAX_WRITTEN_OUT = 32768  # outputs of a weight that are written out at a time
+WRITTEN_OUT = (8, 1024)  # outputs and inputs of a program that does it
 MIN_GROUP = 16  # inputs of a scale, and so of a step
 OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
 PREFETCHED_BYTES = 32768  # of its share that a program asks for before it waits for inputs
 
 
-def tiling_of(outputs: int, inputs: int, rows: int, kind: str) -> Tiling:
-    """Return the tiling of a product; kind is "linear", "parts" or "swiglu"."""
-    if rows > 64:
-        return Tiling(128, 64, 3, 8, 1, rows=256)
+def tiling_of(outputs: int, multiprocessors: int, rows: int, kind: str) -> Tiling:
+    """Return the tiling of a product; kind is "linear", "parts" or "swiglu".
+
+    Chosen by time on an H200 with the weights of an 8B model, but for the parts of 17 to 64 rows.
+    """
     if rows > MAX_ROWS_ALIKE:
-        return Tiling(128, 128, 4, 8, 1)
+        return Tiling(128, 128, 4, 8, 1) if kind == "linear" else Tiling(64, 128, 4, 4, 2, 4)
     if kind == "parts":
-        return Tiling(32, 256, 4, 2, 4, 4)
-    return Tiling(32, 128, 4, 2, 4) if kind == "swiglu" else Tiling(64, 128, 4, 2, 4)
+        return Tiling(32, 128, 5, 2, 4, 4)
+    if kind == "swiglu":
+        return Tiling(32, 256, 3, 2, 4)
+    small = outputs <= 2 * 32 * multiprocessors  # one tile for each of two programs
+    return Tiling(32, 256, 6, 2, 2) if small else Tiling(64, 128, 4, 2, 4)
 
 
 def linear(x: Tensor, weight: Scaled) -> Tensor:
@@ -89,13 +89,31 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
     x = x.contiguous()
     if _fits(x, weight, MAX_ROWS):
         return _by_tiles(x, weight, "linear")
-    return F.linear(x, naive.dequantised(weight, x.dtype))
+    pieces = zip(
+        weight.values.split(MAX_WRITTEN_OUT), weight.scale.split(MAX_WRITTEN_OUT), strict=True
+    )
+    ys = [F.linear(x, written_out(Scaled(*piece), x.dtype)) for piece in pieces]
+    return ys[0] if len(ys) == 1 else torch.cat(ys, dim=-1)
+
+
+def written_out(weight: Scaled, dtype: torch.dtype) -> Tensor:
+    """Compute `naive.dequantised` in one launch."""
+    values, scale = weight.values, weight.scale
+    assert values.stride(1) == 1 and (scale.shape[1] == 1 or scale.stride(1) == 1)
+    out = torch.empty(weight.shape, dtype=dtype, device=values.device)
+    outputs, inputs = weight.shape
+    grid = triton.cdiv(outputs, WRITTEN_OUT[0]), triton.cdiv(inputs, WRITTEN_OUT[1])
+    write_out_kernel[grid](
+        values, values.stride(0), scale, scale.stride(0), out, outputs, inputs,
+        GROUP=weight.group, BLOCK_OUTPUTS=WRITTEN_OUT[0], BLOCK_INPUTS=WRITTEN_OUT[1], num_warps=4,
+    )
+    return out
 
 
 def linear_parts(x: Tensor, weight: Scaled) -> Tensor:
     """Compute `naive.linear_parts`, in several parts for few rows."""
     x = x.contiguous()
-    if _fits(x, weight, MAX_ROWS_ALIKE):
+    if _fits(x, weight, MAX_ROWS):
         return _by_tiles(x, weight, "parts")
     return linear(x, weight)[None]
 
@@ -103,7 +121,7 @@ def linear_parts(x: Tensor, weight: Scaled) -> Tensor:
 def linear_swiglu(x: Tensor, weight: Scaled) -> Tensor:
     """Compute `naive.linear_swiglu`, in one launch if rows are few."""
     x = x.contiguous()
-    if _fits(x, weight, MAX_ROWS_GATED):
+    if _fits(x, weight, MAX_ROWS):
         return _by_tiles(x, weight, "swiglu")
     return activated(linear(x, weight), "swiglu")
 
@@ -124,7 +142,8 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str) -> Tensor:
     values, groups, inputs = weight.values, weight.scale.shape[1], x.shape[-1]
     gated = kind == "swiglu"
     outputs, rows = len(values) // (1 + gated), x.numel() // inputs
-    tiling = tiling_of(outputs, inputs, rows, kind)
+    multiprocessors, shared_bytes = device_of(x)
+    tiling = tiling_of(outputs, multiprocessors, rows, kind)
     block_inputs = min(tiling.inputs, _step_of(weight), max(32, triton.next_power_of_2(inputs)))
     num_blocks = triton.cdiv(inputs, block_inputs)
     parts = min(tiling.parts, num_blocks) if kind == "parts" else 1
@@ -134,17 +153,16 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str) -> Tensor:
         out = x.new_empty(parts, *x.shape[:-1], outputs, dtype=torch.float32)
     else:
         out = x.new_empty(*([1] if kind == "parts" else []), *x.shape[:-1], outputs)
-    multiprocessors, shared_bytes = device_of(x)
     most = max(1, tiling.together * multiprocessors // parts)  # programs at once, of a part
     room = min(STAGE_BYTES, shared_bytes - OTHER_BYTES) // tiling.together
     block_outputs = triton.next_power_of_2(triton.cdiv(outputs, most))
     block_outputs = min(tiling.outputs, max(16, block_outputs))
     share = triton.cdiv(outputs, min(most, triton.cdiv(outputs, block_outputs)))
-    block_rows = min(tiling.rows, max(8, triton.next_power_of_2(rows)))
+    block_rows = max(8, triton.next_power_of_2(rows))
     stage = block_inputs * (block_outputs * (1 + gated) + block_rows * x.element_size())
     aligned = inputs % 16 == 0 and values.data_ptr() % 16 == 0  # as asking needs it
     asks = aligned and outputs * inputs >= CHUNK.value and parts == 1
-    grid = triton.cdiv(rows, block_rows), triton.cdiv(outputs, share), parts
+    grid = triton.cdiv(outputs, share), parts
     scaled_kernel[grid](
         x, values, weight.scale, out, rows, outputs, inputs, groups, share, steps * block_inputs,
         STEPS=steps, AHEAD=PREFETCHED_BYTES // CHUNK.value if asks else 0,
@@ -166,11 +184,11 @@ def scaled_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.arange(0, BLOCK_ROWS)
     known = row < rows
-    begin = tl.program_id(1) * share
+    begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, outputs)
-    base = tl.program_id(2) * span  # the part's first input
+    base = tl.program_id(1) * span  # the part's first input
     at, k = tl.arange(0, BLOCK_OUTPUTS), tl.arange(0, BLOCK_INPUTS)
     to_up = outputs.to(tl.int64) * inputs
     if OVERLAPS and AHEAD > 0:
@@ -191,7 +209,7 @@ def scaled_kernel(
     in_tile = at[:, None] * inputs + (base + k)[None, :]
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     ups = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
-    out += tl.program_id(2).to(tl.int64) * rows * outputs
+    out += tl.program_id(1).to(tl.int64) * rows * outputs
     for step in range(STEPS if ONE else tl.cdiv(end - begin, BLOCK_OUTPUTS) * STEPS):
         start, first = step * BLOCK_INPUTS, begin
         if not ONE:
@@ -239,6 +257,20 @@ def scaled_kernel(
         y = finished(sums, ups, scale, up_scale, begin, groups, mine, out, GROUP, GATED)
         to_out = out + row.to(tl.int64)[None, :] * outputs + (begin + at)[:, None]
         tl.store(to_out, y, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit
+def write_out_kernel(
+    values, stride, scale, scale_stride, out, outputs, inputs,
+    GROUP: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):
+    output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)[:, None].to(tl.int64)
+    k = tl.program_id(1) * BLOCK_INPUTS + tl.arange(0, BLOCK_INPUTS)[None, :]
+    there = (output < outputs) & (k < inputs)
+    tile = tl.load(values + output * stride + k, mask=there, other=0.0)
+    factor = tl.load(scale + output * scale_stride + k // GROUP, mask=there, other=0.0)
+    y = tile.to(tl.float16).to(tl.float32) * factor
+    tl.store(out + output * inputs + k, y.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit

@@ -64,6 +64,15 @@ def test_linear(rows, outputs, inputs, groups, dtype):
         assert relative_error(naive.linear(x, weight), wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("groups", [1, 6])
+def test_a_weight_is_written_out_exactly(groups):
+    """Also one of several whose inputs lie next to each other."""
+    whole = in_groups(normal(37, 1200, seed=1), 2 * groups)
+    weight = Scaled(whole.values[:, 600:], whole.scale[:, groups:])
+    got = scaled_products.written_out(weight, torch.float32)
+    assert torch.equal(got, naive.dequantised(weight, torch.float32))
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("rows", [(3,), (17,), (2, 24), (65,)], ids=str)
 def test_parts_and_swiglu(rows, groups):
@@ -72,7 +81,7 @@ def test_parts_and_swiglu(rows, groups):
     x = normal(*rows, inputs, dtype=dtype)
     weight = poisoned(in_groups(normal(200, inputs, seed=1), groups * 8))
     parts = scaled_products.linear_parts(x, weight)
-    assert (len(parts) > 1) == (math.prod(rows) <= 16)
+    assert (len(parts) > 1) == (math.prod(rows) <= 64)
     wanted = naive.linear(x.double(), weight)
     assert relative_error(parts.sum(0), wanted) < ROUNDINGS * TOLERANCE[dtype]
     got = scaled_products.linear_swiglu(x, weight)
