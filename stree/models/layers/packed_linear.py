@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import groupby, zip_longest
 
@@ -34,6 +34,18 @@ class ScaledLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = (naive if torch.is_grad_enabled() else ops).linear(x, Scaled(self.weight, self.scale))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:
+        """Move to another device; values and scales keep their dtypes, or the values would change.
+
+        So a model in 8 bits can be cast (`model.to(dtype)`): only the rest of it is.
+        """
+        held = self.weight.data, self.scale.data
+        super()._apply(fn, recurse)
+        for each, data in zip((self.weight, self.scale), held, strict=True):
+            if each.dtype != data.dtype:
+                each.data = data.to(each.device)
+        return self
 
 
 def weight_of(projection: nn.Linear) -> Weight:

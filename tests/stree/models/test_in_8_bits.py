@@ -75,3 +75,14 @@ def test_what_a_model_in_8_bits_is_asked_for(tmp_path):
     assert model.state()[0] == places
     with pytest.raises(UsageError, match="in 8 bits, which no layout here writes"):
         save_model(model, tmp_path / "saved")
+
+
+@torch.no_grad()
+def test_a_cast_leaves_the_numbers_in_8_bits(tmp_path):
+    random_reference("falcon", 1).save_pretrained(tmp_path)
+    model, tokens = load_model(tmp_path, in_8_bits=True), torch.randint(VOCAB, (2, 12))
+    wanted = written_out(model).double()(tokens)
+    cast = model.double()
+    assert cast.dtype == torch.float64
+    assert all(each.weight.dtype == FLOAT8 for each in cast.projections().values())
+    torch.testing.assert_close(cast(tokens), wanted, rtol=1e-4, atol=1e-4)
