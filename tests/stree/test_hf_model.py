@@ -347,7 +347,7 @@ PENALTY = RepetitionPenaltyLogitsProcessor(4.0)
         dict(logits_processor=[RepetitionPenaltyLogitsProcessor(4.0, 4)]),
         dict(logits_processor=[odd_after_even], eos_token_id=[30, 41], min_new_tokens=5),
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_logits_processors_are_called_as_generate_calls_them(granite, rules):
     decoder, (ids, mask) = decoder_of(granite), prompts((9, 4))
