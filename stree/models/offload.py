@@ -148,7 +148,8 @@ def stream_layers(model: PackedModel, num_layers: int, device: torch.device | st
         for slot in range(NUM_SLOTS)
     ]
     slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in longest]
-    result = Offload(streamed, slots, stream=torch.cuda.Stream() if device.type == "cuda" else None)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    result = Offload(streamed, slots, stream=stream)
     for number, places in enumerate(taken):
         for place in places:
             place.move_to(slots[number % NUM_SLOTS])
