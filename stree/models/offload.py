@@ -1,7 +1,7 @@
 """Layers whose weights lie in the CPU's memory and are copied to the GPU one ahead of their use.
 
 A GPU then holds a model whose weights do not fit in its memory. A call takes as long as the copies
-do, so a tree of many nodes costs little more than one token (DySpec, Section 5, decodes so).
+do, so a tree of many nodes costs little more than one token (DySpec, Section 6.3).
 
 A streamed layer's weights are views of one of two slots on the GPU, the same slot in each call. So
 kernels and captured graphs find them where they always were; only their values come and go.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Never, cast
 
@@ -50,12 +50,13 @@ class Offload:
         layers: Streamed layers.
         slots: Bytes (n,) on the device.
         is_copying: False while nothing is copied, to time a call without copies.
+        stream: CUDA stream of the copies; None on a CPU.
     """
 
     layers: list[_Streamed]
     slots: list[Tensor]
     is_copying: bool = True
-    stream: Any = field(default=None)
+    stream: Any = None
 
     @property
     def num_bytes(self) -> int:
