@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import pickle
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -13,7 +12,7 @@ from typing import Any
 from stree.batching.sequences import Request
 from stree.common.errors import InvariantBroken
 from stree_pipelines.serving.grammar import AskedGrammar
-from stree_pipelines.serving.messages import SIZE, Call, Facts, Gain, Result, packed
+from stree_pipelines.serving.messages import SIZE, Call, Facts, Gain, Result, packed, unpacked
 
 Listener = Callable[[Gain], object]
 _READ_AHEAD = 2**20  # bytes of messages that wait here before they wait in the socket
@@ -67,7 +66,7 @@ class EngineClient:
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 head = await reader.readexactly(SIZE.size)
-                self._take(pickle.loads(await reader.readexactly(SIZE.unpack(head)[0])))
+                self._take(unpacked(await reader.readexactly(SIZE.unpack(head)[0])))
         self.is_alive = False
         for number in list(self._listeners):
             self._take([(number, [], 0, "error", (), None, str(_ended()))])

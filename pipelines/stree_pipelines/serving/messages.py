@@ -101,4 +101,9 @@ def received(stream: BinaryIO) -> Any:
     body = stream.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else b""
     if not body:
         raise EOFError("the other process has closed the connection")
+    return unpacked(body)
+
+
+def unpacked(body: bytes) -> Any:
+    """Return the message of the bytes that follow its size."""
     return pickle.loads(body)
