@@ -79,7 +79,7 @@ def tiling_of(outputs: int, multiprocessors: int, rows: int, kind: str) -> Tilin
     if kind == "parts":
         return Tiling(32, 128, 5, 2, 4, 4)
     if kind == "swiglu":
-        return Tiling(32, 256, 3, 2, 4)
+        return Tiling(32, 128, 4, 2, 4)
     small = outputs <= 2 * 32 * multiprocessors  # one tile for each of two programs
     return Tiling(32, 256, 6, 2, 2) if small else Tiling(64, 128, 4, 2, 4)
 
