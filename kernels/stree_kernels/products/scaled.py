@@ -79,7 +79,7 @@ def tiling_of(outputs: int, multiprocessors: int, rows: int, kind: str) -> Tilin
     if kind == "parts":
         return Tiling(32, 128, 5, 2, 4, 4)
     if kind == "swiglu":
-        return Tiling(32, 128, 4, 2, 4)
+        return Tiling(32, 256, 3, 2, 4)
     small = outputs <= 2 * 32 * multiprocessors  # one tile for each of two programs
     return Tiling(32, 256, 6, 2, 2) if small else Tiling(64, 128, 4, 2, 4)
 
@@ -145,6 +145,9 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str) -> Tensor:
     multiprocessors, shared_bytes = device_of(x)
     tiling = tiling_of(outputs, multiprocessors, rows, kind)
     block_inputs = min(tiling.inputs, _step_of(weight), max(32, triton.next_power_of_2(inputs)))
+    by_one_warp = outputs <= 16 * tiling.together * multiprocessors
+    if gated and by_one_warp and rows > MAX_ROWS_ALIKE:
+        block_inputs = min(block_inputs, 64)  # or the two sums spill registers
     num_blocks = triton.cdiv(inputs, block_inputs)
     parts = min(tiling.parts, num_blocks) if kind == "parts" else 1
     steps = triton.cdiv(num_blocks, parts)
