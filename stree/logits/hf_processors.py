@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ _STATEFUL = (
 
 
 def settings_of(
-    processors: Iterable[Any], sampled: bool, eos_ids: Sequence[int], prompt_length: int,
+    processors: Sequence[Any], sampled: bool, eos_ids: Sequence[int], prompt_length: int,
     mask: Tensor | None,
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return our settings for transformers' logits processors, and the processors to be called.

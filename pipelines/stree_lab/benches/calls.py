@@ -69,8 +69,8 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
 def offloaded(target: HybridModel, nodes: list[int], context: int, repeats: int) -> Iterator[Row]:
     """Time target calls whose layers all come from the CPU's memory, in µs.
 
-    Beside them stand the same calls without copies, and the copies without computation. The model
-    streams its layers from then on.
+    Also time the same calls without copies, and the copies without calls. The model streams its
+    layers from then on.
     """
     streamed = stream_layers(target, target.config.num_layers, target.device)
     for num_nodes in nodes:
