@@ -1,10 +1,17 @@
-"""Measure what serving costs: tokens a second through `stree serve`, and of its decoder alone.
+"""Measure what clients of `stree serve` get: requests and tokens a second, and how long they wait.
 
 python pipelines/stree_lab/bench_serving.py serving.jsonl --target checkpoints/python-docs-hybrid
+python pipelines/stree_lab/bench_serving.py serving.jsonl --target checkpoints/python-docs-hybrid \\
+    --drafter runs/quickstart/drafter/latest --prompts data/python-docs/prompts.jsonl \\
+    --modes plain chain tree chosen --concurrency 1 4 16 64
+python pipelines/stree_lab/bench_serving.py 8b.jsonl --shape 8b --tau 2.5 --chain_tau 2 \\
+    --modes plain chain tree chosen --concurrency 1 4 16 64
 
-The same requests (random prompts, EOS ignored) go to the batch decoder in this program, and to a
-server as whole replies and as streams, from clients in processes of their own, each of which asks
-again as soon as it is answered.
+For each mode (plain decoding, a chain, a tree, one of them chosen at each step) the batch decoder
+alone decodes the requests in the server's own process before the server takes any. Then clients
+in processes of their own ask the same, whole and as streams, over so many connections, each of
+which asks the next one as soon as it is answered. A shape has random weights: its drafts are
+accepted as often as the options say. EOS is ignored.
 """
 
 from __future__ import annotations
@@ -12,14 +19,12 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import re
-import subprocess
-import sys
+import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,176 +33,196 @@ import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 import numpy as np
 
-import stree
-from stree.common.errors import InvariantBroken, exit_with_reason
-from stree.common.words import device_name
-from stree_lab.benches.command import ROOT, require_numbers, require_results_file
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import InvariantBroken, UsageError, exit_with_reason
+from stree.prompts import chat_prompt
+from stree_lab.benches.command import require_numbers, require_results_file, require_some
+from stree_lab.benches.models import SHAPES
+from stree_lab.benches.serving import (
+    MODES,
+    PLAIN,
+    Body,
+    ask_at_once,
+    decoder_of,
+    figures_of,
+    share,
+)
+from stree_pipelines.commands.serve import build_parser as server_parser
+from stree_pipelines.commands.serve import listening, serve
 from stree_pipelines.console.command_line import CommandParser
-from stree_pipelines.evaluation.answering import gc_freeze
+from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT, load_benchmark
 from stree_pipelines.evaluation.result_store import append_line
 
 SPAWN = get_context("spawn")
-Body = dict[str, Any]
+KINDS: dict[str, Body] = {
+    "whole": {}, "stream": {"stream": True, "stream_options": {"include_usage": True}},
+}
 
 
-@dataclass
-class Answered:
-    """Moments of one request, in seconds of the host's clock, and the tokens of its answer."""
-
-    asked: float
-    tokens: int = 0
-    events: list[float] = field(default_factory=list)
-
-
-def alone(options: Any, bodies: Sequence[Body]) -> tuple[list[float], str]:
-    """Return the tokens a second of each turn of the batch decoder, and the device's name."""
-    decoder = stree.load(
-        options.target, options.drafter, tree=options.tree, num_rows=options.concurrency,
-        max_length=options.max_length, device=options.device, dtype=options.dtype, temperature=0.0,
-    )
-    requests = [
-        stree.Request(
-            each["prompt"], stree.GenerationConfig(each["max_tokens"], 0.0, ignore_eos=True)
-        )
-        for each in bodies
-    ]
-    decoder.warm_up(requests[0])
-    decoder.generate(requests)
-    rates = []
-    with gc_freeze.left_alone():
-        for _ in range(options.turns):
-            started = time.perf_counter()
-            tokens = sum(len(each.tokens) for each in decoder.generate(requests))
-            rates.append(tokens / (time.perf_counter() - started))
-    return rates, device_name(decoder.target.device)
-
-
-@contextmanager
-def serving(options: Any) -> Iterator[str]:
-    """Run a server of the same decoder inside the block; yield its address as HOST:PORT."""
-    command = [
-        sys.executable, str(ROOT / "pipelines" / "serve.py"), options.target, "--port", "0",
-        "--num_rows", str(options.concurrency), "--max_length", str(options.max_length),
-        "--device", options.device, "--dtype", options.dtype, "--temperature", "0",
-    ]
-    for name in ("drafter", "tree", "prefix_memory"):
-        value = getattr(options, name)
-        command += [] if value is None else [f"--{name}", str(value)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"served at http://(\S+)/v1", line):
-                break
-        else:
-            raise InvariantBroken("the server has ended before it was ready")
-        try:
-            yield found[1]
-        finally:
-            process.terminate()
-
-
-def ask(address: str, bodies: Sequence[Body]) -> list[Answered]:
-    """Ask one request after the other over one connection."""
-    connection, answered = http.client.HTTPConnection(address, timeout=600), []
-    for body in bodies:
-        one = Answered(time.perf_counter())
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-        )
-        reply, last = connection.getresponse(), b""
-        for line in reply:
-            if line.startswith((b"data: {", b"{")):
-                one.events.append(time.perf_counter())
-                last = line.removeprefix(b"data: ")
-        reply.read()  # nothing is left; the connection is free then
-        if reply.status != 200:
-            raise InvariantBroken(f"the server answered {reply.status}: {last[:200]!r}")
-        one.tokens = json.loads(last)["usage"]["completion_tokens"]
-        answered.append(one)
-    return answered
-
-
-def ask_at_once(address: str, shares: Sequence[Sequence[Body]]) -> list[Answered]:
-    """Ask each share's requests over a connection of its own, all of them at once."""
-    with ThreadPoolExecutor(len(shares)) as pool:
-        several = list(pool.map(ask, [address] * len(shares), shares))
-    return [each for some in several for each in some]
-
-
-def figures_of(answered: Sequence[Answered]) -> dict[str, Any]:
-    """Compute tokens a second, and in milliseconds the first event's and the gaps' spread."""
-    seconds = max(each.events[-1] for each in answered) - min(each.asked for each in answered)
-    figures = {"tokens_per_s": sum(each.tokens for each in answered) / seconds}
-    firsts = [each.events[0] - each.asked for each in answered]
-    gaps = [float(gap) for each in answered for gap in np.diff(each.events)]
-    for name, values in (("first_event_ms", firsts), ("gap_ms", gaps)):
-        for percentile in (50, 99) if values else ():
-            figures[f"{name}_p{percentile}"] = 1e3 * float(np.percentile(values, percentile))
-    return figures
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def build_parser() -> CommandParser:
     parser = CommandParser("bench_serving.py", description=__doc__)
     add = parser.add_argument
     add("out", type=str, help="file to write, JSON lines")
-    add("--target", type=str, required=True, help="target folder")
-    add("--drafter", type=str | None, help="drafter folder or n-grams")
-    add("--tree", type=str | None, help="tree or tree policy")
-    add("--prefix_memory", "--prefix-memory", type=float | None,
+    add("--target", type=str | None, help="target folder")
+    add("--drafter", type=str | None, help="drafter folder or n-grams, for modes that draft")
+    add("--shape", type=str | None, help=f"in place of a target: {', '.join(SHAPES)}")
+    add("--tau", type=float, default=2.5, help="of a shape: acceptance length of the tree")
+    add("--chain_tau", "--chain-tau", type=float, default=2.0, help="of a shape: of the chain")
+    add("--modes", type=str, nargs="+", default=[PLAIN], help=f"of {', '.join(MODES)}")
+    add("--chain", type=str, default="chain-2", help="tree of the mode chain")
+    add("--tree", type=str, default="paper", help="tree of the mode tree")
+    add("--prefix_memory", "--prefix-memory", type=float, default=0.0,
         help="of the server; 0 keeps no prefixes, as the decoder alone keeps none")
-    add("--concurrency", type=int, default=16, help="rows, and connections")
+    add("--concurrency", type=int, nargs="+", default=[16], help="connections; rows are the most")
     add("--clients", type=int, default=4, help="processes that the connections are divided among")
-    add("--num_requests", "--num-requests", type=int, default=192, help="of a turn")
-    add("--prompt_tokens", "--prompt-tokens", type=int, default=32, help="the most of a prompt")
-    add("--new_tokens", "--new-tokens", type=int, default=384, help="the most of an answer; half "
-        "of it is the least")
+    add("--num_requests", "--num-requests", type=int, default=192,
+        help="of a turn; fewer connections have as much less, at least 24")
+    add("--prompts", type=str | None,
+        help=f"file of questions (default: random tokens); {PROMPT_FORMAT}")
+    add("--prompt_tokens", "--prompt-tokens", type=int, default=32, help="of a random prompt")
+    add("--new_tokens", "--new-tokens", type=int, default=384,
+        help="the most of an answer; half of it is the least")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--max_length", "--max-length", type=int, default=2048)
     add("--turns", type=int, default=3)
-    add("--vocabulary", type=int, default=4096, help="prompts have tokens below it")
+    add("--vocabulary", type=int, default=4096, help="random prompts have tokens below it")
     add("--dtype", type=str, default="auto")
     add("--device", type=str, default="auto")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
     require_numbers(options, "concurrency", "clients", "num_requests", "new_tokens", "turns")
+    require_some("modes", options.modes, MODES)
+    if (options.target is None) == (options.shape is None):
+        raise UsageError("--target and --shape: wanted one of them")
+    if options.shape is not None:
+        require_some("shape", [options.shape], SHAPES)
+    elif options.drafter is None and set(options.modes) != {PLAIN}:
+        raise UsageError(f"--modes {' '.join(options.modes)} need a drafter: give --drafter")
     require_results_file(options.out)
-    draw = random.Random(0)
+    asked = requests_of(options)
+    for mode in options.modes:
+        for row, figures in measure(options, mode, asked):
+            shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            print(f"{mode}, {row['concurrency']} connections, {row['kind']}: {shown}", flush=True)
+            append_line(Path(options.out), json.dumps({**row, **figures}))
+
+
+def requests_of(options: Any) -> dict[int, list[Body]]:
+    """Draw the requests of a turn, by the number of connections."""
+    draw, vocabulary = random.Random(0), range(options.vocabulary)
+    if options.prompts is None:
+        prompts = [
+            draw.choices(vocabulary, k=options.prompt_tokens) for _ in range(options.num_requests)
+        ]
+    else:
+        tokenizer = load_tokenizer(options.target)
+        prompts = [
+            chat_prompt(tokenizer, [{"role": "user", "content": each.turns[0]}]).ids
+            for each in load_benchmark(options.prompts).prompts
+        ]
     bodies: list[Body] = [
         {
-            "prompt": draw.choices(range(options.vocabulary), k=options.prompt_tokens),
+            "prompt": prompt,
             "max_tokens": draw.randint(options.new_tokens // 2, options.new_tokens),
-            "temperature": 0, "ignore_eos": True,
+            "temperature": options.temperature, "ignore_eos": True,
+            **({"seed": number} if options.temperature else {}),
         }
-        for _ in range(options.num_requests)
+        for number, prompt in enumerate(islice(cycle(prompts), options.num_requests))
     ]
-    with SPAWN.Pool(1) as one:
-        rates, device = one.apply(alone, (options, bodies))
-    about = {
-        name: getattr(options, name)
-        for name in (
-            "target", "drafter", "tree", "prefix_memory", "concurrency", "num_requests",
-            "new_tokens",
-        )
+    most = max(options.concurrency)
+    return {
+        each: bodies[: max(min(24, len(bodies)), len(bodies) * each // most)]
+        for each in options.concurrency
     }
-    decoder_rate = float(np.median(rates))
-    shares = [bodies[place :: options.concurrency] for place in range(options.concurrency)]
-    print(f"{device}: the decoder alone {', '.join(f'{each:.0f}' for each in rates)} tokens/s")
-    with serving(options) as address, SPAWN.Pool(options.clients) as clients:
-        for kind in ("whole", "stream"):
-            extra: Body = {"stream": True, "stream_options": {"include_usage": True}}
-            asked = [
-                [{**each, **(extra if kind == "stream" else {})} for each in share]
-                for share in shares
-            ]
-            each_client = [asked[place :: options.clients] for place in range(options.clients)]
-            for turn in range(1 + options.turns):
-                several = clients.starmap(ask_at_once, [(address, each) for each in each_client])
-                figures = figures_of([each for some in several for each in some])
-                if not turn:
-                    continue  # it captures the graphs of prompts
-                figures["ratio"] = figures["tokens_per_s"] / decoder_rate
-                told = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-                print(f"{kind}: {told}", flush=True)
-                row = {**about, "kind": kind, "turn": turn, "device": device, **figures}
-                append_line(Path(options.out), json.dumps({**row, "decoder_tokens_per_s": rates}))
+
+
+def measure(
+    options: Any, mode: str, asked: dict[int, list[Body]]
+) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Yield a row and its figures per number of connections, kind of reply and turn."""
+    names = ("target", "drafter", "shape", "prefix_memory", "new_tokens", "temperature", "prompts")
+    about = {name: getattr(options, name) for name in names} | {"mode": mode}
+    if mode != PLAIN:
+        about |= {"chain": options.chain, "tree": options.tree}
+        about |= {} if options.shape is None else {
+            "tau": options.tau, "chain_tau": options.chain_tau
+        }
+    number = SPAWN.Value("q", 0)
+    with serving(options, mode, asked) as (address, told):
+        for concurrency, bodies in asked.items():
+            num_clients = min(options.clients, concurrency)
+            alone = told["rates"][str(concurrency)]
+            with SPAWN.Pool(num_clients, share, (number,)) as clients:
+                for kind, extra in KINDS.items():
+                    given = [{**each, **extra} for each in bodies]
+                    for turn in range(1 + options.turns):
+                        # The first turn captures the graphs of prompts that come together
+                        some = given if turn else given[: 2 * concurrency]
+                        number.value = 0
+                        shares = [
+                            (address, some, len(range(place, concurrency, num_clients)))
+                            for place in range(num_clients)
+                        ]
+                        several = clients.starmap(ask_at_once, shares)
+                        if not turn:
+                            continue
+                        figures = figures_of([each for part in several for each in part])
+                        figures["ratio"] = figures["tokens_per_s"] / float(np.median(alone))
+                        yield {
+                            **about, "concurrency": concurrency, "num_requests": len(bodies),
+                            "kind": kind, "turn": turn, "device": told["device"],
+                            "decoder_tokens_per_s": alone,
+                        }, figures
+
+
+@contextmanager
+def serving(
+    options: Any, mode: str, asked: dict[int, list[Body]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run a server inside the block; yield its HOST:PORT and what its decoder alone reached."""
+    with listening("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        served = server_parser().parse_args([
+            options.target or options.shape, "--port", str(port),
+            "--num_rows", str(max(options.concurrency)), "--max_length", str(options.max_length),
+            "--prefix_memory", str(options.prefix_memory),
+            "--device", options.device, "--dtype", options.dtype,
+            "--temperature", str(options.temperature),
+        ])
+        rates = Path(folder) / "rates.json"
+        values = vars(served) | {
+            "bench": Namespace(**vars(options)), "mode": mode, "bodies": asked, "rates": rates,
+        }
+        process = SPAWN.Process(target=run_server, args=(Namespace(**values),))
+        process.start()
+        try:
+            address = f"127.0.0.1:{port}"
+            while not is_well(address):
+                if not process.is_alive():
+                    raise InvariantBroken("the server has ended before it was ready")
+                time.sleep(0.2)
+            yield address, json.loads(rates.read_text())
+        finally:
+            process.terminate()
+            process.join()
+
+
+def run_server(options: Namespace) -> None:
+    """Serve the decoder of a mode, in a process of its own."""
+    serve(options, decoder_of)
+
+
+def is_well(address: str) -> bool:
+    """Ask a server whether it takes requests."""
+    connection = http.client.HTTPConnection(address, timeout=5)
+    with suppress(OSError):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False
 
 
 if __name__ == "__main__":

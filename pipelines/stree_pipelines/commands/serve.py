@@ -16,6 +16,7 @@ import signal
 import socket
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
@@ -61,7 +62,16 @@ def build_parser() -> PlainParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = build_parser().parse_args(arguments)
+    serve(build_parser().parse_args(arguments), decoder_of)
+
+
+def serve(options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder]) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        options: Of the command, as its parser gives them.
+        make_decoder: Called with the options in the engine's process, so it can be pickled.
+    """
     import uvicorn
 
     from stree_pipelines.serving.app import Server, make_app
@@ -70,7 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     listener = listening(options.host, options.port)
     link, link_of_engine = socket.socketpair()
-    process = get_context("spawn").Process(target=run_engine, args=(options, link_of_engine))
+    process = get_context("spawn").Process(
+        target=run_engine, args=(options, make_decoder, link_of_engine)
+    )
     process.start()
     link_of_engine.close()
     is_loaded = False
@@ -116,7 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
         process.kill()
 
 
-def run_engine(options: Namespace, link: socket.socket) -> None:
+def run_engine(
+    options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder], link: socket.socket
+) -> None:
     """Load the models and serve requests that come over a socket, in a process of its own."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the other process says when to end
         signal.signal(each, signal.SIG_IGN)
@@ -124,7 +138,7 @@ def run_engine(options: Namespace, link: socket.socket) -> None:
     from stree_pipelines.serving.messages import packed
 
     try:
-        decoder = decoder_of(options)
+        decoder = make_decoder(options)
         end = EngineEnd(decoder, options.max_waiting, link)
     except StreeError as error:
         link.sendall(packed(error))
