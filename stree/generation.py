@@ -1,4 +1,4 @@
-"""Settings of a generation, the rule by which it stops, its output and its statistics."""
+"""Settings of a generation, its output and its statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from stree.common.errors import UsageError, require_fitting, warn_once
 from stree.common.words import counted
 from stree.logits.log_probs import TokenLogprobs
 from stree.metrics import tau
-from stree.text_stream import TextStream
 from stree.trees.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -476,39 +475,6 @@ class GenerationOutput:
             f"GenerationOutput({len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, "
             f"{self.stats._summary()}{seed}{text})"
         )
-
-
-class StopRule:
-    """Rule that decides, token by token, how much of a block is kept and why generation ends."""
-
-    def __init__(
-        self, generation: GenerationConfig, model_eos_ids: Sequence[int], tokenizer: Any
-    ) -> None:
-        if generation.stop_strings and tokenizer is None:
-            raise UsageError("stop_strings need the tokenizer; pass tokenizer= to the decoder")
-        self.eos_ids = generation.eos_ids(model_eos_ids)
-        strings = generation.stop_strings
-        self.text = TextStream(tokenizer, strings) if strings else None
-        self.left = generation.max_new_tokens
-        self.tokens: list[int] = []
-
-    def keep(self, block: list[int]) -> tuple[list[int], str]:
-        """Return the tokens of a block that are kept, from its beginning, and the reason to stop.
-
-        The reason is "" while generation goes on.
-        """
-        for index, token in enumerate(block):
-            self.tokens.append(token)
-            self.left -= 1
-            if token in self.eos_ids:
-                return block[: index + 1], "eos"
-            if self.text is not None:
-                self.text.add(token)
-                if self.text.stop_string is not None:
-                    return block[: index + 1], "stop_string"
-            if self.left == 0:
-                return block[: index + 1], "length"
-        return block, ""
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:

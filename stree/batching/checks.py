@@ -12,7 +12,8 @@ from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafterSpec
 from stree.drafters.ngram import NGram
 from stree.engine.sequence import RunningSequence
-from stree.generation import DecodingStats, GenerationConfig, StopRule, require_whole
+from stree.engine.stop_rule import StopRule
+from stree.generation import DecodingStats, GenerationConfig, require_whole
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.model import HybridModel

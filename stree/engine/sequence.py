@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.engine.stop_rule import StopRule
+from stree.generation import DecodingStats, GenerationConfig
 from stree.logits.log_probs import TokenLogprobs
 from stree.trees.token_tree import TokenTree
 

@@ -11,14 +11,12 @@ import torch
 import transformers
 from toys import Streamer, right_now_and_then, tiny_model
 
-import stree
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
 from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.generation import DecodingStats
 from stree.prompts import chat_ids, chat_prompt
-from stree.settings import settings_of
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
 PROMPT, OTHER = [5, 6, 7, 8], [9, 10]
@@ -39,10 +37,6 @@ def shipped() -> Decoder:
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(SHIPPED)
-
-
-def hf(**values) -> transformers.GenerationConfig:
-    return transformers.GenerationConfig(**values)
 
 
 # Prompts
@@ -373,102 +367,10 @@ def test_a_target_that_is_none_is_one_line(target):
         Decoder(target)
 
 
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "wanted"),
-    [
-        (None, {}, GenerationConfig()),
-        (None, dict(max_new_tokens=3, temperature=0.7, top_k=5, top_p=0.9, seed=2),
-         GenerationConfig(3, 0.7, 5, 0.9, seed=2)),
-        (None, dict(do_sample=True), GenerationConfig(temperature=1.0)),
-        (None, dict(do_sample=True, temperature=0.5), GenerationConfig(temperature=0.5)),
-        (None, dict(do_sample=False, temperature=0.5), GenerationConfig()),
-        (GenerationConfig(9, 0.3), dict(do_sample=True), GenerationConfig(9, 0.3)),
-        (GenerationConfig(9, 0.3), dict(do_sample=False), GenerationConfig(9)),
-        (GenerationConfig(9, seed=4), dict(max_new_tokens=5), GenerationConfig(5, seed=4)),
-        (None, dict(num_beams=1, repetition_penalty=1.0, use_cache=True, pad_token_id=0,
-                    temperature=None, logits_processor=None), GenerationConfig()),
-        (None, dict(max_length=20), GenerationConfig(16)),
-        (None, dict(max_length=20, max_new_tokens=3), GenerationConfig(3)),
-        (None, dict(eos_token_id=[3, 4], stop_strings="a", ignore_eos=True),
-         GenerationConfig(eos_token_id=(3, 4), stop_strings=("a",), ignore_eos=True)),
-        (hf(), {}, GenerationConfig()),
-        (hf(max_new_tokens=3, eos_token_id=2, pad_token_id=0, bos_token_id=1), {},
-         GenerationConfig(3, eos_token_id=2)),
-        (hf(do_sample=True), {}, GenerationConfig(temperature=1.0, top_k=50)),
-        (hf(do_sample=True, temperature=0.6, top_p=0.9, top_k=0), {},
-         GenerationConfig(temperature=0.6, top_p=0.9)),
-        (hf(max_new_tokens=3), dict(do_sample=True, top_k=4, max_new_tokens=6),
-         GenerationConfig(6, 1.0, 4)),
-        (hf(max_length=12), {}, GenerationConfig(8)),
-        (hf(repetition_penalty=1.2), dict(max_new_tokens=3),
-         GenerationConfig(3, repetition_penalty=1.2)),
-        (hf(do_sample=True, min_p=0.05, top_k=0), dict(repetition_penalty=1.1),
-         GenerationConfig(temperature=1.0, min_p=0.05, repetition_penalty=1.1)),
-    ],
-)
-def test_settings_by_keyword_and_by_either_config(given, options, wanted):
-    assert settings_of(given, options).after(torch.tensor(PROMPT)) == wanted
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
-    [
-        (None, dict(num_beams=4), "cannot honour num_beams = 4: transformers' own model"),
-        (None, dict(min_length=4), "min_length = 4: min_new_tokens"),
-        (None, dict(suppress_tokens=[4]), "suppress_tokens = .*: logit_bias="),
-        (None, dict(min_new_tokens=-1), "min_new_tokens is -1, wanted at least 0"),
-        (None, dict(logit_bias={"4": 1.0}), "logit_bias is .*wanted a dict of token ids"),
-        (None, dict(logit_bias={4: float("inf")}), "logit_bias is .*wanted a dict of token ids"),
-        (None, dict(presence_penalty=float("nan")), "presence_penalty is nan, wanted a finite"),
-        (None, dict(bad_words_ids=[4]), "bad_words_ids is .*wanted a list of lists"),
-        (None, dict(bad_words_ids=[[]]), "bad_words_ids is .*wanted a list of lists"),
-        (None, dict(no_repeat_ngram_size=2, min_length=3),
-         r"min_length = 3: transformers' own model.generate does it, .*; min_new_tokens counts"),
-        (None, dict(stopping_criteria=[print]), "stop_strings and eos_token_id end an answer"),
-        (None, dict(output_scores=True), "cannot honour output_scores = True: logprobs="),
-        (None, dict(typical_p=0.9, length_penalty=2.0), "typical_p = 0.9, length_penalty = 2.0: "),
-        (None, dict(repetition_penalty=0.0), "repetition_penalty is 0.0, wanted 0.00001"),
-        (None, dict(min_p=1.5), r"min_p is 1.5, wanted 0 \(off\) to 1"),
-        (None, dict(max_new_token=4), "did you mean max_new_tokens"),
-        (None, dict(rep_penalty=1.2), "did you mean repetition_penalty"),
-        (None, dict(use_cache=False), "cannot honour use_cache = False"),
-        (None, dict(do_sample="yes"), "do_sample is 'yes', wanted True or False"),
-        (None, dict(do_sample=True, temperature=0.0), "do_sample is True and temperature 0"),
-        (None, dict(temperature=-1), "temperature is -1"),
-        (None, dict(max_length=4), "max_length is 4 and the prompt has 4 tokens already"),
-        (None, dict(max_length=0), "max_length is 0, wanted"),
-        (None, dict(logprobs=-1), "logprobs is -1, wanted at least 0"),
-        (None, dict(logprobs=True), "logprobs is True, wanted a number"),
-        (None, dict(eos_token_id=True), "eos_token_id is True, wanted"),
-        (None, dict(eos_token_id=[]), "eos_token_id is empty, wanted a token's id"),
-        (None, dict(eos_token_id=[1, False]), "eos_token_id is .*False.*, wanted"),
-        (dict(max_new_tokens=4), {}, "generation_config is a dict"),
-        (4, {}, "generation_config is a int"),
-        (hf(num_beams=4), {}, "cannot honour num_beams = 4"),
-        (hf(temperature=0.6), {}, "temperature = 0.6 and no do_sample"),
-    ],
-)
-def test_what_cannot_be_honoured_is_named(given, options, message):
-    with pytest.raises(UsageError, match=message):
-        settings_of(given, options).after(torch.tensor(PROMPT))
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [("stop", "stop_strings"), ("n", "num_return_sequences"), ("max_tokens", "max_new_tokens"),
-     ("stream", "streamer="), ("top_logprobs", "logprobs=")],
-)
-def test_names_of_other_libraries_are_answered_with_ours(decoder, name, instead):
-    with pytest.raises(stree.UsageError, match=f"cannot honour {name} = 1: .*{instead}"):
-        decoder.generate(PROMPT, **{name: 1})
-
-
 def test_a_request_takes_either_config_and_stands_for_itself(decoder):
     wanted = decoder.generate(PROMPT, EIGHT).tokens
-    requests = [Request(PROMPT, hf(max_new_tokens=8)), Request({"input_ids": PROMPT}, EIGHT)]
+    theirs = transformers.GenerationConfig(max_new_tokens=8)
+    requests = [Request(PROMPT, theirs), Request({"input_ids": PROMPT}, EIGHT)]
     assert [each.tokens for each in decoder.batch.generate(requests)] == [wanted] * 2
     assert decoder.batch.generate([]) == []
     with pytest.raises(UsageError, match="requests have settings of their own"):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.attention.heads import load_halves, load_heads, rotated, store_halves
 from stree_kernels.contracts import CacheState, Topology
 from stree_kernels.launch import follow, lead, load_kept, overlapping
 from stree_kernels.products.linear import device_of, precision_of, product
@@ -220,42 +221,6 @@ def _weighed(weights, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _halves(at, known, half, HEAD_DIM: tl.constexpr):
-    """Load columns of both halves of the heads at some pointers, masked by `known`."""
-    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    at = at[:, None] + half[None, :]
-    low = tl.load(at, mask=mask, other=0.0)
-    return low, tl.load(at + HEAD_DIM // 2, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_halves(at, known, half, low, high, HEAD_DIM: tl.constexpr):
-    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    at = at[:, None] + half[None, :]
-    tl.store(at, low, mask=mask)
-    tl.store(at + HEAD_DIM // 2, high, mask=mask)
-
-
-@triton.jit
-def _whole(at, known, d, HEAD_DIM: tl.constexpr):
-    mask = known[:, None] & (d < HEAD_DIM)[None, :]
-    return tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _rotated(low, high, position, known, half, call, HEAD_DIM: tl.constexpr):
-    """Return columns of both halves of heads, rotated to their positions."""
-    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    table = call.rotary + position[:, None] * call.rotary_strides[1] + half[None, :]
-    cos = tl.load(table, mask=mask, other=0.0)
-    sin = tl.load(table + call.rotary_strides[0], mask=mask, other=0.0)
-    low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
-    rotated_low = (low_wide * cos - high_wide * sin).to(low.dtype)
-    rotated_high = (high_wide * cos + low_wide * sin).to(low.dtype)
-    return rotated_low, rotated_high
-
-
-@triton.jit
 def _above(seen_by, known, node, there):
     """Return which of the tree's nodes among some keys each query sees."""
     mask = known[:, None] & (there & (node >= 0))[None, :]
@@ -301,16 +266,16 @@ def _attend_corner(
             new_at = key_at + (node - first) * call.qkv_strides[1]
             slot_at = slot * call.cache_strides[2]
             # A choice between pointers would be one load, but of two bytes at a time
-            old_low, old_high = _halves(keys + slot_at, cached, half, head_dim)
-            old_v = _whole(values + slot_at, cached, d, head_dim)
-            k_low, k_high = _halves(new_at, fresh, half, head_dim)
-            v = _whole(new_at + SHAPE.num_kv_heads * head_dim, fresh, d, head_dim)
+            old_low, old_high = load_halves(keys + slot_at, cached, half, head_dim)
+            old_v = load_heads(values + slot_at, cached, d, head_dim)
+            k_low, k_high = load_halves(new_at, fresh, half, head_dim)
+            v = load_heads(new_at + SHAPE.num_kv_heads * head_dim, fresh, d, head_dim)
             visible = (_above(seen_by, known, node, there) != 0) | (node < 0)[None, :]
             if SHAPE.window > 0:
                 below = load_kept(depths + node, there & (node >= 0))
                 key_position = tl.where(node < 0, old_length + k, old_length + path_length + below)
                 visible = visible & _near(position, key_position, SHAPE)
-            k_low, k_high = _rotated(
+            k_low, k_high = rotated(
                 k_low, k_high, old_length + path_length + depth, fresh, half, call, head_dim
             )
             k_low = tl.where(cached[:, None], old_low, k_low)
@@ -372,15 +337,15 @@ def attend_kernel(
         return
     if STAGES == 1:
         slot = begin + tl.arange(0, BLOCK.L)
-        k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, head_dim)
-        v = _whole(values + slot * slot_stride, slot < end, d, head_dim)
+        k_low, k_high = load_halves(keys + slot * slot_stride, slot < end, half, head_dim)
+        v = load_heads(values + slot * slot_stride, slot < end, d, head_dim)
     if READY == "memory":
         follow(OVERLAPS)
     at_query = qkv + query * call.qkv_strides[1]
     head = kv_head * SHAPE.shared + row % SHAPE.shared
-    low, high = _halves(at_query + head * head_dim, known, half, head_dim)
+    low, high = load_halves(at_query + head * head_dim, known, half, head_dim)
     # Halves of the queries, (M, D / 2) each; keys come as (L, D / 2) twice, values as (L, D)
-    q_low, q_high = _rotated(low, high, length + depth, known, half, call, head_dim)
+    q_low, q_high = rotated(low, high, length + depth, known, half, call, head_dim)
     block_m: tl.constexpr = BLOCK.M  # Triton 3.6 wants constants, not numbers, in lists
     block_d: tl.constexpr = 2 * BLOCK.HALF
     highest = tl.full([block_m], -float("inf"), dtype=tl.float32)
@@ -394,12 +359,12 @@ def attend_kernel(
         if SHAPE.window > 0:
             visible = visible & _near(length + depth, slot, SHAPE)
         if STAGES > 1:
-            k_low, k_high = _halves(keys + slot * slot_stride, used, half, head_dim)
-            v = _whole(values + slot * slot_stride, used, d, head_dim)
+            k_low, k_high = load_halves(keys + slot * slot_stride, used, half, head_dim)
+            v = load_heads(values + slot * slot_stride, used, d, head_dim)
         else:
             slot += BLOCK.L
-            next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, head_dim)
-            next_v = _whole(values + slot * slot_stride, slot < end, d, head_dim)
+            next_low, next_high = load_halves(keys + slot * slot_stride, slot < end, half, head_dim)
+            next_v = load_heads(values + slot * slot_stride, slot < end, d, head_dim)
         highest, total, out = _attend(
             q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale, PRECISION,
         )
@@ -492,11 +457,11 @@ def combine_kernel(
                 node = load_kept(cache.path + batch * cache.path_stride + k, moved).to(tl.int32)
                 source = (old_length + node) * call.cache_strides[2]
                 target = (old_length + k) * call.cache_strides[2]
-                k_low, k_high = _halves(keys + source, moved, half, head_dim)
-                v_low, v_high = _halves(values + source, moved, half, head_dim)
+                k_low, k_high = load_halves(keys + source, moved, half, head_dim)
+                v_low, v_high = load_halves(values + source, moved, half, head_dim)
                 tl.debug_barrier()
-                _store_halves(keys + target, moved, half, k_low, k_high, head_dim)
-                _store_halves(values + target, moved, half, v_low, v_high, head_dim)
+                store_halves(keys + target, moved, half, k_low, k_high, head_dim)
+                store_halves(values + target, moved, half, v_low, v_high, head_dim)
                 tl.debug_barrier()
         depths = tree.depths
         if not ONE_TREE:
@@ -508,12 +473,13 @@ def combine_kernel(
             used = new < num_new
             depth = load_kept(depths + first + new, used)
             new_at = key_at + new * call.qkv_strides[1]
-            k_low, k_high = _halves(new_at, used, half, head_dim)
-            v_low, v_high = _halves(new_at + SHAPE.num_kv_heads * head_dim, used, half, head_dim)
-            k_low, k_high = _rotated(
+            k_low, k_high = load_halves(new_at, used, half, head_dim)
+            new_at += SHAPE.num_kv_heads * head_dim  # the values
+            v_low, v_high = load_halves(new_at, used, half, head_dim)
+            k_low, k_high = rotated(
                 k_low, k_high, length + depth, used, half, call, head_dim
             )
             used = used & (length + first + new < num_slots)
             at = (length + first + new) * call.cache_strides[2]
-            _store_halves(keys + at, used, half, k_low, k_high, head_dim)
-            _store_halves(values + at, used, half, v_low, v_high, head_dim)
+            store_halves(keys + at, used, half, k_low, k_high, head_dim)
+            store_halves(values + at, used, half, v_low, v_high, head_dim)

@@ -16,7 +16,8 @@ from stree.batching.sequences import samples_of
 from stree.engine.plan import Limits, Report, StepPlan
 from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import RunningSequence
-from stree.generation import DecodingStats, StopRule
+from stree.engine.stop_rule import StopRule
+from stree.generation import DecodingStats
 from stree.tree_policy.policy import FixedTree
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import PLAIN, balanced
