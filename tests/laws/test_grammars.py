@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from enumerated import assert_targets, block_distribution, plain_distribution, random_case
+from lanes import costly
 from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model, with_head
 from transformers import NoRepeatNGramLogitsProcessor
 
@@ -63,8 +64,11 @@ def requests() -> list[Request]:
     return served
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("tree", ["chain-3", "paper", "beam-3-3-9"])
+@pytest.mark.parametrize(
+    ("tree", "graphs"),
+    [("beam-3-3-9", False), ("paper", True), costly("chain-3", False), costly("paper", False),
+     costly("beam-3-3-9", True)],
+)
 def test_answers_follow_a_grammar_and_are_plain_decodings(tree, graphs, request):
     if graphs:
         request.getfixturevalue("captured_on_cpu")

@@ -41,7 +41,7 @@ def long_in_the_interpreter(*values, quick, costly=()):
 
 
 each_model = pytest.mark.parametrize(
-    "shape", long_in_the_interpreter(*MODELS, quick=["hybrid", "gated-delta"], costly=["mamba-1"])
+    "shape", long_in_the_interpreter(*MODELS, quick=["hybrid"], costly=["gated-delta", "mamba-1"])
 )
 
 

@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from enumerated import assert_targets, block_distribution, distance, random_case
+from lanes import costly
 from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -56,7 +57,7 @@ def by_hand(target, prompt: list[int], setting: GenerationConfig) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("kind", ["model", "n-grams grafted"])
+@pytest.mark.parametrize("kind", ["model", costly("n-grams grafted")])
 def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
     """Greedy answers are also those made by hand."""
     target, rng = tiny_model(1), random.Random(3)
@@ -85,7 +86,7 @@ def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
     assert sum(a != b for a, b in zip(changed, wanted, strict=True)) >= 3
 
 
-@pytest.mark.parametrize("verifier", [Naive, MultiStep, Traversal, Block])
+@pytest.mark.parametrize("verifier", [costly(Naive), MultiStep, Traversal, costly(Block)])
 @pytest.mark.parametrize(
     "settings",
     [SETTINGS[:4:3], pytest.param(SETTINGS[1:3], marks=pytest.mark.long), SETTINGS[4:]],
@@ -122,10 +123,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("setting", [SETTINGS[0], *SETTINGS[4:]], ids=["0", "4", "5", "6"])
-def test_a_penalty_of_other_drafts_is_caught(mistake, setting, monkeypatch):
+@pytest.mark.parametrize("number", [0, *map(costly, (4, 5, 6))])
+def test_a_penalty_of_other_drafts_is_caught(mistake, number, monkeypatch):
     monkeypatch.setattr(TreeBatch, "paths_of", MISTAKES[mistake])
-    target, drafter, tree, _ = random_case(0, [TokenTree.chain(2)])
+    (target, drafter, tree, _), setting = random_case(0, [TokenTree.chain(2)]), SETTINGS[number]
     blocks = block_distribution(TableTarget(target), TableDrafter(drafter), tree, setting)
     assert distance(blocks, target, setting, tree.max_depth + 1) > 1e-4
 

@@ -1,4 +1,4 @@
-"""Choose which cases of a test run in `make test-all`, and which in `make test-long` only."""
+"""Choose the lane of a test's cases: `make test`, `make test-all` or `make test-long`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ def lanes(quick: int, long: int) -> list:
     ]
 
 
-def quick_first(quick: list[tuple], all_of_them: list[tuple]) -> list:
-    """List a test's arguments: the `quick` ones, then the others with the `long` marker."""
-    others = [each for each in all_of_them if each not in quick]
+def costly(*arguments: Any) -> Any:
+    """Return a case of a test that `make test-all` runs, and `make test` does not."""
+    return pytest.param(*arguments, id=_identifier(arguments), marks=pytest.mark.costly)
+
+
+def quick_first(
+    quick: list[tuple], all_of_them: list[tuple], in_test_all: list[tuple] = ()
+) -> list:
+    """List a test's arguments: the `quick` ones, those `in_test_all` with the `costly` marker, then
+    the others with the `long` marker."""
+    known = (*quick, *in_test_all)
     return [
-        pytest.param(*each, id=_identifier(each), marks=pytest.mark.long if each in others else [])
-        for each in (*quick, *others)
+        *(pytest.param(*each, id=_identifier(each)) for each in quick),
+        *(costly(*each) for each in in_test_all),
+        *(pytest.param(*each, id=_identifier(each), marks=pytest.mark.long)
+          for each in all_of_them if each not in known),
     ]
 
 

@@ -18,7 +18,7 @@ from kernel_cases import (
     star,
     topology_of,
 )
-from lanes import quick_first
+from lanes import costly, quick_first
 from node_orders import depth_first
 from toys import random_tree
 
@@ -108,7 +108,9 @@ def test_a_tree_of_more_than_256_nodes():
     compare(tree, [3], [tree.path_to(256)], heads=1, head_dim=8)
 
 
-@pytest.mark.parametrize("tree", [random_tree(70), TokenTree(depth_first(random_tree(70).parents))])
+@pytest.mark.parametrize(
+    "tree", [costly(random_tree(70)), TokenTree(depth_first(random_tree(70).parents))]
+)
 def test_keys_that_are_left_out_change_nothing(tree):
     """Keys are left out of a new tree, and of one that grows."""
     outputs = []
@@ -229,8 +231,11 @@ def test_in_how_many_splits_keys_are_read(programs, staged, many_queries, splits
     assert tree_attention._num_splits(programs, 1, staged, many_queries) == splits
 
 
-@pytest.mark.parametrize("window", [1, 3, 40, 1000])
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(
+    ("window", "alone"),
+    [*((window, True) for window in (1, 3, 40, 1000)), (3, False),
+     *(costly(window, False) for window in (1, 40, 1000))],
+)
 def test_windows(window, alone):
     """Nodes see the last positions alone: of committed tokens, of the path, of the tree."""
     tree = TokenTree.chain(0) if alone else comb(40)

@@ -6,6 +6,7 @@ fp32 leaves about 1e-6 of sums of 70 tokens; bf16 rounds inputs' gradients to 2^
 import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error
+from lanes import costly
 
 from stree_kernels import naive, ops
 
@@ -29,7 +30,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize(("T", "dtype", "segments"), [
     (1, torch.float32, False), (31, torch.float32, True), (70, torch.float32, False),
-    (70, torch.bfloat16, True),
+    costly(70, torch.bfloat16, True),
 ])
 def test_outputs_and_gradients(T, dtype, segments):
     given = inputs(T, dtype=dtype)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import DEVICE, cache_state_of, comb, normal, relative_error, star, topology_of
+from lanes import costly
 
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
@@ -147,14 +148,15 @@ def compare(shape, tree, dtype, paths, **options):
             assert kept[:, N:].isnan().all()
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
+@pytest.mark.parametrize("tree", [*TREES[:3], *map(costly, TREES[3:])])
 def test_kernels_equal_the_twin(tree):
     compare(PLAIN, tree, torch.float32, [list(tree.path_to(tree.num_nodes - 1))[:5], [0]])
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    pytest.param(name, dtype, marks=pytest.mark.costly if (name == "normed") == (at == 0) else [])
-    for name in SHAPES for at, dtype in enumerate(TOLERANCE)
+    ("plain", torch.float32), ("wide state", torch.float32), costly("normed", torch.bfloat16),
+    costly("normed", torch.float32), costly("plain", torch.bfloat16),
+    costly("wide state", torch.bfloat16),
 ], ids=str)
 def test_shapes_and_dtypes(name, dtype):
     paths = [[0, 1], [], list(comb(9).path_to(8))]
@@ -162,8 +164,7 @@ def test_shapes_and_dtypes(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "piece"), [
-    ("plain", 1), ("normed", 4), pytest.param("plain", 4, marks=pytest.mark.costly),
-    pytest.param("normed", 1, marks=pytest.mark.costly),
+    ("normed", 4), costly("plain", 1), costly("plain", 4), costly("normed", 1),
 ])
 def test_level_by_level(name, piece):
     """A tree given a few nodes at a time gives the same as the whole tree in one call."""
