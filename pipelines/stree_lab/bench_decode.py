@@ -31,8 +31,7 @@ python pipelines/stree_lab/bench_decode.py runs/bench/joint.jsonl --shape \\
     "[png-6-1,png-6-2]"
 python pipelines/stree_lab/bench_decode.py runs/bench/beams.jsonl --shape \\
     mamba2-2.7b --what "[beams]"
-python pipelines/stree_lab/bench_decode.py runs/bench/8b-orders.jsonl --what \\
-    "[orders]"
+python pipelines/stree_lab/bench_decode.py runs/bench/orders.jsonl --what "[orders]"
 python pipelines/stree_lab/bench_decode.py runs/bench/prompts.jsonl --shape \\
     chat,8b --what "[prompts]"
 python pipelines/stree_lab/bench_decode.py runs/bench/mtp.jsonl --shape \\
@@ -127,16 +126,10 @@ class Bench:
         drafters = {kind: random_drafter(self.shape, self.device, kind) for kind in o.drafters}
         return calls.draft_lengths(drafters, o.trees, o.lengths, o.repeats)
 
-    def orders(self) -> Iterable[Row]:
-        if not self.config.attn_layers:
-            return ()
-        o = self.options
-        return orders(self.config, ORDER_NODES, o.context, o.repeats, self.device)
-
 
 Measurement = Callable[[Bench, Any], Iterable[Row]]  # of the bench and its options
 OF_TARGETS: dict[str, Measurement] = {
-    "orders": lambda bench, o: bench.orders(),
+    "orders": lambda bench, o: orders(ORDER_NODES, bench.few, bench.device),
     "draft_lengths": lambda bench, o: bench.draft_lengths(),
     "calls": lambda bench, o: calls.calls(bench.target, o.nodes, o.context, o.repeats),
     "profiles": lambda bench, o: bench.profiles(),

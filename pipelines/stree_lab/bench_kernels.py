@@ -1,12 +1,16 @@
 """Time the fused ops against their plain twins, one JSON line per case.
 
 python pipelines/stree_lab/bench_kernels.py runs/bench/kernels.jsonl
+python pipelines/stree_lab/bench_kernels.py runs/bench/updates.jsonl --nodes "[1,5,10]" \\
+    --batch "[1,4,16]"
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,55 +64,75 @@ MixerSet = tuple[Tensor, Tensor, Derived, tuple[Any, ...]]
 
 
 def measure(
-    shape: str, nodes: list[int], context: int, layers: int, repeats: int, device: torch.device
+    shape: str, nodes: list[int], context: int, layers: int, repeats: int, device: torch.device,
+    batch: Sequence[int] = (1,),
 ) -> Iterator[Row]:
-    """Time the ops of a shape, in µs per layer; a row per op and number of nodes.
+    """Time the ops of a shape, in µs per layer; a row per op, number of nodes and of sequences.
 
     The ops are replay + conv + scan, attention over `context` tokens, an MLP's halves, and the
     gated delta rule. Each call goes through `layers` sets of buffers, back to back. The tree is a
-    chain: times do not depend on its shape, and every op can do a chain.
+    chain: times do not depend on its shape, and every op can do a chain. Several sequences have
+    rows of Mamba-2's op alone.
     """
-    for num_nodes in nodes:
-        call = OpCall(TokenTree.chain(num_nodes - 1), context, layers, device)
+    for count, num_nodes in itertools.product(batch, nodes):
+        call = OpCall(TokenTree.chain(num_nodes - 1), context, layers, device, batch=count)
         for op, (make, sizes) in OPS.items():
-            if shape not in sizes:
+            if shape not in sizes or (count > 1 and make is not _scan):
                 continue
             times = side_by_side(make(call, sizes[shape]), device, repeats)
-            row = dict(op=op, shape=shape, num_nodes=num_nodes, context=context, layers=layers)
+            row = dict(
+                op=op, shape=shape, num_nodes=num_nodes, batch=count, context=context,
+                layers=layers,
+            )
             yield {**row, **us_fields(per_layer(times, layers))}
 
 
 def _scan(call: OpCall, shape: MixerShape) -> Calls:
-    topology, cache_state = call.place()
-    groups = shape.scan_groups
-    conv_dim = groups[0] * shape.head_dim + (groups[1] + groups[2]) * shape.d_state
-    per_head = [call.normal(shape.num_heads) for _ in range(3)]
-    sets: list[MixerSet] = []
-    states = []
-    for _ in range(call.layers):
-        weights = MixerWeights(
-            call.normal(shape.width, conv_dim).T, call.normal(conv_dim), *per_head
-        )
-        projected = call.normal(1, call.num_nodes, shape.d_inner + shape.num_kept)
-        rows = call.normal(2, 1, shape.tail + call.num_nodes, shape.num_kept)
-        xb = call.normal(2, 1, call.num_nodes, conv_dim - groups[2] * shape.d_state)
-        steps = torch.rand(2, 1, 2, call.num_nodes, shape.num_heads, device=call.device)
-        state = torch.randn(1, shape.num_heads, shape.head_dim, shape.d_state, device=call.device)
-        states.append(state)
-        rest = (state, weights, shape, topology, cache_state, 0)
-        sets.append((projected, rows, Derived(xb, steps), rest))
+    sets = _mixer_sets(call, shape)
     if not call.fused:
         return _mixer_calls(sets, naive.mamba_tree)
+    from stree_kernels.mamba.chunk_scan import chunk_scan
     from stree_kernels.mamba.tree_scan import mamba_tree
 
     ways = _mixer_calls(sets, naive.mamba_tree, mamba_tree)
-    update = _mamba_ssm_update()
-    if update is not None:
+    states = [rest[0] for *_, rest in sets]
+    if (update := _mamba_ssm_update()) is not None:
         updates = [_one_token(call, state, shape) for state in states]
         ways["mamba_ssm_updates"] = lambda: [
             update(*each, dt_softplus=True) for each in updates for _ in range(call.num_nodes)
         ]
+    ones = _mixer_sets(replace(call, tree=TokenTree.chain(0)), shape)
+    step: Callable[..., object] = partial(mamba_tree, as_chain=True)
+    ways["updates"] = lambda: [
+        step(a, b, c, *rest) for a, b, c, rest in ones for _ in range(call.num_nodes)
+    ]
+    scanned = [_scanned(call, state, shape) for state in states]
+    ways["chunk_scan"] = lambda: [
+        chunk_scan(*inputs, initial_state=state) for *inputs, state in scanned
+    ]
     return ways
+
+
+def _mixer_sets(call: OpCall, shape: MixerShape) -> list[MixerSet]:
+    topology, cache_state = call.place()
+    groups, batch = shape.scan_groups, call.batch
+    conv_dim = groups[0] * shape.head_dim + (groups[1] + groups[2]) * shape.d_state
+    per_head = [call.normal(shape.num_heads) for _ in range(3)]
+    sets: list[MixerSet] = []
+    for _ in range(call.layers):
+        weights = MixerWeights(
+            call.normal(shape.width, conv_dim).T, call.normal(conv_dim), *per_head
+        )
+        projected = call.normal(batch, call.num_nodes, shape.d_inner + shape.num_kept)
+        rows = call.normal(2, batch, shape.tail + call.num_nodes, shape.num_kept)
+        xb = call.normal(2, batch, call.num_nodes, conv_dim - groups[2] * shape.d_state)
+        steps = torch.rand(2, batch, 2, call.num_nodes, shape.num_heads, device=call.device)
+        state = torch.randn(
+            batch, shape.num_heads, shape.head_dim, shape.d_state, device=call.device
+        )
+        rest = (state, weights, shape, topology, cache_state, 0)
+        sets.append((projected, rows, Derived(xb, steps), rest))
+    return sets
 
 
 def _gated_delta(call: OpCall, shape: GatedDeltaShape) -> Calls:
@@ -164,11 +188,20 @@ def _one_token(call: OpCall, state: Tensor, shape: MixerShape) -> tuple[Tensor |
     """Make the update's arguments: state, x, dt, A, B, C, D, no gate, and the bias of dt."""
     device, heads, dim = state.device, shape.num_heads, shape.head_dim
     A = -torch.rand(heads, 1, 1, device=device).expand(heads, dim, shape.d_state)
-    x = call.normal(1, heads, dim)
-    dt = call.normal(1, heads, 1).expand(1, heads, dim)
-    B, C = (call.normal(1, shape.c_groups, shape.d_state) for _ in range(2))
+    x = call.normal(call.batch, heads, dim)
+    dt = call.normal(call.batch, heads, 1).expand(call.batch, heads, dim)
+    B, C = (call.normal(call.batch, shape.c_groups, shape.d_state) for _ in range(2))
     D, bias = (torch.rand(heads, 1, device=device).expand(heads, dim) for _ in range(2))
     return state.clone(), x, dt, A, B, C, D, None, bias
+
+
+def _scanned(call: OpCall, state: Tensor, shape: MixerShape) -> tuple[Tensor, ...]:
+    """Make chunk scan's arguments, x, dt, A, B, C and D, and the state to begin with."""
+    heads, at = shape.num_heads, (call.batch, call.num_nodes)
+    x = call.normal(*at, heads, shape.head_dim)
+    dt, A = torch.rand(*at, heads, device=state.device), -torch.rand(heads, device=state.device)
+    B, C = (call.normal(*at, shape.c_groups, shape.d_state) for _ in range(2))
+    return x, dt, A, B, C, torch.rand(heads, device=state.device), state
 
 
 def _attention(call: OpCall, shape: tuple[int, int, int]) -> Calls:
@@ -211,6 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("out", type=str, help="file to write, JSON lines")
     add("--shape", type=str, default="8b", help=f"one of {SHAPES}")
     add("--nodes", type=list[int], default=NODES)
+    add("--batch", type=list[int], default=[1], help="sequences, for Mamba-2's op")
     add("--context", type=int, default=1024)
     add("--layers", type=int, default=16)
     add("--repeats", type=int, default=50)
@@ -218,10 +252,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = device_of(options.device)
     require_some("shape", [options.shape], SHAPES)
-    require_numbers(options, "nodes", "context", "layers", "repeats")
+    require_numbers(options, "nodes", "batch", "context", "layers", "repeats")
     require_results_file(options.out)
     rows = measure(
-        options.shape, options.nodes, options.context, options.layers, options.repeats, device
+        options.shape, options.nodes, options.context, options.layers, options.repeats, device,
+        options.batch,
     )
     measure_when_green(options.out, rows, device, TESTS, LESS)
 

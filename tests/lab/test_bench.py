@@ -85,11 +85,27 @@ def test_kernels_are_timed_beside_their_twins(monkeypatch):
     })
     rows = bench_kernels.measure("tiny", [3], 8, 2, 1, CPU)
     ways = {row["op"]: {name for name in row if name.startswith("us_")} for row in rows}
-    both = {"us_naive", "us_fused"}
+    both, steps = {"us_naive", "us_fused"}, {"us_multi_step"}
+    more = {"mamba_tree": steps | {"us_updates", "us_chunk_scan"}, "gated_delta_tree": steps}
     assert ways == {
-        op: both | {"us_multi_step"} if op in ("mamba_tree", "gated_delta_tree") else both
-        for op in bench_kernels.OPS
+        op: both | more.get(op, set()) for op in bench_kernels.OPS
     }
+    rows = bench_kernels.measure("tiny", [3], 8, 2, 1, CPU, [1, 4])
+    of_batches = [(row["op"], row["batch"]) for row in rows if row["batch"] > 1]
+    assert of_batches == [("mamba_tree", 4)]
+
+
+def test_a_peak_counts_what_a_call_adds(monkeypatch):
+    """A field has the held bytes and the most that the call has beyond those before it."""
+    assert timing.peak_field("peak_bytes", lambda: pytest.fail("not counted"), CPU, 10) == {}
+    counted = {"memory_allocated": 30, "max_memory_allocated": 75}
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name, value in counted.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    ran = []
+    found = timing.peak_field("peak", lambda: ran.append(1), torch.device("cuda"), 10)
+    assert found == {"peak": 10 + 75 - 30} and ran == [1]
 
 
 def test_bytes_of_a_cache_without_keys():
@@ -144,19 +160,19 @@ def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
 def test_attention_by_the_order_of_nodes(monkeypatch):
     """Attention is timed by the twin, or by the kernel with and without skipping."""
     monkeypatch.setattr(orders, "LAYERS", 1)
-    config = models.OWN_SHAPES["tiny"]
-    plain = list(orders.orders(config, [40, 3], 4, 1, CPU))
+    plain = list(orders.orders([40, 3], 1, CPU, (2, 1, 16)))
     assert [(row["num_nodes"], row["order"]) for row in plain] == [
         (size, name) for size in (40, 3) for name in (*orders.ORDERS, "by level")
     ]
-    assert all(row["us_naive"]["median"] > 0 for row in plain)
+    ways = ("naive", "manual", "xformers")
+    assert all(row[f"us_{way}"]["median"] > 0 for row in plain for way in ways)
     assert all(1 <= row["blocks"] <= row["all_blocks"] for row in plain)
     monkeypatch.setattr(OpCall, "fused", True)
     monkeypatch.setattr(orders, "side_by_side", lambda *a: {
         name: {"median": 8.0 * orders.LAYERS} for name, run in a[0].items() if run()
     })
     monkeypatch.setattr(orders, "ORDERS", {"heavy path": orders.heavy_path})
-    heavy, level = orders.orders(config, [40], 4, 1, CPU)
+    heavy, level = orders.orders([40], 1, CPU, (2, 1, 16))
     assert heavy["us_dense"]["median"] == heavy["us_sparse"]["median"] == 8.0
     assert heavy["blocks_read"] <= level["blocks_read"] <= level["blocks_below"]
 

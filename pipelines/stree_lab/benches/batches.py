@@ -17,6 +17,7 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
 from stree.batching.step_timing import tokens_of_row
 from stree.common.clock import now
+from stree.drafters.ngram import NGram
 from stree.generation import GenerationConfig
 from stree.models.joint import BACKTRACKING
 from stree.models.layer_caches import AttentionCache
@@ -30,8 +31,9 @@ from stree_lab.benches.steps import (
     accepted_for,
     graphs_alone_us,
     graphs_of,
+    launcher,
 )
-from stree_lab.benches.timing import Row, interleave, side_by_side, us_fields
+from stree_lab.benches.timing import Row, interleave, peak_field, side_by_side, us_fields
 from stree_pipelines.evaluation.answering import gc_freeze
 
 TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
@@ -75,9 +77,14 @@ def joint_of_rows(
     """Yield a row per number of rows and tree: µs of the target's graph under replay and `joint`.
 
     Under replay the accepted path is replayed, under `joint` it is fed again; both are interleaved
-    with plain decoding. The row also has the products of each one's rows, and the bytes of weights,
-    of each one's cache, and of what each keeps there apart from states and keys.
+    with plain decoding. The row also has the products of each one's rows, the bytes of weights,
+    of each one's cache, and of what each keeps there apart from states and keys, and on CUDA the
+    peak of memory of each, when n-grams draft, from its buffers to the end of a step.
     """
+    peaks = {
+        (count, tree): _peaks_of_ways(target, tree, count, context)
+        for count, tree in itertools.product(counts, trees)
+    }
     floor = Floor(target, max(counts) * max(tree.max_depth + 1 + tree.num_nodes for tree in trees))
     for count, tree in itertools.product(counts, trees):
         decoders = {
@@ -104,9 +111,29 @@ def joint_of_rows(
             what="joint", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
             path_nodes=path_nodes, context=context,
             joint_over_replay=times["joint"]["median"] / times["replay"]["median"], **sizes,
-            **us_fields(times),
+            **peaks[count, tree], **us_fields(times),
         )
         del decoder, decoders, targets
+
+
+def _peaks_of_ways(
+    target: HybridModel, tree: TokenTree, count: int, context: int
+) -> dict[str, int]:
+    """Return the peaks of memory of both ways to backtrack and of plain decoding, as fields."""
+    target.pack()
+    peaks: dict[str, int] = {}
+    for way in (*BACKTRACKING, "plain"):
+
+        def step(way: str = way) -> None:
+            plain = way == "plain"
+            decoder = BatchDecoder(
+                target, None if plain else NGram(), PLAIN if plain else tree, num_rows=count,
+                max_length=context + 64, backtracking="replay" if plain else way,
+            )
+            launcher(decoder, context)()
+
+        peaks |= peak_field(f"peak_bytes_{way}", step, target.device, weight_bytes(target))
+    return peaks
 
 
 class WithoutPrompts(AdaptiveTrees):

@@ -18,7 +18,8 @@ from stree_kernels.contracts import CacheState, Topology
 class OpCall:
     """Size of an op's call over a tree: `context` committed tokens, `layers` sets of buffers.
 
-    replayed: nodes of the last path, which it replays first; of usual length.
+    replayed: nodes of the last path, which it replays first; of usual length. batch: sequences,
+    each with its own state.
     """
 
     tree: TokenTree
@@ -26,6 +27,7 @@ class OpCall:
     layers: int
     device: torch.device
     replayed: int = 3
+    batch: int = 1
 
     @property
     def num_nodes(self) -> int:
@@ -42,11 +44,11 @@ class OpCall:
         """Return the tree's topology, for convs of width 4, and the state of a cache."""
 
         def whole(value: int) -> Tensor:
-            return torch.full((1,), value, device=self.device)
+            return torch.full((self.batch,), value, device=self.device)
 
-        path = torch.arange(self.num_nodes, device=self.device)[None]
+        path = torch.arange(self.num_nodes, device=self.device).repeat(self.batch, 1)
         replayed = whole(min(self.replayed, self.num_nodes))
-        state = CacheState(whole(self.context), path, replayed, whole(0), whole(0))
+        state = CacheState(whole(self.context), path, replayed, whole(0), whole(0)[:1])
         return topology_of(self.tree, 4, self.device), state
 
     def attention_sets(self, heads: int, kv_heads: int, dim: int) -> list[tuple[Any, ...]]:

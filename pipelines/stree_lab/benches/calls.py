@@ -31,7 +31,7 @@ from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import naive, ops
 from stree_lab.benches.profiles import profile_call
-from stree_lab.benches.timing import Row, interleave, side_by_side, us_fields
+from stree_lab.benches.timing import Row, interleave, peak_field, side_by_side, us_fields
 
 PAPER = "paper"  # the tree whose drafts the bars are about; its rows do not name it
 REMEMBERED = ("keys", "values", "state")  # fields of a cache's layers for committed tokens
@@ -105,7 +105,9 @@ def draft(
     config = drafter.config
     for name in trees:
         tree = as_tree(name)
-        times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
+        functions = _drafts(drafter, tree, context)
+        del functions["read"]
+        times = side_by_side(functions, drafter.device, repeats)
         row: Row = dict(
             what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
             num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
@@ -119,15 +121,27 @@ def draft_lengths(
 ) -> Iterator[Row]:
     """Time a greedy draft and a level of it, in µs, after contexts of several lengths.
 
-    All drafters and trees are interleaved, one length after the other. Rows also have the bytes of
-    the drafter's cache for one sequence.
+    All drafters and trees are interleaved, one length after the other. Rows also have the time in
+    µs to read that context, host time included, the bytes of the drafter's cache for one sequence,
+    and on CUDA the peak of memory of reading and drafting, with the drafter's weights.
     """
     for context in lengths:
         functions: dict[str, Callable[[], object]] = {}
+        reads: dict[str, Callable[[], object]] = {}
         rows: dict[str, Row] = {}
         for (kind, drafter), name in itertools.product(drafters.items(), trees):
             tree, each = as_tree(name), f"{kind}, {name}"
-            functions[each] = _drafts(drafter, tree, context)["draft"]
+
+            def read_and_draft(
+                drafter: HybridModel = drafter, tree: TokenTree = tree, context: int = context
+            ) -> None:
+                _drafts(drafter, tree, context)["draft"]()
+
+            device = drafter.device
+            drafter.pack()
+            peak = peak_field("peak_bytes", read_and_draft, device, weight_bytes(drafter))
+            made = _drafts(drafter, tree, context)
+            functions[each], reads[each] = made["draft"], made["read"]
             levels = make_tree_batch([tree], drafter.device).levels
             # The same size as the cache of the timed draft
             cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
@@ -135,22 +149,27 @@ def draft_lengths(
                 what="draft_lengths", drafter=kind, tree=name, context=context,
                 num_nodes=tree.num_nodes, num_levels=tree.max_depth,
                 level_nodes=max(level.nodes.shape[1] for level in levels),
-                cache_bytes=cache_bytes(cache), level_bytes=level_bytes(drafter),
+                cache_bytes=cache_bytes(cache), level_bytes=level_bytes(drafter), **peak,
             )
-        times = side_by_side(functions, drafter.device, repeats)
+        times = side_by_side(functions, device, repeats)
+        read_times = interleave(reads, device, max(3, repeats // 10))
         for each, row in rows.items():
             us_level = times[each]["median"] / row["num_levels"]
-            yield dict(row, us_draft=times[each], us_level=us_level)
+            yield dict(row, us_draft=times[each], us_level=us_level, us_read=read_times[each])
 
 
 def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterator[Row]:
     """Time reading a prompt, in µs from an empty row to the logits; CUDA only.
 
-    Prompts are read by graphs, and one operation after the other, host time included.
+    Prompts are read by graphs, and one operation after the other, host time included. Rows also
+    have the peak of memory of the latter, with a cache of the prompt's length.
     """
     decoder = BatchDecoder(target, num_rows=1, max_length=max(lengths) + 1)
     for num_tokens in lengths:
         tokens = _tokens(target, 1, num_tokens)[0]
+        peak = peak_field(
+            "peak_bytes", partial(_read_anew, target, tokens), target.device, weight_bytes(target)
+        )
 
         def reading(read: Callable[..., Tensor], tokens: Tensor = tokens) -> Callable[[], Tensor]:
             def call() -> Tensor:
@@ -162,23 +181,36 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
         by_graphs = decoder.worker.runner.prefiller.read_row
         functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
         times = interleave(functions, target.device, repeats)
-        yield dict(what="prompt", num_tokens=num_tokens, **us_fields(times))
+        yield dict(what="prompt", num_tokens=num_tokens, **peak, **us_fields(times))
+
+
+def _read_anew(model: HybridModel, tokens: Tensor) -> None:
+    """Read a prompt (T,) into a cache of its length."""
+    model.prefill(tokens[None], model.new_cache(len(tokens), 1))
 
 
 def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
-    """Return calls that draft a tree after `context` tokens, greedy and sampled."""
+    """Return calls that draft a tree after `context` tokens, greedy and sampled; "read" reads
+    these anew."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
-    model.read(0, _tokens(drafter, 1, context)[0])
+    tokens = _tokens(drafter, 1, context)[0]
+
+    def read() -> None:
+        model.clear(0)
+        model.read(0, tokens)
+
+    read()
     rows = BatchState.new(1, tree.num_nodes, drafter.device)
     tree_batch = make_tree_batch([tree], drafter.device)
     rows.begin(0, context, 1)
     longest, bound = tree.max_depth + 1, model.cache.num_slots
     warm = torch.ones_like(rows.temperature)
     sampled = replace(rows, temperature=warm, asked=Asked(sampled=True))
-    return {
+    drafts: dict[str, Callable[[], object]] = {
         name: partial(model.draft, settings, tree_batch, longest, bound, False)
         for name, settings in (("draft", rows), ("draft_sampled", sampled))
     }
+    return {"read": read, **drafts}
 
 
 def level_bytes(drafter: HybridModel) -> int:
@@ -229,16 +261,25 @@ def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
     paths.
 
     Unrolled, each leaf's path is a sequence of its own, by the multi-step update if the kernels are
-    there. Rows also have the bytes of weights and of each cache.
+    there. Rows also have the bytes of weights and of each cache, and on CUDA the peak of memory of
+    either, from reading the prompt to the end of a call.
     """
     for num_beams, num_steps in itertools.product(BEAMS, BEAM_STEPS):
         tree = kept_beams(num_beams, num_steps)
         leaves = tree.num_nodes - len(set(tree.parents[1:]))
         chain = TokenTree.chain(num_steps)
-        functions = {
-            "tree": _tree_call(target, tree, context),
-            "unrolled": _tree_call(target, chain, context, batch=leaves),
+        makers = {
+            "tree": partial(_tree_call, target, tree, context),
+            "unrolled": partial(_tree_call, target, chain, context, batch=leaves),
         }
+        target.pack()
+        peaks: dict[str, int] = {}
+        for way, make in makers.items():
+            peaks |= peak_field(
+                f"peak_bytes_{way}", partial(_made_and_run, make), target.device,
+                weight_bytes(target),
+            )
+        functions = {way: make() for way, make in makers.items()}
         if ops.fused(target.device, target.dtype):
             functions["unrolled"] = _by_multi_step_updates(functions["unrolled"])
         times = side_by_side(functions, target.device, repeats)
@@ -250,9 +291,13 @@ def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
             what="beams", num_beams=num_beams, num_steps=num_steps, num_nodes=tree.num_nodes,
             leaves=leaves, context=context, weight_bytes=weight_bytes(target),
             **{f"cache_bytes_{name}": cache_bytes(each) for name, each in caches.items()},
-            **us_fields(times),
+            **peaks, **us_fields(times),
         )
         del functions, caches
+
+
+def _made_and_run(make: Callable[[], Callable[[], object]]) -> None:
+    make()()
 
 
 def memory(target: HybridModel, num_nodes: int) -> Iterator[Row]:

@@ -103,6 +103,29 @@ def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
     return before.elapsed_time(after) * 1e3
 
 
+def peak_field(
+    name: str, run: Callable[[], object], device: torch.device, held_bytes: int
+) -> dict[str, int]:
+    """Return a row's field of the most bytes that PyTorch holds at once during a call.
+
+    The field is {} on a CPU, whose bytes PyTorch does not count.
+
+    Args:
+        name: Of the field.
+        run: Makes all that it needs except for what is held already.
+        device: Of the call.
+        held_bytes: Bytes of the weights that the call reads, which are there before it.
+    """
+    if device.type != "cuda":
+        return {}
+    release_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return {name: held_bytes + torch.cuda.max_memory_allocated(device) - before}
+
+
 def release_memory(device: torch.device) -> None:
     """Free the last models' memory: they and their graphs point at each other."""
     gc.collect()

@@ -103,7 +103,7 @@ def stree_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         for row in bench_rows(folder, what="beams", shape="mamba2-2.7b")
     }
     lines: list[Cells] = [paper[0]]
-    for name, told in (("Speed", "ms a target call"), ("Memory", "GB of weights and caches")):
+    for name, told in (("Speed", "ms a target call"), ("Memory", "GB")):
         field, measured = MEASURES[name]
         of_measure = [cells for cells in paper if cells[0] == name]
         lines += of_paper(of_measure)
@@ -167,18 +167,24 @@ def stree_figure_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], R
 
 
 def snakes_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    keys = ("us_mamba_ssm_updates", "us_multi_step", "us_fused")
-    found = {
-        row["num_nodes"]: row for row in bench_rows(folder, op="mamba_tree", shape="8b")
-        if row["num_nodes"] <= 16 and set(keys) <= row.keys()
+    ways = {
+        "SSU": ("us_mamba_ssm_updates", "us_updates"), "chunk scan": ("us_chunk_scan",),
+        "multi-step": ("us_multi_step",), "tree scan with conv and replay": ("us_fused",),
     }
-    (label, *heads), *lines_of_paper = paper
-    theirs = {int(count): cells for count, *cells in lines_of_paper}
-    ours = (f"{name}, {OURS}" for name in ("SSU", "multi-step", "tree scan with conv and replay"))
-    lines: list[Cells] = [(label, *(f"{name}, paper" for name in heads), *ours)]
-    for count in sorted(theirs.keys() | found.keys()):
-        cells = (figure(_ms(found.get(count), key), form=".4f") for key in keys)
-        lines.append((str(count), *theirs.get(count, [MISSING] * 3), *cells))
+    found = {
+        (row.get("batch", 1), row["num_nodes"]): row
+        for row in bench_rows(folder, op="mamba_tree", shape="8b")
+        if row["num_nodes"] <= 16 and "us_multi_step" in row
+    }
+    (batch, label, *heads), *lines_of_paper = paper
+    theirs = {(int(size), int(count)): cells for size, count, *cells in lines_of_paper}
+    ours = (f"{name}, {OURS}" for name in ways)
+    lines: list[Cells] = [(batch, label, *(f"{name}, paper" for name in heads), *ours)]
+    for at in sorted(theirs.keys() | found.keys()):
+        row = found.get(at, {})
+        measured = (next((key for key in keys if key in row), keys[0]) for keys in ways.values())
+        cells = (figure(_ms(row, key), form=".4f") for key in measured)
+        lines.append((*map(str, at), *theirs.get(at, [MISSING] * 3), *cells))
     return lines, found.values()
 
 
@@ -215,7 +221,7 @@ def snakes_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         if row["shape"] in SNAKES_4_SHAPES
     }
     lines: list[Cells] = [paper[0]]
-    for name, told in (("Speed", "Speed"), ("Memory", "Weights and caches")):
+    for name, told in (("Speed", "Speed"), ("Memory", "Memory")):
         field, measured = MEASURES[name]
         lines += of_paper(cells for cells in paper if cells[0] == name)
         some, none = [], []
@@ -258,8 +264,13 @@ def drafters_figure_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells]
         name = f"{called}, {nodes} a level, {OURS}"
         for what, key, unit, form in (
             ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
+            ("prefill, ms", "us_read", 1000, ".2f"), ("peak, MiB", "peak_bytes", 2**20, ".0f"),
         ):
-            cells = (found[each][key] / unit if each in found else None for each in contexts)
+            if not any(key in row for row in found.values()):  # rows of an older command
+                continue
+            values = (found[each].get(key) if each in found else None for each in contexts)
+            numbers = (each["median"] if isinstance(each, dict) else each for each in values)
+            cells = (None if number is None else number / unit for number in numbers)
             lines.append((name, what, *(figure(cell, form=form) for cell in cells)))
     return lines, rows
 
@@ -270,7 +281,13 @@ def dyspec_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     head, *lines_of_paper = paper
     counted = (f"{name}, {OURS}" for name in ORDERS)
     timed = (f"{name}, {OURS}, µs" for name in ORDERS)
-    lines: list[Cells] = [(*head, *counted, *timed, f"every block, {OURS}, µs")]
+    by_masks = {
+        key: name
+        for key, name in (("manual", "manual attention"), ("xformers", "PyTorch's xFormers kernel"))
+        if any(f"us_{key}" in row for row in rows.values())
+    }
+    masked = (f"{name}, {OURS}, µs" for name in by_masks.values())
+    lines: list[Cells] = [(*head, *counted, *timed, f"every block, {OURS}, µs", *masked)]
     for size, *cells in lines_of_paper if rows else []:
         trees = [random_tree(int(size), seed) for seed in range(ORDER_TREES)]
         blocks = (
@@ -278,7 +295,8 @@ def dyspec_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
             for order in ORDERS.values()
         )
         found = [rows.get((int(size), name)) for name in ORDERS]
-        times = [_us(row, "us_sparse") for row in found] + [_us(found[0], "us_dense")]
+        times = [_us(row, "us_sparse") for row in found]
+        times += [_us(found[0], f"us_{key}") for key in ("dense", *by_masks)]
         lines.append((
             size, *cells, *(f"{each:.1f}" for each in blocks),
             *(figure(each, form=".1f") for each in times),
@@ -302,8 +320,11 @@ def _step_us(row: Row | None) -> float | None:
 
 
 def _gb(row: Row | None, key: str) -> float | None:
-    """Return the GB of a field with the weights."""
-    return (row["weight_bytes"] + row[key]) / 1e9 if row else None
+    """Return the GB of a row's measured peak; in older rows, of weights and the cache."""
+    if row is None:
+        return None
+    counted: int = row["weight_bytes"] + row[key.replace("peak", "cache")]
+    return row.get(key, counted) / 1e9
 
 
-MEASURES = {"Speed": ("us", _ms), "Memory": ("cache_bytes", _gb)}  # by the papers' names
+MEASURES = {"Speed": ("us", _ms), "Memory": ("peak_bytes", _gb)}  # by the papers' names

@@ -210,6 +210,26 @@ def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
                      "9.00 (2.25×)"]
     assert plain == ["0", *nothing, "2.00", "2.00", *nothing, "4.00", "4.00"]
     assert memory[3:5] == ["1.10 (1.10×)", "1.30 (1.30×)"] and least[3:5] == ["1.00"] * 2
+    peaks = {"replay": 12 * 10**8, "joint": 15 * 10**8, "plain": 10**9}
+    measured = {**one, **{f"peak_bytes_{name}": size for name, size in peaks.items()}}
+    text = printed(capsys, "snakes-table-4", "--rows", rows_of(tmp_path, measured))
+    assert "| 1.20 (1.20×)  | 1.50 (1.50×)" in text  # the peak, not the formula
+
+
+def test_updates_by_batch_and_length(tmp_path, capsys):
+    """Rows without mamba-ssm have our own updates token by token; older ones have no batch."""
+    of = {"op": "mamba_tree", "shape": "8b"}
+    old = {**of, "num_nodes": 5, **times(mamba_ssm_updates=20, multi_step=16, fused=17)}
+    new = {**of, "num_nodes": 10, "batch": 16,
+           **times(updates=900, chunk_scan=700, multi_step=300, fused=320)}
+    text = printed(capsys, "snakes-table-1", "--rows", rows_of(tmp_path, old, new))
+    found = {
+        tuple(cells[:2]): cells[2:] for line in text.splitlines() if line.startswith("|")
+        for cells in [[cell.strip() for cell in line.split("|")[1:-1]]]
+    }
+    assert found["1", "5"] == ["0.027", "0.066", "0.016", "0.0200", "–", "0.0160", "0.0170"]
+    assert found["16", "10"] == ["1.78", "0.79", "0.31", "0.9000", "0.7000", "0.3000", "0.3200"]
+    assert found["4", "1"] == ["0.044", "0.22", "0.044", *["–"] * 4]
 
 
 def test_calls_over_nodes_beside_chains_by_updates(tmp_path, capsys):
