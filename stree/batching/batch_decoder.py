@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from os import PathLike
 from threading import RLock
 from typing import Any, Never
 
@@ -32,6 +33,7 @@ from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
 from stree.engine.plan import Limits, StepPlan
+from stree.engine.plan_log import LoggedScheduler
 from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import StepOutput
 from stree.engine.worker import Worker
@@ -300,10 +302,33 @@ class BatchDecoder(RequestServer):
         Returns how many prefixes of `max_length` fit, at most `num_prefixes`.
         """
         require_whole("num_bytes", num_bytes, least=0)
+        self.scheduler.limit_prefixes(num_bytes, self.worker.prefix_bytes())
         index = self.scheduler.prefixes
-        index.budget, index.bytes_each = num_bytes, self.worker.prefix_bytes()
-        index.clear()
         return min(index.most, num_bytes // index.bytes_of(self.max_length))
+
+    @one_at_a_time
+    def log_plans(self, path: str | PathLike[str] | None) -> None:
+        """Write requests, plans and reports to a file of JSON lines from now on; None ends it.
+
+        `stree.engine.plan_log` reads and replays it. The file has the prompts' and answers' tokens.
+        So that it tells all that plans rest on, kept prefixes and what the tree policy has learned
+        are forgotten, except the step times; do not measure these anew until the file has ended.
+
+        Raises `UsageError` while rows are taken, and `CannotWrite` if the file cannot be made.
+        """
+        self.require_free()
+        before = self.scheduler
+        sizes = before.limits, self.tree_policy, self.tree
+        scheduler = Scheduler(*sizes) if path is None else LoggedScheduler(path, *sizes)
+        before.forget_prefixes()
+        self._execute_changes()
+        while before.awaits_reports:
+            self._take_report()
+        self.forget()
+        scheduler.limit_prefixes(before.prefixes.budget, before.prefixes.bytes_each)
+        if isinstance(before, LoggedScheduler):
+            before.close()
+        self.scheduler = scheduler
 
     def _follow_weights(self) -> None:
         """Drop prefixes and graphs that were made with weights which have changed since."""

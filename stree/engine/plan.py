@@ -1,15 +1,43 @@
 """Plans of steps, reports of them, and a worker's limits: all that scheduler and worker exchange.
 
-Both are plain data without tensors, so that they can be logged, replayed and sent to other ranks.
+Both are plain data without tensors, so that they can be sent to other ranks, and written to a file
+and replayed (`stree.engine.plan_log`, where Pydantic reads and writes them by their annotations).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic_core import CoreSchema, core_schema
 
 from stree.generation import GenerationConfig
+from stree.speculation_profile import Tree
 from stree.trees.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Rules by which Pydantic writes and reads values of a class of ours."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(self.write)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=write)
+
+
+SavedTree = Annotated[TokenTree, _Saved(
+    lambda tree: {"name": tree.name, "parents": tree.parents},
+    lambda saved: Tree(**saved).to_token_tree(),
+)]
+# A user's own processors are not saved
+SavedSettings = Annotated[GenerationConfig, _Saved(
+    lambda asked: asdict(replace(asked, logits_processor=())),
+    lambda saved: GenerationConfig(**saved),
+)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +83,7 @@ class Admit:
 
     row: int
     prompt: tuple[int, ...]
-    generation: GenerationConfig
+    generation: SavedSettings
     eos_ids: tuple[int, ...] = ()
 
 
@@ -147,7 +175,7 @@ class StepPlan:
     saves: tuple[Save, ...] = ()
     admits: tuple[Admit, ...] = ()
     catch_ups: tuple[CatchUp, ...] = ()
-    trees: dict[int, TokenTree] = field(default_factory=dict)
+    trees: dict[int, SavedTree] = field(default_factory=dict)
     num_rows: int = 0
     longest: int = 1
     position: int = 0
@@ -163,11 +191,6 @@ class StepPlan:
     def is_reported(self) -> bool:
         """True if the worker reports anything: tokens, or lengths of saved prefixes."""
         return bool(self.trees or self.saves or self.begins)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as values that JSON can hold, trees by their names."""
-        trees = {str(row): tree.name for row, tree in self.trees.items()}
-        return {**_plain(replace(self, trees={})), "trees": trees}
 
 
 @dataclass(frozen=True)
@@ -214,29 +237,3 @@ class Report:
     saved: dict[int, tuple[int, int]] = field(default_factory=dict)
     drafter_s: dict[int, tuple[float | None, float | None]] = field(default_factory=dict)
     failed: tuple[int, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Report:
-        """Return the report of `to_dict`, whose keys may have become texts in JSON."""
-        by_row = {int(row): RowReport(**each) for row, each in given["rows"].items()}
-        others = {
-            name: {int(key): tuple(each) for key, each in given[name].items()}
-            for name in ("firsts", "saved", "drafter_s")
-        }
-        failed = tuple(given["failed"])
-        return cls(given["number"], given["ended"], by_row, **others, failed=failed)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of a plan as JSON can hold it; a user's own objects by their repr."""
-    if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, int | float | str) else repr(value)

@@ -107,6 +107,11 @@ class Scheduler:
             self._saves.append(self.prompts.save(number, row, sequence, len(tokens)))
         return sequence
 
+    def limit_prefixes(self, budget: float, bytes_each: tuple[int, int]) -> None:
+        """Drop all prefixes, and keep later ones within a budget (`PrefixIndex`)."""
+        self.prefixes.budget, self.prefixes.bytes_each = budget, bytes_each
+        self.prefixes.clear()
+
     def forget_prefixes(self) -> None:
         """Drop all prefixes: the weights have changed, and rows that go on are not kept."""
         self.prefixes.clear()

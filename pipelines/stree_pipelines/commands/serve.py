@@ -50,6 +50,9 @@ def build_parser() -> PlainParser:
         help="requests that wait for a row at most; others are told to ask again later")
     add("--prefix_memory", "--prefix-memory", type=float,
         help="GB of conversations' beginnings to keep (default: a quarter of what is free)")
+    add("--plan_log", "--plan-log", metavar="FILE",
+        help="write every plan of a step and its report there, prompts' and answers' tokens "
+             "included, as JSON lines")
     add("--temperature", type=float, default=1.0,
         help="of the requests to expect, for the drafter's profile and the steps' times")
     add("--served_model_name", "--served-model-name",
@@ -179,6 +182,8 @@ def decoder_of(options: Namespace) -> BatchDecoder:
     )
     for line in speculation_lines(decoder):
         say(line)
+    if options.plan_log:
+        decoder.log_plans(options.plan_log)
     return decoder
 
 

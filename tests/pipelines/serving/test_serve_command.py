@@ -17,6 +17,7 @@ import pytest
 from ports import free_port
 
 from stree.common.errors import InvariantBroken
+from stree.engine.plan_log import read_plan_log
 
 COMMAND = [
     sys.executable, "pipelines/serve.py", "checkpoints/python-docs-hybrid", "--drafter", "ngram:3",
@@ -26,9 +27,10 @@ LONG = dict(prompt="a", max_tokens=400, temperature=0, ignore_eos=True, stream=T
 
 
 @pytest.fixture
-def process():
+def process(tmp_path):
     made = subprocess.Popen(
-        [*COMMAND, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*COMMAND, "--port", "0", "--plan_log", str(tmp_path / "plans.jsonl")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
     made.lines = []
     for line in made.stdout:
@@ -60,7 +62,7 @@ def streaming(url: str, texts: list[str], begun: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals):
+def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals, tmp_path):
     texts, begun = [], threading.Event()
     client = threading.Thread(target=streaming, args=(process.url, texts, begun))
     client.start()
@@ -74,6 +76,9 @@ def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals):
     assert process.wait(60) == 0
     client.join(30)
     assert (texts[-1] == "[DONE]") == (signals == 1)
+    events = list(read_plan_log(tmp_path / "plans.jsonl"))
+    assert [event.sequence.generation.max_new_tokens for event in events if event.sequence] == [400]
+    assert any(event.report is not None for event in events)
 
 
 def test_a_dead_engine_ends_the_server_with_one_line(process):

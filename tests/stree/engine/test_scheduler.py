@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import random
 import subprocess
 import sys
@@ -13,7 +13,14 @@ from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import AdaptiveTrees, BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.batching.sequences import samples_of
-from stree.engine.plan import Limits, Report, StepPlan
+from stree.common.errors import BadData, CannotWrite
+from stree.engine.plan import Limits, Report
+from stree.engine.plan_log import (
+    LoggedScheduler,
+    read_plan_log,
+    replay_by_scheduler,
+    replay_by_worker,
+)
 from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import RunningSequence
 from stree.engine.stop_rule import StopRule
@@ -26,67 +33,8 @@ TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3,
 
 
 def test_a_scheduler_knows_no_torch():
-    code = "import sys, stree.engine.scheduler; assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, stree.engine.plan_log; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-class Journal:
-    """What a decoder's scheduler was told, and what it and the worker answered."""
-
-    def __init__(self, decoder: BatchDecoder) -> None:
-        self.told: list[tuple] = []
-        self.work: list[tuple] = []  # the worker's calls: method, argument, result
-        scheduler, worker = decoder.scheduler, decoder.worker
-        for name in ("execute", "report", "drop"):
-            setattr(worker, name, self._working(name, getattr(worker, name)))
-        for name in ("admit", "release", "drop_useless", "plan", "plan_changes", "take"):
-            setattr(scheduler, name, self._noting(name, getattr(scheduler, name)))
-
-    @property
-    def plans(self) -> list[StepPlan]:
-        return [arguments[0] for name, arguments, _ in self.work if name == "execute"]
-
-    def _working(self, name, method):
-        def noted(*arguments):
-            result = method(*arguments)
-            self.work.append((name, arguments, result))
-            return result
-
-        return noted
-
-    def _noting(self, name, method):
-        def noted(*arguments):
-            if name == "admit":
-                arguments[0].since = float(len(self.told))
-                self.told.append((name, copy_of(arguments[0])))
-            else:
-                self.told.append((name, *arguments))
-            return method(*arguments)
-
-        return noted
-
-    def replay(self, scheduler: Scheduler) -> list[StepPlan]:
-        """Tell another scheduler the same, reports as JSON has them; return its plans."""
-        plans = []
-        for name, *arguments in self.told:
-            if name == "take":
-                (report,) = arguments
-                arguments = [Report.from_dict(json.loads(json.dumps(report.to_dict())))]
-            elif name == "admit":
-                arguments = [copy_of(arguments[0])]
-            given = getattr(scheduler, name)(*arguments)
-            plans += [given] if isinstance(given, StepPlan) else []
-        return plans
-
-
-def copy_of(sequence: RunningSequence) -> RunningSequence:
-    stop = StopRule(sequence.generation, (), None)
-    stop.eos_ids = sequence.stop.eos_ids
-    stats = DecodingStats(tree_max_depth=sequence.stats.tree_max_depth)
-    return RunningSequence(
-        sequence.prompt, sequence.generation, sequence.tree, sequence.num_to_keep, stop, stats,
-        since=sequence.since,
-    )
 
 
 def decode_at_random(decoder: BatchDecoder, requests: list[Request], seed: int) -> None:
@@ -111,7 +59,9 @@ def decode_at_random(decoder: BatchDecoder, requests: list[Request], seed: int) 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["own", "chosen"])
-def test_the_same_requests_and_reports_give_the_same_plans(graphs, adaptive, request, monkeypatch):
+def test_the_same_requests_and_reports_give_the_same_plans(
+    graphs, adaptive, request, monkeypatch, tmp_path
+):
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 5)
@@ -130,23 +80,63 @@ def test_the_same_requests_and_reports_give_the_same_plans(graphs, adaptive, req
         )
 
     played = decoder()
-    journal = Journal(played)
+    played.log_plans(tmp_path / "plans.jsonl")
     decode_at_random(played, requests, seed=7)
-    scheduler = played.scheduler
+    played.log_plans(None)
+    events = list(read_plan_log(tmp_path / "plans.jsonl"))
     fresh = AdaptiveTrees([TREES[1]], costs=costs) if adaptive else FixedTree(TREES[2])
-    again = journal.replay(Scheduler(scheduler.limits, fresh, scheduler.tree))
-    assert [each.to_dict() for each in again] == [each.to_dict() for each in journal.plans]
+    pairs = list(replay_by_scheduler(events, fresh))
+    assert [plan for plan, _ in pairs] == [logged for _, logged in pairs]
+    again = [plan for plan, _ in pairs if plan is not None]
     assert adaptive or any(plan.catch_ups for plan in again)
     assert len({tree for plan in again for tree in plan.trees.values()}) > 1
     assert any(read.load for plan in again for read in plan.reads)
-    json.dumps([each.to_dict() for each in again])
+    assert any(event.call == "release" for event in events)
 
     # The same plans give the same tokens: a worker needs to know nothing of requests
-    other = decoder().worker
-    for name, arguments, wanted in journal.work:
-        got = getattr(other, name)(*arguments)
-        if name == "report":
-            assert (got.rows, got.firsts, got.saved) == (wanted.rows, wanted.firsts, wanted.saved)
+    reports = list(replay_by_worker(events, decoder().worker))
+    assert len(reports) > 9
+    for got, wanted in reports:
+        assert (got.rows, got.firsts, got.saved) == (wanted.rows, wanted.firsts, wanted.saved)
+
+
+def test_a_log_tells_of_failures_shared_prompts_and_settings(tmp_path, monkeypatch):
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=2, max_length=64, num_prefixes=2)
+    decoder.limit_prefixes(10**9)
+    decoder.log_plans(tmp_path / "plans.jsonl")
+    settings = GenerationConfig(
+        5, temperature=1.0, seed=0, num_return_sequences=3, logit_bias={4: -math.inf}, logprobs=1,
+        logits_processor=lambda ids, scores: scores,
+    )
+    decoder.generate([Request([1, 2], settings, keep_prompt=True)])
+    launch = decoder.worker.runner.launch
+    monkeypatch.setattr(decoder.worker.runner, "launch", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoder.generate([[1, 2, 3]], max_new_tokens=3)
+    monkeypatch.setattr(decoder.worker.runner, "launch", launch)
+    decoder.generate([[1, 2, 3]], max_new_tokens=3)
+    decoder.log_plans(None)
+    decoder.generate([[5]], max_new_tokens=1)
+    events = list(read_plan_log(tmp_path / "plans.jsonl"))
+    calls = {event.call for event in events}
+    assert calls >= {"begin", "limit_prefixes", "abandon", "drop_shared"}
+    pairs = list(replay_by_scheduler(events, FixedTree(PLAIN)))
+    assert [plan for plan, _ in pairs] == [logged for _, logged in pairs]
+    assert [event.sequence.prompt for event in events if event.sequence] == [[1, 2]] * 3 + [
+        [1, 2, 3]
+    ] * 2
+    biases = [event.sequence.generation.logit_bias for event in events if event.sequence]
+    assert biases[0] == ((4, -math.inf),)
+
+
+@pytest.mark.parametrize("line", [b"no JSON", b'{"call": "begin", "fixed": 1}'])
+def test_another_file_is_no_plan_log(line, tmp_path):
+    (tmp_path / "plans.jsonl").write_bytes(line)
+    with pytest.raises(BadData, match="no plan log: line 1"):
+        list(read_plan_log(tmp_path / "plans.jsonl"))
+    with pytest.raises(CannotWrite):
+        LoggedScheduler(tmp_path / "none" / "plans.jsonl", Limits(1), FixedTree(PLAIN), PLAIN)
 
 
 def sequence(prompt: list[int], **settings) -> RunningSequence:
