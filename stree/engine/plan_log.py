@@ -22,7 +22,8 @@ from stree.common.files import reporting_refusals
 from stree.engine.plan import Limits, Report, SavedSettings, SavedTree, StepPlan
 from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import RunningSequence, SharedPrompt, StepOutput
-from stree.generation import DecodingStats, StopRule
+from stree.engine.stop_rule import StopRule
+from stree.generation import DecodingStats
 from stree.speculation_profile import first_fault
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import TokenTree
