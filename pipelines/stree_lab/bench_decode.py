@@ -148,7 +148,8 @@ OF_PAIRS: dict[str, Measurement] = {
         bench.target, bench.drafter, o.context, o.repeats, o.verifiers, o.graph_rows
     ),
     "rows": lambda bench, o: batches.steps_of_rows(
-        bench.target, bench.drafter, _trees(o.row_trees), o.rows, o.context, o.repeats
+        bench.target, bench.drafter, _trees(o.row_trees), o.rows, o.context, o.repeats,
+        o.temperatures,
     ),
     "joint": lambda bench, o: batches.joint_of_rows(
         bench.target, bench.drafter, _trees(o.joint_trees), o.rows, o.context, o.repeats
@@ -214,6 +215,7 @@ def build_parser() -> CommandParser:
         help=f"for rows, plain decoding beside them: {FORMS}")
     add("--joint_trees", "--joint-trees", type=list[str], default=["chain-2", calls.PAPER],
         help=f"for joint: {FORMS}")
+    add("--temperatures", type=list[float], default=[0.0], help="for rows")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--lengths", type=list[int], default=[1024, 4096, 16384, 65536],
         help="committed tokens, for draft_lengths")
@@ -229,7 +231,7 @@ def require_possible(shapes: list[str], options: Any, device: torch.device) -> N
     require_some("what", options.what, WHAT)
     require_some("target_dtypes", options.target_dtypes, TARGET_DTYPES)
     require_some("verifiers", options.verifiers, VERIFIERS)
-    for name in ("drafters", "trees", "row_trees", "joint_trees"):
+    for name in ("drafters", "trees", "row_trees", "joint_trees", "temperatures"):
         if not getattr(options, name):
             raise UsageError(f"--{name} is empty")
     for shape in shapes:

@@ -76,7 +76,8 @@ TABLES: dict[str, tuple[str, str, str]] = {
              "us_plain us_tree host_share speedup speedup_per_tau"),
     "graphs": ("A step's graphs", "shape method temperature context verifier num_rows",
                "us_draft us_target us_both"),
-    "rows": ("Steps of many rows", "shape num_rows tree context",
+    "rows": ("Steps of many rows",
+             "shape target_dtype num_rows drafter tree temperature context",
              "us_draft us_target us_floor us_memory over_bound"),
     "joint": ("Ways to backtrack: target and acceptance", "shape num_rows tree context",
               "us_replay us_floor_replay us_joint us_floor_joint joint_over_replay "

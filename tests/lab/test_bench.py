@@ -369,8 +369,10 @@ def test_an_mtp_head_of_the_target_drafts(tiny_published, captured_on_cpu):
     width = head.config.d_model
     assert (width, width) in calls.product_sizes(head, 1)[:2]
     target, trees = models.random_target("qwen3_5", CPU), map(as_tree, ("chain-2", "beam-3-3-8"))
-    rows = list(batches.steps_of_rows(target, head, list(trees), [1, 2], 8, 2))
-    assert [row["num_nodes"] for row in rows] == [1, 3, 8] * 2
+    rows = list(batches.steps_of_rows(target, head, list(trees), [1, 2], 8, 2, [0.0, 1.0]))
+    assert [(row["num_nodes"], row["temperature"]) for row in rows] == [
+        (nodes, temperature) for nodes in (1, 3, 8) for temperature in (0.0, 1.0)
+    ] * 2
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):

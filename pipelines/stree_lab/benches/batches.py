@@ -41,9 +41,11 @@ TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 def steps_of_rows(
     target: HybridModel, drafter: HybridModel, trees: Sequence[TokenTree], counts: Sequence[int],
-    context: int, repeats: int,
+    context: int, repeats: int, temperatures: Sequence[float] = (0.0,),
 ) -> Iterator[Row]:
-    """Yield a row per number of rows and tree, plain decoding included: µs of a step's graphs.
+    """Yield a row per number of rows, tree and temperature, plain decoding included: µs of a step.
+
+    A step's time is that of its graphs: the draft, and the target's call with acceptance.
 
     The products of the same number of rows are timed interleaved with them. The bound adds the time
     that states take to be read and written, and keys to be read, at this run's bandwidths.
@@ -51,9 +53,9 @@ def steps_of_rows(
     reading, in_place = _bytes_per_us(target.device)
     floor = Floor(target, max(counts) * max(tree.num_nodes for tree in trees))
     for count in counts:
-        for tree in (PLAIN, *trees):
+        for tree, temperature in itertools.product((PLAIN, *trees), temperatures):
             decoder = _decoder(target, drafter, tree, count, context + 8 * (repeats + 8))
-            functions = graphs_of(decoder, context)
+            functions = graphs_of(decoder, context, temperature)
             times = interleave(functions, target.device, repeats)
             products = {"floor": floor.products(count * tree.num_nodes)}
             times |= side_by_side(products, target.device, repeats)
@@ -62,7 +64,8 @@ def steps_of_rows(
             bound = times["floor"]["median"] + memory_us
             yield dict(
                 what="rows", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
-                context=context, us_memory=memory_us, state_bytes=state_bytes, key_bytes=key_bytes,
+                context=context, temperature=temperature, us_memory=memory_us,
+                state_bytes=state_bytes, key_bytes=key_bytes,
                 bytes_per_us_read=reading, bytes_per_us_in_place=in_place,
                 over_bound=times["target"]["median"] / bound,
                 **us_fields(times),

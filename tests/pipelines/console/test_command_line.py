@@ -31,6 +31,7 @@ from stree_lab import (
     project_speed,
     study,
 )
+from stree_lab.benches import trees_pay
 from stree_pipelines.commands import (
     ask_conversations,
     benchmark_checkpoint,
@@ -89,6 +90,7 @@ COMMANDS = {
     calibration: ["t", "d", "o"],
     grown_trees: ["t", "d", "o"],
     paper_tables: ["stree-table-1"],
+    trees_pay: [],
 }
 NAMES = {command: command.__name__.rpartition(".")[2] for command in COMMANDS}
 

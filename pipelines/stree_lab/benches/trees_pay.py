@@ -1,0 +1,189 @@
+"""Make the tables of two pages: the τ from which trees pay, and what is known of each family.
+
+    python pipelines/stree_lab/benches/trees_pay.py   # from the committed rows
+
+The pages are docs/do-trees-pay.md and docs/results/own-heads/README.md. A step's time is measured
+(rows of bench_decode.py --what "[rows]"). Its ratio to a plain step's is the τ that it needs. Where
+a comparison has recorded the τ of a tree, the quotient of both is what it would gain at these step
+times: computed, not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from stree.common.errors import UsageError, exit_with_reason
+from stree.common.files import write_atomically
+from stree.loading import FLOAT8
+from stree.tree_policy.adaptive import PLAIN
+from stree_lab.bench_report import rows_of_file
+from stree_lab.benches.models import FLOAT8_HEAD, MTP, OWN, PUBLISHED, published
+from stree_lab.papers.projection import Place, read_places
+from stree_pipelines.console.command_line import PlainParser, input_path
+from stree_pipelines.reports.tables.tables import MISSING, Table
+
+PAGE, FAMILIES_PAGE = "do-trees-pay.md", "results/own-heads/README.md"
+TIMES = (
+    "docs/results/own-heads", "docs/results/h200-batch/8b-rows.jsonl", "docs/results/h200-families",
+    "docs/results/h200-step/5237370/8b.jsonl",
+)
+ACCEPTED = "docs/results/h200-policies/first-prompts"
+MARK = "<!-- made by trees_pay.py from here on -->\n"
+COUNTS = (1, 4, 16, 64)  # sequences that are decoded together
+DRAFTERS = {OWN: "Mamba-2", MTP: "MTP", f"{MTP}+{FLOAT8_HEAD}": "MTP, head in 8 bits"}
+Arm = tuple[str, str, float]  # the drafter's kind, the tree's name, the temperature
+
+
+@dataclass
+class Steps:
+    """Measured steps of a target: µs by number of sequences, for each arm and plain decoding."""
+
+    title: str
+    arms: dict[Arm, dict[int, float]] = field(default_factory=dict)
+    plain: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)
+    num_nodes: dict[str, int] = field(default_factory=dict)  # by tree
+
+    def label(self, arm: Arm) -> str:
+        """Return the words of an arm."""
+        kind, tree, temperature = arm
+        return f"{DRAFTERS[kind]}, `{tree}` ({self.num_nodes[tree]} nodes), T = {temperature:g}"
+
+    def needed(self, arm: Arm) -> dict[int, float]:
+        """Return the τ from which an arm is faster than plain decoding, by number of sequences."""
+        plain = self.plain.get((arm[0], arm[2]), {})
+        return {c: us / plain[c] for c, us in self.arms[arm].items() if c in plain}
+
+
+def read_steps(rows: Iterable[Mapping[str, Any]]) -> list[Steps]:
+    """Group rows by the target's shape and data type, device and commit."""
+    found: dict[str, Steps] = {}
+    for row in rows:
+        if row["what"] != "rows" or row["num_rows"] not in COUNTS:
+            continue
+        made_by = row["environment"]
+        title = (
+            f"{row['shape']} in {row.get('target_dtype', 'bfloat16')}, {made_by['device']}, commit "
+            f"{(made_by['git_sha'] or 'unknown')[:7]}"
+        )
+        steps = found.setdefault(title, Steps(title))
+        kind, temperature = row.get("drafter", OWN), row.get("temperature", 0.0)
+        us = row["us_target"]["median"] + row.get("us_draft", {"median": 0.0})["median"]
+        if row["tree"] == PLAIN.name:
+            times = steps.plain.setdefault((kind, temperature), {})
+        else:
+            times = steps.arms.setdefault((kind, row["tree"], temperature), {})
+            steps.num_nodes[row["tree"]] = row["num_nodes"]
+        times[row["num_rows"]] = us
+    return list(found.values())
+
+
+def recorded_taus(places: Iterable[Place]) -> dict[tuple[str, float], float]:
+    """Return τ by tree and temperature, as the geometric mean over the benchmarks of `places`."""
+    taus: dict[tuple[str, float], list[float]] = {}
+    for place in places:
+        for tree, tau in place.taus.items():
+            taus.setdefault((tree.name, place.temperature), []).append(tau)
+    return {tree: geometric_mean(each) for tree, each in taus.items()}
+
+
+def tables_of(steps: Steps, taus: Mapping[tuple[str, float], float]) -> list[Table]:
+    """Make the table of the τ that arms need, and of their gains at recorded τ if there are any."""
+    head = ("sequences", *(f"{count}" for count in COUNTS))
+    arms = sorted(steps.arms, key=lambda arm: _order((arm[0], arm[2])))
+    plain: dict[int, float] = {}
+    for kind, temperature in sorted(steps.plain, key=_order, reverse=True):
+        plain |= {count: us / 1000 for count, us in steps.plain[kind, temperature].items()}
+    needed = [(steps.label(arm), *_cells(steps.needed(arm))) for arm in arms]
+    made = [Table(f"The τ from which it pays: {steps.title}",
+                  (head, ("plain step, ms", *_cells(plain)), *needed))]
+    gains = {
+        arm: {count: taus[arm[1:]] / tau for count, tau in steps.needed(arm).items()}
+        for arm in arms if arm[0] == OWN and arm[1:] in taus
+    }
+    if gains:
+        best = {
+            (arm[2], count): max(
+                each.get(count, 0.0) for other, each in gains.items() if other[2] == arm[2]
+            )
+            for arm in gains for count in COUNTS
+        }
+        lines = (
+            (f"{steps.label(arm)}, τ {taus[arm[1:]]:.2f}",
+             *_cells(gain, [best[arm[2], count] for count in COUNTS]))
+            for arm, gain in gains.items()
+        )
+        title = f"Speed over plain decoding with the chat pair's τ, computed: {steps.title}"
+        made.append(Table(title, (head, *lines)))
+    return made
+
+
+def families_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Make a line for each published shape: its MTP head, and a plain step over its floor."""
+    dtypes = ("bfloat16", FLOAT8)
+    over_floor: dict[tuple[str, str], str] = {}
+    devices: dict[str, set[str]] = {dtype: set() for dtype in dtypes}
+    for row in rows:
+        if (row["what"], row.get("num_nodes"), row.get("context")) == ("target call", 1, 1024):
+            dtype = row.get("target_dtype", dtypes[0])
+            over_floor[row["shape"], dtype] = f"{row['step_over_floor']:.3f}"
+            devices[dtype].add(row["environment"]["device"])
+    lines = [
+        (_family(shape), shape, "yes" if shape in PUBLISHED and published(shape).mtp else "no",
+         *(over_floor.get((shape, dtype), MISSING) for dtype in dtypes))
+        for shape in ("8b", *PUBLISHED)
+    ]
+    heads = [f"{dtype}, {' and '.join(sorted(devices[dtype])) or 'not measured'}"
+             for dtype in dtypes]
+    return Table(
+        "A plain step over the floor of its matrix products",
+        (("family", "shape", "MTP head known", *heads), *lines), num_left=2,
+    )
+
+
+def _family(shape: str) -> str:
+    return published(shape).layout.name if shape in PUBLISHED else "MambaInLlama"
+
+
+def _order(key: tuple[str, float]) -> tuple[float, int]:
+    kind, temperature = key
+    return temperature, list(DRAFTERS).index(kind)
+
+
+def _cells(values: Mapping[int, float], bold: Sequence[float] = ()) -> list[str]:
+    best = dict(zip(COUNTS, bold, strict=True)) if bold else {}
+    return [
+        MISSING if (value := values.get(count)) is None
+        else f"**{value:.2f}**" if value == best.get(count) else f"{value:.2f}"
+        for count in COUNTS
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = PlainParser("trees_pay.py", description=__doc__)
+    add = parser.add_argument
+    add("--docs", default="docs", help="folder with the two pages (default: docs)")
+    add("--times", nargs="+", default=TIMES, help="files and folders of timed steps")
+    add("--accepted", default=ACCEPTED, help=f"folder of a comparison (default: {ACCEPTED})")
+    options = parser.parse_args(arguments)
+    files = [
+        file for each in map(Path, map(input_path, options.times))
+        for file in (sorted(each.glob("*.jsonl")) if each.is_dir() else [each])
+    ]
+    rows = [row for file in files for row in rows_of_file(file) if "what" in row]
+    taus = recorded_taus(read_places(Path(input_path(options.accepted))))
+    paying = [table for each in read_steps(rows) for table in tables_of(each, taus)]
+    for name, tables in ((PAGE, paying), (FAMILIES_PAGE, [families_table(rows)])):
+        page = Path(input_path(options.docs), name)
+        before, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
+        if not mark:
+            raise UsageError(f"{page} has no line {MARK.strip()}: add it where the tables begin")
+        made = "\n".join(table.to_markdown() for table in tables)
+        write_atomically(page, f"{before}{mark}\n{made}")
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
