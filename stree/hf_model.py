@@ -119,14 +119,14 @@ def _drafter(
         name, of_target = DrafterName.parse(given), Path()
         if name.folder is not None:
             name = replace(name, folder=checkpoint_folder(name.folder))
-        elif name.mtp:
+        if name.is_head:
             if not theirs.config.name_or_path:
                 raise UsageError(
-                    f"the drafter {given!r} is in the checkpoint of the model, and this model was "
-                    "not loaded from one: load it by from_pretrained"
+                    f"the drafter {given!r} is a head of the model's checkpoint, and this model "
+                    "was not loaded from one: load it by from_pretrained"
                 )
             commit = getattr(theirs.config, "_commit_hash", None)
-            of_target = checkpoint_folder(theirs.config.name_or_path, commit, mtp=True)
+            of_target = checkpoint_folder(theirs.config.name_or_path, commit, mtp=name.mtp)
         return name.make(name.load(of_target, target.device, target.dtype), None, target)
     is_ours = isinstance(given, HybridModel) or hasattr(given, "for_decoder")
     return given if given is None or is_ours or hasattr(given, "draft") else shared_model(given)

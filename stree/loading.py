@@ -12,9 +12,9 @@ from typing import NamedTuple, overload
 import torch
 
 from stree.batching.batch_decoder import BatchDecoder
+from stree.checkpoints.heads.mtp import MTP_FILE
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import indexed_files, load_model, stored_dtype
-from stree.checkpoints.mtp import MTP_FILE
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
@@ -88,7 +88,8 @@ def load(
             `ngram:CONTEXT`, `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or
             `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`);
             or, in the place of a folder, `mtp`, the head for multi-token prediction in the target's
-            own checkpoint (`stree.checkpoints.mtp.load_mtp`). Before a name with a model,
+            own checkpoint (`stree.checkpoints.heads.mtp.load_mtp`); or `eagle:FOLDER`, an EAGLE-3
+            head (`stree.checkpoints.heads.eagle.load_eagle`). Before a name with a model,
             `float8:` drafts with the head in 8 bits, `independent:` draws each sibling from all of
             the distribution, `top:` drafts the best tokens, and `temperature=0.6:` draws at 0.6
             whatever the request's temperature (`stree.drafters.model.ModelDrafterSpec`). None
@@ -159,7 +160,7 @@ def load(
             tree = FixedTree(TokenTree.paper())
         else:
             tree = as_tree_policy(tree)
-        if drafter_folder is not None and not name.retokenised:
+        if drafter_folder is not None and not name.retokenised and not name.eagle:
             for doubt in partner_remarks(target_folder, drafter_folder, max_length):
                 warn(doubt)
         if remark:
@@ -174,7 +175,7 @@ def load(
         model = load_model(target_folder, place, dtype, in_8_bits=target_dtype == FLOAT8)
         if offload is not None:
             stream_layers(model, offload, device)
-    if name is not None and name.mtp and own is not None:
+    if name is not None and name.is_head and own is not None:
         own.share_ends(model)
     if not eos_token_ids(model.config, tokenizer):
         warn(

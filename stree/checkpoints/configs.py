@@ -22,7 +22,7 @@ from stree.checkpoints.layouts import llama, mamba1, mamba2, mamba_in_llama, own
 from stree.checkpoints.layouts.mamba_in_llama import MIXER_CONFIG_NAME
 from stree.checkpoints.layouts.own import MODEL_TYPE
 from stree.checkpoints.layouts.quantised import KEYS, Quantisation, read_quantisation
-from stree.checkpoints.sources import Layout, Rename
+from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.common.files import require_own_files
 from stree.models.config import HybridConfig
@@ -120,6 +120,8 @@ def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:
 
 
 def _layout_of(values: CheckedJson) -> Layout:
+    if any(key in values for key in EAGLE_KEYS):
+        values.refuse("describes an EAGLE head of a target", "name it as the drafter eagle:FOLDER")
     kind = values.get("model_type")
     has_mixer_config = values.path.with_name(MIXER_CONFIG_NAME).exists()
     if kind == MODEL_TYPE and own.TABLE in values:

@@ -106,7 +106,7 @@ def load_model(
             checkpoint, model, expected, stored, directory, device, dtype, in_8_bits
         )
     model.load_state_dict(weights, strict=True, assign=True)
-    _require_head_ids(model, directory)
+    require_head_ids(model, directory)
     if in_8_bits:
         model.put_head_in_8_bits()
     return model.eval()
@@ -292,7 +292,8 @@ def _match(
     return sources
 
 
-def _require_head_ids(model: HybridModel, directory: Path) -> None:
+def require_head_ids(model: HybridModel, directory: Path) -> None:
+    """Refuse a head over a part of the vocabulary whose tokens are not ascending ids."""
     ids, size = model.head_ids, model.config.vocab_size
     if ids is None:
         return

@@ -29,11 +29,11 @@ def partner_remarks(
     Raises:
         CheckpointRefused: When their tokenizers give other tokens (`require_same_tokenizer`).
     """
+    longest, most = load_config(target).num_positions, load_config(drafter).num_positions
     if other_tokenizer := require_same_tokenizer(target, drafter):
         yield shown(other_tokenizer)
     if made_for := _other_weights(target, drafter):
         yield shown(made_for)
-    longest, most = load_config(target).num_positions, load_config(drafter).num_positions
     length = min((each for each in (longest, max_length) if each is not None), default=None)
     if most is not None and (length is None or length > most):
         yield shown(

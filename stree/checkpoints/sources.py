@@ -139,6 +139,7 @@ def half(second: bool) -> Make:
     return lambda tensor: tensor.chunk(2)[second]
 
 
+EAGLE_KEYS = ("draft_vocab_size", "speculators_model_type", "eagle_config")  # of a config.json
 FUSED = ("model.features.embedding_proj.weight", "model.features.proj.weight")
 
 

@@ -204,6 +204,15 @@ class ModelDrafter(FeatureDrafter):
         return after.gather(1, tree_batch.above(number)[..., None].expand(shape))
 
     @property
+    def _reads_stream(self) -> bool:
+        return self.inputs is not None and self._projection.reads_stream
+
+    def _own(self, hidden: Tensor | Stream) -> Tensor:
+        """Return the model's own hidden states (B, n, D) that further drafts read."""
+        normed = _normed(hidden)
+        return hidden.source if self._reads_stream and isinstance(hidden, Stream) else normed
+
+    @property
     def _projection(self) -> DraftInputs:
         return self.model.model.features
 
@@ -228,9 +237,15 @@ class ModelDrafter(FeatureDrafter):
         tokens = self._tokens[: batch * tree_batch.num_nodes].view(batch, -1)
         if tree_batch.pool is not None:
             tokens = tree_batch.pool
+        if self._reads_stream:
+            ops.norm(stream)  # which adds the stream up
+            stream.normed = stream.source
         hidden: Tensor | Stream = ops.take_roots(
             stream, block, rows.active, tokens, cache.cache_state
         )
+        if self._reads_stream:
+            assert isinstance(hidden, Tensor)
+            hidden = Stream(hidden, model.model.norm.weight, model.model.norm.eps)
         finite = torch.empty(
             batch, tree_batch.num_drawn_from, dtype=torch.bool, device=tokens.device
         )
@@ -242,7 +257,7 @@ class ModelDrafter(FeatureDrafter):
                 tree_batch.grow(number)
                 inner = tree_batch.inner_topology(width)
                 if inputs is not None:
-                    inputs = self._inputs_of_drafts(_normed(hidden), tree_batch, number)
+                    inputs = self._inputs_of_drafts(self._own(hidden), tree_batch, number)
                 call = model.tree_call(
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from stree.checkpoints.heads.eagle import load_eagle, read_eagle_config
+from stree.checkpoints.heads.mtp import load_mtp, read_mtp_config
 from stree.checkpoints.load_save import load_config, load_model
-from stree.checkpoints.mtp import load_mtp, read_mtp_config
 from stree.checkpoints.tokenizer import encode_text, load_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import read_text
@@ -28,10 +29,11 @@ DRAFTERS = (
     "FOLDER; float8:FOLDER (its head in 8 bits); independent:FOLDER (siblings each from all of its "
     "distribution) or top:FOLDER (its best tokens, not drawn); temperature=0.6:FOLDER (drafts "
     "drawn at 0.6, whatever the request's); mtp in the place of FOLDER (the target's own head for "
-    "multi-token prediction); text:FOLDER (of another tokenizer); "
+    "multi-token prediction); eagle:FOLDER (a published EAGLE-3 head of the target); text:FOLDER "
+    "(of another tokenizer); "
     "ngram:6 or ngram:6,FILE (from the text, and a corpus); FOLDER+ngram:6 (both in one tree)"
 )
-MTP, _TEXT, _FLOAT8 = "mtp", "text:", "float8:"
+MTP, _TEXT, _FLOAT8, _EAGLE = "mtp", "text:", "float8:", "eagle:"
 _TEMPERATURE = re.compile(r"temperature=([^:]*):(.*)", re.S)
 _SIBLINGS = {"independent:": SiblingSampling.INDEPENDENT, "top:": SiblingSampling.DETERMINISTIC}
 
@@ -49,6 +51,7 @@ class DrafterName:
         siblings: How the model draws siblings (`stree.drafters.model.ModelDrafterSpec`).
         temperature: Temperature at which the model draws; None for the request's.
         mtp: Whether the model is the MTP head in the target's checkpoint.
+        eagle: Whether the folder has an EAGLE-3 head in a published layout.
     """
 
     folder: str | os.PathLike[str] | None
@@ -59,14 +62,15 @@ class DrafterName:
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
     temperature: float | None = None
     mtp: bool = False
+    eagle: bool = False
 
     @classmethod
     def parse(cls, name: str | os.PathLike[str]) -> DrafterName:
         """Parse FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…].
 
         With a folder, independent: or top:, temperature=T:, and float8: may stand before it; except
-        after text:, mtp may stand for the folder. A path, and an existing folder of such a name, is
-        a FOLDER.
+        after text:, mtp may stand for the folder, and eagle: directly before it. A path, and an
+        existing folder of such a name, is a FOLDER.
 
         Raises `UsageError` for a context that is no whole number of at least 1, for float8: without
         a folder, and for independent:, top: and temperature= without a folder whose model draws.
@@ -103,6 +107,14 @@ class DrafterName:
             return cls(name.removeprefix(_TEXT), retokenised=True)
         if name == MTP:
             return cls(None, mtp=True)
+        if name.startswith(_EAGLE):
+            of = cls.parse(name.removeprefix(_EAGLE))
+            if of.folder is None or replace(of, context=0, corpus=None) != cls(of.folder):
+                raise UsageError(
+                    f"drafter {name!r} names no folder of an EAGLE-3 head: wanted eagle:FOLDER, "
+                    "with other prefixes before eagle:"
+                )
+            return replace(of, eagle=True)
         found = _NGRAM.fullmatch(name)
         if found is None:
             return cls(name)
@@ -120,6 +132,7 @@ class DrafterName:
         ngram = f"ngram:{self.context}" + (f",{self.corpus}" if self.corpus else "")
         parts = [MTP if self.mtp else str(self.folder or ""), ngram if self.context else ""]
         head, text = _FLOAT8 if self.float8 else "", _TEXT if self.retokenised else ""
+        text = _EAGLE if self.eagle else text
         drawn = next((each for each in _SIBLINGS if _SIBLINGS[each] is self.siblings), "")
         warm = "" if self.temperature is None else f"temperature={self.temperature:g}:"
         return head + warm + drawn + text + "+".join(filter(None, parts))
@@ -138,6 +151,11 @@ class DrafterName:
     def has_model(self) -> bool:
         """True if a model drafts, of whatever vocabulary."""
         return bool(self.folder) or self.mtp
+
+    @property
+    def is_head(self) -> bool:
+        """True for a head of the target, to which the target may lend its ends."""
+        return self.mtp or self.eagle
 
     @property
     def draws(self) -> bool:
@@ -179,8 +197,11 @@ class DrafterName:
     ) -> HybridModel | None:
         """Load the model that drafts, from its folder or that of the target; None without one.
 
-        Raises as `load_model` and `load_mtp` do.
+        Raises as `load_model`, `load_mtp` and `load_eagle` do.
         """
+        if self.eagle:
+            assert self.folder is not None
+            return load_eagle(self.folder, load_config(target), device, dtype)
         if self.mtp:
             return load_mtp(target, device, dtype)
         return None if self.folder is None else load_model(self.folder, device, dtype)
@@ -189,6 +210,9 @@ class DrafterName:
         """Return the config of the model of `load`, that of an MTP head with a single token."""
         if self.mtp:  # embedding and head are the target's
             return read_mtp_config(target).model.replace(vocab_size=1)
+        if self.eagle:
+            assert self.folder is not None
+            return read_eagle_config(self.folder, load_config(target)).model
         return None if self.folder is None else load_config(self.folder)
 
     def make(
@@ -199,10 +223,10 @@ class DrafterName:
         Args:
             model: The model of `load`.
             tokenizer: The target's. None raises `UsageError` where one is needed.
-            target: The target, whose embedding and head an MTP head shares. None leaves that to
-                the caller (`HybridModel.share_ends`).
+            target: The target, whose embedding and head a head of it may share. None leaves that
+                to the caller (`HybridModel.share_ends`).
         """
-        if self.mtp and target is not None:
+        if self.is_head and target is not None:
             assert model is not None
             model.share_ends(target)
         if self.float8:

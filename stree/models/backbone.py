@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
-from stree.models.hidden_states import DraftInputs, HiddenStateProjection, MtpInputs
+from stree.models.hidden_states import (
+    DraftInputs,
+    EagleInputs,
+    HiddenStateProjection,
+    MtpInputs,
+    NormedEmbeddings,
+)
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.layer import Layer, SharedTransformer
 from stree.models.layers.mamba import Mamba2
@@ -39,8 +45,10 @@ class Backbone(nn.Module):
             config.d_model, config.rms_norm_eps, bias=config.final_norm_bias
         )
         if config.feature_layers:
-            kind = MtpInputs if config.fused_inputs else HiddenStateProjection
-            self.features: DraftInputs = kind(config)
+            kind: type[DraftInputs] = HiddenStateProjection
+            if config.fused_inputs or config.eagle_inputs:
+                kind = MtpInputs if config.fused_inputs else EagleInputs
+            self.features: DraftInputs = kind(config)  # type: ignore[call-arg]
         if config.num_shared_blocks:
             self.shared = nn.ModuleList(
                 SharedTransformer(config) for _ in range(config.num_shared_blocks)
@@ -55,11 +63,22 @@ class Backbone(nn.Module):
         x = self.embed_tokens(tokens)
         return self.features.of_embeddings(x) if hasattr(self, "features") else x
 
+    def begin(self, tokens: Tensor, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the stream (B, T, D) of tokens (B, T), and what layers read beside it.
+
+        inputs (B, T, D) are a drafter's (`DraftInputs`); None has none.
+        """
+        x = self.embed(tokens)
+        if hasattr(self, "features"):
+            return self.features.joined(x, inputs)
+        x = x if inputs is None else x + inputs
+        return x, x
+
     @property
-    def fused_inputs(self) -> MtpInputs | None:
-        """Inputs of an MTP head; None for other models."""
+    def normed_embeddings(self) -> NormedEmbeddings | None:
+        """Inputs of an MTP or EAGLE head; None for other models."""
         inputs = getattr(self, "features", None)
-        return inputs if isinstance(inputs, MtpInputs) else None
+        return inputs if isinstance(inputs, NormedEmbeddings) else None
 
     def mixers(self) -> list[tuple[int, nn.Module]]:
         """Return every mixer with the slot of its cache."""

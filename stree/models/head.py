@@ -50,6 +50,7 @@ class HeadedModel(nn.Module):
     """
 
     head_ids: Tensor | None
+    lacks_embedding = False  # and shares its target's
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -179,8 +180,15 @@ class HeadedModel(nn.Module):
             held.scale.copy_(made.scale)
 
     def share_ends(self, target: HeadedModel) -> None:
-        """Take embedding, head and final norm of the target, for an MTP head (`load_mtp`)."""
-        self.model.embed_tokens = target.model.embed_tokens
+        """Take what the drafter's checkpoint leaves to its target.
+
+        Of an MTP head (`load_mtp`) it is embedding, head and final norm, of an EAGLE head
+        (`load_eagle`) the embedding or nothing.
+        """
+        if self.lacks_embedding or self.config.fused_inputs:
+            self.model.embed_tokens = target.model.embed_tokens
+        if not self.config.fused_inputs:
+            return
         if not self.config.tie_embeddings:
             self.lm_head = target.lm_head
         if target.head_in_8_bits is not None:

@@ -1,10 +1,11 @@
-"""Hidden states of the target as inputs of a drafter: a tap on the target, and two kinds of inputs.
+"""Hidden states of the target as inputs of a drafter: a tap on the target, and kinds of inputs.
 
 The feature of a token is the target's residual stream at that token after some layers, from which
 the next token is predicted. A drafter reads token i with the feature of token i − 1, which is known
 as soon as token i is certain: no call waits for another. Drafters of ours add a projection of it to
 the token's embedding (`HiddenStateProjection`), heads for multi-token prediction project both
-(`MtpInputs`).
+(`MtpInputs`), and EAGLE-3's heads read the two side by side in their first attention layer
+(`EagleInputs`).
 
 Shapes: B sequences, T tokens (or tree nodes), F channels of all features of a token, D the
 drafter's width.
@@ -68,12 +69,14 @@ class DraftInputs(nn.Module):
         reads_own: Whether inputs of drafted tokens differ from `unknown`.
         skips_first: Whether the drafter never reads a sequence's first token, before which there is
             no hidden state.
+        reads_stream: Whether the drafter's own hidden states are those before its final norm.
     """
 
     proj: nn.Linear
     unknown: nn.Parameter
     reads_own: bool
     skips_first = False
+    reads_stream = False
 
     def of_tokens(self, features: Tensor) -> Tensor:
         """Return the inputs (…, D) of the tokens after those with the features (…, F)."""
@@ -94,6 +97,14 @@ class DraftInputs(nn.Module):
     def of_embeddings(self, embedded: Tensor) -> Tensor:
         """Return the stream (…, D) of embeddings (…, D), to which inputs are added."""
         return embedded
+
+    def joined(self, embedded: Tensor, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the stream (B, T, D) before the first layer, and what layers read beside it.
+
+        embedded (B, T, D) is that of `of_embeddings`; inputs None stands for those of tokens alone.
+        """
+        x = embedded if inputs is None else embedded + inputs
+        return x, x
 
     def forward(
         self, features: Tensor, segment_ids: Tensor | None = None, known: Tensor | None = None
@@ -158,7 +169,24 @@ class HiddenStateProjection(DraftInputs):
         return ops.add_rms_norm(x, None, norm.weight, norm.eps)[1]
 
 
-class MtpInputs(DraftInputs):
+class NormedEmbeddings(DraftInputs):
+    """Base of the inputs of heads that norm embeddings, and never read a sequence's first token."""
+
+    reads_own = True
+    skips_first = True  # training shifts tokens by one against hidden states
+
+    def __init__(self, config: HybridConfig, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, config.d_model, bias=False)
+        self.unknown = nn.Parameter(torch.zeros(config.d_model))
+        self.embedding_norm = RMSNorm(config.d_model, config.rms_norm_eps)
+
+    def of_stream(self, embedded: Stream, inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return `joined` in a call over trees, given embeddings before their norm."""
+        raise NotImplementedError
+
+
+class MtpInputs(NormedEmbeddings):
     """Inputs of a head for multi-token prediction: fc([norm(embedding); norm(hidden state)]).
 
     A head continues from h, the target's hidden state after the final norm of the target, or its
@@ -171,17 +199,11 @@ class MtpInputs(DraftInputs):
     fc is cut into the projection of embeddings and that of hidden states.
     """
 
-    reads_own = True
-    skips_first = True  # MTP training shifts tokens by one against hidden states
-
     def __init__(self, config: HybridConfig) -> None:
-        super().__init__()
         width, eps = config.d_model, config.rms_norm_eps
+        super().__init__(config, width)
         self.target_norm = RMSNorm(width, eps)
         self.norm = RMSNorm(width, eps)
-        self.proj = nn.Linear(width, width, bias=False)
-        self.unknown = nn.Parameter(torch.zeros(width))
-        self.embedding_norm = RMSNorm(width, eps)
         self.embedding_proj = nn.Linear(width, width, bias=False)
 
     def of_tokens(self, features: Tensor) -> Tensor:
@@ -199,6 +221,55 @@ class MtpInputs(DraftInputs):
 
     def of_embeddings(self, embedded: Tensor) -> Tensor:
         return self.embedding_proj(self.embedding_norm(embedded))
+
+    def of_stream(self, embedded: Stream, inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x = ops.linear(embedded, self.embedding_proj.weight)
+        return x if inputs is None else x + inputs, None
+
+
+class EagleInputs(NormedEmbeddings):
+    """Inputs of an EAGLE-3 head: fc of the target's hidden states, or the head's own stream.
+
+    They are the stream before the first layer, whose attention reads [norm(embedding),
+    norm(stream)], twice the width (SafeAILab's eagle/model/cnets.py; vLLM's llama_eagle3.py). The
+    norms of later checkpoints, in `HybridConfig.eagle_norms`, are those of vLLM's `speculators`.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config, config.feature_width)
+        norms = config.eagle_norms
+        self.reads_stream = "own" not in norms
+        if "features" in norms or "each" in norms:
+            groups = len(config.feature_layers) if "each" in norms else 1
+            self.norm = RMSNorm(config.feature_width, config.rms_norm_eps, groups)
+
+    def of_tokens(self, features: Tensor) -> Tensor:
+        features = features.to(self.unknown.dtype)
+        return self.proj(self.norm(features) if hasattr(self, "norm") else features)
+
+    def of_nodes(self, features: Tensor, nodes: Tensor) -> Tensor:
+        features = features.to(self.unknown.dtype)
+        if hasattr(self, "norm"):
+            norm = self.norm
+            rows = ops.norm_at(features, nodes, norm.weight, norm.eps, norm.groups)
+        else:
+            nodes = nodes.clamp(max=features.shape[1] - 1)[..., None]
+            rows = features.gather(1, nodes.expand(-1, -1, features.shape[2]))
+        return ops.linear(rows, self.proj.weight)
+
+    def of_drafts(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def of_embeddings(self, embedded: Tensor) -> Tensor:
+        return self.embedding_norm(embedded)
+
+    def joined(self, embedded: Tensor, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self.unknown.expand_as(embedded) if inputs is None else inputs.to(embedded.dtype)
+        return x, embedded
+
+    def of_stream(self, embedded: Stream, inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x, beside = self.joined(ops.norm(embedded), inputs)
+        return x.contiguous(), beside
 
 
 def first_apart(tokens: Tensor, segment_ids: Tensor | None) -> Tensor:

@@ -106,8 +106,10 @@ class HybridModel(PackedModel):
                 return f"its weights are not finite in {name}"
         row = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(row.shape[1], device=self.device)[None]
-        x = self.model.embed(row)
-        context = TrainingPass(self._rotary(positions), shared=self.model.shared_blocks, embedded=x)
+        x, beside = self.model.begin(row, None)
+        context = TrainingPass(
+            self._rotary(positions), shared=self.model.shared_blocks, embedded=beside
+        )
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
             if not bool(x.isfinite().all()):
@@ -162,12 +164,10 @@ class HybridModel(PackedModel):
         elif 0 < self.config.sliding_window < tokens.shape[1]:
             every = torch.ones(1, *[tokens.shape[1]] * 2, dtype=torch.bool, device=tokens.device)
             mask = _causal(every, 0, self.config.sliding_window)[:, None]
-        x = self.model.embed(tokens)
-        if inputs is not None:
-            x = x + inputs
+        x, beside = self.model.begin(tokens, inputs)
         context = TrainingPass(
             self._rotary(positions), segment_ids, mask,
-            shared=self.model.shared_blocks, embedded=x, bounds=bounds,
+            shared=self.model.shared_blocks, embedded=beside, bounds=bounds,
         )
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
@@ -208,13 +208,14 @@ class HybridModel(PackedModel):
         rotary = self._rotary(positions_of(tokens, segment_ids))
         scanned: dict[int, list[Any]] = {}
         for depth in range(1 + ahead):
-            if depth:
-                inputs = reader.of_drafts(hidden[-1].roll(1, dims=1))
-            x = embedded + inputs
-            context = MultiStepPass(rotary, segment_ids, scanned=scanned)
+            x, beside = reader.joined(embedded, inputs)
+            context = MultiStepPass(rotary, segment_ids, embedded=beside, scanned=scanned)
             for layer in cast(list[Layer], self.model.layers):
                 x = layer.forward(x, context)
             hidden.append(self.model.norm(x))
+            if depth < ahead:
+                own = x if reader.reads_stream else hidden[-1]
+                inputs = reader.of_drafts(own.roll(1, dims=1))
         return hidden
 
     # Decoding
@@ -283,11 +284,9 @@ class HybridModel(PackedModel):
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
             mask = _causal(mask, start, self.config.sliding_window)[None, None]
         positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
-        x, y = self.model.embed(tokens), None
-        if inputs is not None:
-            x = x + inputs
+        (x, beside), y = self.model.begin(tokens, inputs), None
         context = PrefillPass(
-            self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=x,
+            self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=beside,
             caches=cache.layers, start=start, features=features,
         )
         for layer in cast(list[Layer], self.model.layers):
@@ -457,8 +456,8 @@ class HybridModel(PackedModel):
         return stream
 
     def _run_tree(self, call: TreePass) -> Stream:
-        fused = self.model.fused_inputs
-        x, y = None if fused is None else call.begin(fused), None
+        inputs = self.model.normed_embeddings
+        x, y = None if inputs is None else call.begin(inputs), None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
         stream = call.add_norm(x, y, self.model.norm)[0]

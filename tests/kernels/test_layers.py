@@ -6,6 +6,7 @@ head, a scale of the scores, blocks side by side, and weights packed before the 
 
 import pytest
 import torch
+from eagle_heads import save_head
 from families import FAMILIES, TRANSFORMERS, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
@@ -16,9 +17,9 @@ from stree.batching.prefillers import ChunkedPrefill, PromptCall
 from stree.batching.runners import EagerRunner
 from stree.batching.state import BatchState
 from stree.checkpoints.load_save import load_model
-from stree.checkpoints.mtp import load_mtp
 from stree.decoder import Decoder
 from stree.drafters.model import ModelDrafter
+from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig
 from stree.logits.asked import Asked
 from stree.models.config import HybridConfig
@@ -71,14 +72,20 @@ def test_families(tmp_path, fused, family):
         assert relative_error(got, each) < 1e-4
 
 
-def test_an_mtp_head(tmp_path, fused, monkeypatch):
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_a_head_of_the_target(tmp_path, fused, monkeypatch, kind):
     """It reads a prompt in chunks, drafts levels after each other, and takes accepted features."""
     monkeypatch.setattr("stree.engine.worker.runner_of", EagerRunner)
     monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(PromptCall))
-    save_with_head(tmp_path, "qwen3_5", 0)
+    theirs, _ = save_with_head(tmp_path, "qwen3_5", 0)
+    save_head(tmp_path / "eagle", theirs, layers=[1, 2], whole_head=True)
     logits = []
     for fused["on"] in (False, True):
-        target, drafter = load_model(tmp_path, DEVICE), load_mtp(tmp_path, DEVICE)
+        target = load_model(tmp_path, DEVICE)
+        drafter = DrafterName.parse("mtp" if kind == "mtp" else f"eagle:{tmp_path / 'eagle'}").load(
+            tmp_path, DEVICE, torch.float32
+        )
+        assert drafter is not None
         drafter.share_ends(target)
         watched = watch(drafter, 1, 32, 7)
         decoder = Decoder(target, watched, as_tree("expand-2-2"), max_length=32)

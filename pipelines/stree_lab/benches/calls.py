@@ -21,6 +21,7 @@ from stree.drafters.model import ModelDrafter
 from stree.logits.asked import Asked
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
+from stree.models.hidden_states import MtpInputs
 from stree.models.layers.layer import Layer
 from stree.models.layers.mlp import Experts
 from stree.models.layers.parallel import SideBySide
@@ -361,7 +362,7 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
             for weight in (part.up, part.down):
                 sizes.append((chosen * weight.shape[1], weight.shape[2]))
 
-    if (fused := model.model.fused_inputs) is not None:
+    if isinstance(fused := model.model.normed_embeddings, MtpInputs):
         add(fused.embedding_proj)
         add(fused.proj)
     for layer in cast(list[Layer], model.model.layers):

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stree.batching.checks import require_vocabulary_of
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config
-from stree.checkpoints.mtp import load_mtp
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import NotFound, UsageError
@@ -282,9 +283,9 @@ class DrafterIdentity:
     def require_fit(self, target: str) -> None:
         """Raise now the errors of a decoder with this target's folder, by tokenizers and
         configs."""
-        if self.name.mtp:
-            load_mtp(target, "meta")
-        if self.name.folder is None:
+        if self.name.is_head:
+            self.name.load(target, "meta", torch.float32)
+        if self.name.folder is None or self.name.eagle:
             return
         config = load_config(self.name.folder)
         if self.name.retokenised:
@@ -296,7 +297,7 @@ class DrafterIdentity:
 
     def remarks(self, target: str, max_length: int | None = None) -> list[str]:
         """Return a sentence for each reason to doubt that it was made for this target's folder."""
-        if self.name.folder is None or self.name.retokenised:
+        if self.name.folder is None or self.name.retokenised or self.name.eagle:
             return []
         return list(partner_remarks(target, self.name.folder, max_length))
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from stree.checkpoints.heads.mtp import load_mtp, read_mtp_config
 from stree.checkpoints.load_save import load_config, load_model
-from stree.checkpoints.mtp import load_mtp, read_mtp_config
 from stree.common.errors import UsageError
 from stree.drafters.names import MTP
 from stree.models.config import HybridConfig

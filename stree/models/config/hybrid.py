@@ -35,6 +35,9 @@ _CHOICES = {
     "mlp_kind": MLP_KINDS, "router": ("softmax", "sigmoid"),
     "gated_norm": ("gate, norm", "norm, gate", "gate"),
 }
+# Norms that some EAGLE-3 heads have: of all features together, of each layer's; the first layer's
+# stream begins with its norm; own hidden states are those after the final norm
+EAGLE_NORMS = ("features", "each", "residual", "own")
 # Fields that a part needs above 0, and pairs of which the first must divide the second
 _NEEDS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
     "attention": (("num_heads", "num_kv_heads", "head_dim"), (("num_kv_heads", "num_heads"),)),
@@ -106,6 +109,8 @@ class HybridConfig(
     target_num_layers: int = 0
     own_features: bool = False  # further down a draft it reads its own last hidden state
     fused_inputs: bool = False  # it projects [embedding, hidden state], as MTP heads do
+    eagle_inputs: bool = False  # its first attention reads [embedding, hidden state], as EAGLE-3's
+    eagle_norms: tuple[str, ...] = ()  # further norms of such a head, some of EAGLE_NORMS
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -123,7 +128,8 @@ class HybridConfig(
         return self.max_position_embeddings if has_positions else None
 
     def __post_init__(self) -> None:
-        for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids", "feature_layers"):
+        for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids", "feature_layers",
+                     "eagle_norms"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         head_bounds = {"head_vocab_size": (0, self.vocab_size), "head_rank": (0, self.d_model)}
         for name, (least, most) in {**_BOUNDS, **head_bounds}.items():
@@ -185,6 +191,16 @@ class HybridConfig(
                 "down a draft of the drafter's own: set feature_layers, target_width and "
                 "own_features so"
             )
+        if self.eagle_inputs and (
+            self.fused_inputs or not self.own_features or self.mixers(0) != ("attention",)
+            or self.layer_type(0).split()[0] != "attention"
+        ):
+            yield (
+                f"eagle_inputs are for a first layer of attention, this one is "
+                f"{self.layer_type(0)!r}, without fused_inputs and with own_features"
+            )
+        if other := [each for each in self.eagle_norms if each not in EAGLE_NORMS]:
+            yield f"eagle_norms has {other[0]!r}, wanted some of {', '.join(EAGLE_NORMS)}"
         if self.attn_layers:
             yield from self._attention_complaints()
         if self.has("experts"):
@@ -300,6 +316,15 @@ class HybridConfig(
             num_layers=len(layer_types), layer_types=layer_types, attn_layers=()
         ).reading((self.num_layers - 1,), self, own=True)
         return head.replace(fused_inputs=True)
+
+    def eagle_head(self, layers: tuple[int, ...]) -> HybridConfig:
+        """Return the config of an EAGLE-3 head of this target, of one layer with an MLP.
+
+        It reads the hidden states after `layers`. A target without attention or MLP has no
+        dimensions for it: give `HybridConfig` them.
+        """
+        head = self.replace(num_layers=1, layer_types=("attention mlp",), attn_layers=())
+        return head.reading(layers, self, own=True).replace(eagle_inputs=True)
 
     def replace(self, **changes: Any) -> HybridConfig:
         """Return a copy with other values of some fields."""

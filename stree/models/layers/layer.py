@@ -22,15 +22,17 @@ NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blo
 PART_NAMES = {"attention": "self_attn"}  # Llama's; others are called what they are
 
 
-def make_part(kind: str, config: HybridConfig) -> nn.Module:
-    """Return a part of a layer, with random weights."""
+def make_part(kind: str, config: HybridConfig, d_input: int | None = None) -> nn.Module:
+    """Return a part of a layer, with random weights; d_input is the width of attention's input."""
+    if kind == "attention":
+        return Attention(config, d_input)
     if kind == "mlp":
         return MLP(config, config.intermediate_size)
     if kind == "shared_mlp":
         return MLP(config, config.shared_intermediate_size, gated=config.shared_gate)
     classes = {
-        "attention": Attention, "mamba": Mamba2, "mamba1": Mamba1, "short_conv": ShortConv,
-        "gated_delta": GatedDeltaNet, "experts": Experts,
+        "mamba": Mamba2, "mamba1": Mamba1, "short_conv": ShortConv, "gated_delta": GatedDeltaNet,
+        "experts": Experts,
     }
     return classes[kind](config)
 
@@ -105,6 +107,9 @@ class Layer(nn.Module):
         super().__init__()
         self.index = index
         self.blocks = config.blocks(index)
+        self.reads_embeddings = config.eagle_inputs and index == 0
+        self.begins_normed = "residual" in config.eagle_norms
+        d_input = 2 * config.d_model if self.reads_embeddings else None
         self.slots: dict[str, int] = {}
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
             self.add_module(norm_name, RMSNorm(config.d_model, config.rms_norm_eps))
@@ -112,7 +117,7 @@ class Layer(nn.Module):
                 self.shared_use = SharedUse(config)
                 self.slots["shared"] = first_slot + len(self.slots)
             for kind in block.parts:
-                self.add_module(PART_NAMES.get(kind, kind), make_part(kind, config))
+                self.add_module(PART_NAMES.get(kind, kind), make_part(kind, config, d_input))
                 if kind in MIXERS:
                     self.slots[kind] = first_slot + len(self.slots)
         self._parts = {block: self._parts_of(block) for block in self.blocks}
@@ -160,6 +165,8 @@ class Layer(nn.Module):
                 x, both = call.add_norm(x, y, shared.input_layernorm, call.embedded)
                 y = self.shared_use.run(shared, both, self.slots["shared"], call)
                 _, normed = call.add_norm(x, y, before)
+            if self.reads_embeddings and norm_name == NORM_NAMES[0]:
+                x, normed = call.beside_embeddings(x, normed, self.begins_normed)
             y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
             if block.normed_after:
                 y = call.norm_after(y, norm)

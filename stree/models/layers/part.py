@@ -25,7 +25,7 @@ from stree_kernels import ops
 from stree_kernels.contracts import Added, CacheState, Stream, Topology
 
 if TYPE_CHECKING:
-    from stree.models.hidden_states import HiddenStateTap, MtpInputs
+    from stree.models.hidden_states import HiddenStateTap, NormedEmbeddings
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -92,6 +92,14 @@ class TrainingPass:
         if norm is None:
             return x, x
         return x, norm(x if beside is None else torch.cat([x, beside], dim=-1))
+
+    def beside_embeddings(self, x: Any, normed: Any, replaced: bool) -> tuple[Any, Any]:
+        """Return the stream x and [embeddings, its norm], as an EAGLE head's attention reads it.
+
+        With `replaced` the norm is the stream.
+        """
+        assert self.embedded is not None
+        return normed if replaced else x, torch.cat([self.embedded, normed], dim=-1)
 
     def norm_after(self, y: Tensor, norm: RMSNorm) -> Tensor:
         """Return the norm of parts' outputs, to be added to the stream."""
@@ -179,14 +187,14 @@ class TreePass:
         embedded = F.embedding(tokens, self.embedding)
         return embedded if self.inputs is None else embedded + self.inputs
 
-    def begin(self, fused: MtpInputs) -> Tensor:
-        """Return the stream (B, Q, D) before the first layer of an MTP head."""
-        norm, written = fused.embedding_norm, self.topology.written
+    def begin(self, head: NormedEmbeddings) -> Tensor:
+        """Return the stream (B, Q, D) before the first layer of an MTP or EAGLE head."""
+        norm, written = head.embedding_norm, self.topology.written
         embedded = Stream(
             self.embedding, norm.weight, norm.eps, None, self.tokens, self.nodes, written
         )
-        x = ops.linear(embedded, fused.embedding_proj.weight)
-        return x if self.inputs is None else x + self.inputs
+        x, self.embedded = head.of_stream(embedded, self.inputs)
+        return x
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
         """Note the stream before each layer, for a tap on hidden states."""
@@ -220,6 +228,15 @@ class TreePass:
         else:
             stream = Stream(x, *scale, y, beside=beside)
         return stream, stream
+
+    def beside_embeddings(
+        self, x: Stream, normed: Stream, replaced: bool
+    ) -> tuple[Stream, Stream]:
+        assert self.embedded is not None
+        rows = ops.norm(normed)
+        wide = Stream(rows)
+        wide.normed = torch.cat([self.embedded, rows], dim=-1)
+        return Stream(rows) if replaced else x, wide
 
     def _added_up(self, x: Tensor | Stream | None, y: Added) -> Tensor:
         if x is not None:

@@ -11,8 +11,8 @@ from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
 from stree import Decoder, GenerationConfig, TokenTree
+from stree.checkpoints.heads.mtp import load_mtp
 from stree.checkpoints.load_save import load_config, load_model
-from stree.checkpoints.mtp import load_mtp
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig

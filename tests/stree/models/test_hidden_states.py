@@ -309,18 +309,21 @@ def hidden_one_by_one(drafter, tokens, read, ahead):
     """Return hidden states of each token as the last of drafts of 0 … `ahead` tokens."""
     reader = drafter.model.features
     wanted = torch.zeros(1 + ahead, len(tokens), drafter.config.d_model, dtype=drafter.dtype)
+    own = torch.zeros_like(wanted)
     inputs = reader(read)
     for depth in range(1 + ahead):
         for at in range(depth, len(tokens)):
             drafted = inputs[:, : at + 1].clone()
             for back in reversed(range(depth)):
-                drafted[:, at - back] = reader.of_drafts(wanted[depth - back - 1, at - back - 1])
+                drafted[:, at - back] = reader.of_drafts(own[depth - back - 1, at - back - 1])
             first = at and reader.skips_first
-            x = (drafter.model.embed(torch.tensor([tokens[: at + 1]])) + drafted)[:, first:]
+            x, beside = drafter.model.begin(torch.tensor([tokens[: at + 1]]), drafted)
+            x, beside = x[:, first:], beside[:, first:]
             rotary = drafter._rotary(torch.arange(x.shape[1])[None])
             for layer in drafter.model.layers:
-                x = layer(x, TrainingPass(rotary))
+                x = layer(x, TrainingPass(rotary, embedded=beside))
             wanted[depth, at] = drafter.model.norm(x)[0, -1]
+            own[depth, at] = x[0, -1] if reader.reads_stream else wanted[depth, at]
     return wanted
 
 
@@ -331,7 +334,7 @@ def test_passes_ahead_are_drafts_from_every_token(changes, own):
 
 
 def test_passes_ahead_of_attention(target, drafter):
-    """A drafter with attention and Mamba-2, and an MTP head, which reads no first token."""
+    """A drafter with attention and Mamba-2, and MTP and EAGLE heads, which read no first token."""
     own = HybridModel(drafter.config.replace(own_features=True)).double().eval()
     own.load_state_dict(drafter.state_dict(), strict=False)
     own.model.features.own_gain.weight.data.copy_(drafter.model.features.gain.weight)
@@ -339,6 +342,9 @@ def test_passes_ahead_of_attention(target, drafter):
     require_passes_ahead(target, own)
     head = HybridModel(target.config.mtp_head(["attention mlp"])).double().eval()
     require_passes_ahead(target, head, 1)
+    for norms in ((), ("residual", "own")):
+        config = target.config.eagle_head((0, 1, 2)).replace(eagle_norms=norms)
+        require_passes_ahead(target, HybridModel(config).double().eval(), 1)
 
 
 def require_passes_ahead(target, drafter, skipped=0):

@@ -1,12 +1,14 @@
-"""The MTP head of a checkpoint as a drafter: its logits are transformers' own, and the same tokens
-come out as without it."""
+"""Heads of a target as drafters, MTP and EAGLE-3: their logits are a reference's, and the same
+tokens come out as without them."""
 
 import functools
 import json
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import eagle_heads
 import pytest
 import torch
 from checkpoint_folders import edit_json
@@ -20,87 +22,119 @@ from watched import watch
 
 import stree
 from stree import BatchDecoder, Decoder, GenerationConfig, TokenTree
+from stree.checkpoints.heads.eagle import load_eagle
+from stree.checkpoints.heads.mtp import load_mtp
 from stree.checkpoints.load_save import load_model
-from stree.checkpoints.mtp import load_mtp
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
+from stree.drafters.names import DrafterName
 from stree.models.hidden_states import HiddenStateTap
 from stree.trees.token_tree import as_tree
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
 DENSE, EXPERTS, NEXT = ("qwen3_5", 0), ("qwen3_5", 1), ("qwen3_next", 1)
 NEMOTRON = "nemotron", 0
+EAGLE = "llama-8", ("seed", 11)  # in SafeAILab's layout; options are those of `save_head`
+SPECULATORS = (
+    "qwen3_5", ("seed", 7), ("speculators", True), ("kind", "qwen3"), ("layers", (1, 2)),
+    ("options", ("norm_before_residual",)),
+)
+LATER = (
+    "qwen3_5", ("seed", 5), ("speculators", True), ("layers", (1, 2)), ("own_embedding", True),
+    ("options", ("norm_before_residual", "fc_norm", "norm_output")),
+)
+WHOLE = "bamba", ("layers", (1,)), ("whole_head", True), ("options", ("norm_before_fc",))
 CHAIN, PAPER = TokenTree.chain(3), TokenTree.paper()
 PROMPTS = [[7, 3, 0, 1, 5, 5, 2], [4]]
 
 
 @functools.cache
-def saved(family, seed):
-    """Return the folder of a checkpoint with an MTP head, and transformers' target and head."""
+def saved(family, *options):
+    """Return the folder of a target with a head, and the reference's logits of that head.
+
+    An MTP head is in the target's checkpoint, an EAGLE-3 head in the folder `eagle` in it.
+    """
     folder = Path(tempfile.mkdtemp(prefix=family))
-    return folder, *save_with_head(folder, family, seed)
+    if options and isinstance(options[0], int):
+        return folder, functools.partial(head_logits, *save_with_head(folder, family, *options))
+    theirs = eagle_heads.random_target(family)
+    theirs.save_pretrained(folder)
+    head = eagle_heads.save_head(folder / "eagle", theirs, **dict(options))
+    return folder, functools.partial(eagle_heads.head_logits, theirs, head)
 
 
-def pair(folder, dtype=torch.float32):
-    target, drafter = load_model(folder, dtype=dtype), load_mtp(folder, dtype=dtype)
+def pair(of, dtype=torch.float32):
+    folder, _ = saved(*of)
+    target, eagle = load_model(folder, dtype=dtype), folder / "eagle"
+    if eagle.exists():
+        drafter = load_eagle(eagle, target.config, dtype=dtype)
+    else:
+        drafter = load_mtp(folder, dtype=dtype)
     drafter.share_ends(target)
     return target, drafter
 
 
-def require_drafts_of(theirs, head, drafts, text):
-    """Require the logits of all drafts to be those of transformers' head."""
+def require_drafts_of(reference, drafts, text):
+    """Require the logits of all drafts to be those of the reference."""
     depths = set()
     for _, at, tree, tokens, drawn_by, logits in drafts:
         for node in range(tree.num_nodes):
             if tree.children[node]:
                 path = [tokens[each] for each in tree.path_to(node)]
                 given = torch.tensor([text[:at] + path])
-                wanted = head_logits(theirs, head, given, at + 1)[-1]
-                assert (logits[drawn_by[node]] - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+                wanted, got = reference(given, at + 1)[-1], logits[drawn_by[node]]
+                there = wanted.isfinite()
+                assert torch.equal(got.isfinite(), there)
+                got, wanted = got[there], wanted[there]
+                assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
                 depths.add(len(path))
     assert depths >= {1, 2, 3}
 
 
 @pytest.mark.parametrize("tree", [CHAIN, PAPER], ids=str)
 @pytest.mark.parametrize(
-    "of", [DENSE, EXPERTS, NEXT, NEMOTRON], ids=["dense", "experts", "next", "nemotron"]
+    "of", [DENSE, EXPERTS, NEXT, NEMOTRON, EAGLE, SPECULATORS, LATER, WHOLE],
+    ids=["dense", "experts", "next", "nemotron", "eagle", "speculators", "later", "whole"],
 )
-def test_logits_at_each_depth_are_those_of_transformers_head(of, tree, either_way):
-    folder, theirs, head = saved(*of)
-    target, drafter = pair(folder)
+def test_logits_at_each_depth_are_the_references(of, tree, either_way):
+    """Of MTP heads it is transformers' class, of EAGLE-3 heads transformers' layer."""
+    _, reference = saved(*of)
+    target, drafter = pair(of)
     accepted = []
     for prompt, num_tokens in zip(PROMPTS, (16, 6), strict=True):
         watched = watch(drafter, 1, 64, tree.num_nodes)
         decoder = Decoder(target, watched, tree, max_length=64)
         out = decoder.generate(prompt, GenerationConfig(num_tokens, ignore_eos=True))
-        require_drafts_of(theirs, head, watched.drafts, prompt + out.tokens)
+        require_drafts_of(reference, watched.drafts, prompt + out.tokens)
         accepted += out.stats.accepted_per_call
     assert len(set(accepted)) > 1
 
 
+@pytest.mark.parametrize("of", [DENSE, EAGLE], ids=["mtp", "eagle"])
 @torch.no_grad()
-def test_packed_samples_are_read_as_in_decoding():
-    folder, theirs, head = saved(*DENSE)
-    target, drafter = pair(folder)
+def test_packed_samples_are_read_as_in_decoding(of):
+    _, reference = saved(*of)
+    target, drafter = pair(of)
     tokens, features = torch.tensor([PROMPTS[0]]), HiddenStateTap(drafter.config.feature_layers)
     target.hidden_states(tokens, features=features)
     segments, read = torch.tensor([[0] * 7 + [1] * 7]), features.values.repeat(1, 2, 1)
     hidden = drafter.hidden_states(tokens.repeat(1, 2), segments, read=read)
-    wanted = head_logits(theirs, head, tokens, 7)[0]
+    wanted = reference(tokens, 7)[0]
     for at in (6, 13):
         assert torch.allclose(drafter.logits(hidden[0, at]), wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("of", [DENSE, EAGLE], ids=["mtp", "eagle"])
 @pytest.mark.parametrize(
     ("verifier", "graphs"),
     quick_first(
         [("coupled", True), ("traversal", False)], [("multi_step", True), ("naive", False)]
     ),
 )
-def test_it_changes_no_token_of_the_output(verifier, graphs, request):
+def test_it_changes_no_token_of_the_output(verifier, graphs, of, request):
     if graphs:
         request.getfixturevalue("captured_on_cpu")
-    target, drafter = pair(saved(*DENSE)[0], torch.float64)
+    target, drafter = pair(of, torch.float64)
     served = [
         replace(each, prompt_ids=[token % VOCAB for token in each.prompt_ids])
         for each in mixed_requests(6, [TokenTree.chain(1), CHAIN, PAPER], seed=3)
@@ -116,17 +150,19 @@ def test_it_changes_no_token_of_the_output(verifier, graphs, request):
     assert len({num for out in outputs for num in out.stats.accepted_per_call}) > 2
 
 
-def test_it_fills_trees_that_grow():
-    target, drafter = pair(saved(*DENSE)[0], torch.float64)
+@pytest.mark.parametrize("of", [DENSE, SPECULATORS], ids=["mtp", "eagle"])
+def test_it_fills_trees_that_grow(of):
+    target, drafter = pair(of, torch.float64)
     generation = GenerationConfig(20, temperature=1.0, seed=3, ignore_eos=True)
     out = Decoder(target, drafter, as_tree("beam-3-3-8")).generate(PROMPTS[0], generation)
     assert out.tokens == Decoder(target).generate(PROMPTS[0], generation).tokens
     assert out.stats.acceptance_length > 1
 
 
-def test_it_has_the_same_place_after_a_kept_prefix(either_way):
+@pytest.mark.parametrize("of", [DENSE, EAGLE], ids=["mtp", "eagle"])
+def test_it_has_the_same_place_after_a_kept_prefix(of, either_way):
     """It reads one token less than the target, the first."""
-    target, drafter = pair(saved(*DENSE)[0], torch.float64)
+    target, drafter = pair(of, torch.float64)
     turns = []
     for num_prefixes in (0, 3):
         watched, text = watch(drafter, 1, 128, PAPER.num_nodes), list(PROMPTS[0])
@@ -160,15 +196,18 @@ class TargetWithStreams(TableTarget):
         [(Traversal, TokenTree((-1, 0, 0, 2))), (Naive, TokenTree((-1, 0, 0)))],
     ),
 )
-def test_output_distribution_is_the_targets(verifier, tree):
-    """All draws and coins of a step are enumerated."""
+@pytest.mark.parametrize("kind", ["fused_inputs", "eagle_inputs"])
+def test_output_distribution_is_the_targets(verifier, tree, kind):
+    """All draws and coins of a step are enumerated; the EAGLE head never drafts token 1."""
     torch.manual_seed(2)
     table = 1.5 * torch.randn(3, 3, 3, dtype=torch.float64)
     model = tiny_model(
         1, vocab_size=3, num_layers=1, attn_layers=(), layer_types=("attention mlp",),
         feature_layers=(1,), target_width=32, target_num_layers=2, own_features=True,
-        fused_inputs=True,
+        head_vocab_size=2 * (kind == "eagle_inputs"), **{kind: True},
     )
+    if model.head_ids is not None:
+        model.head_ids.copy_(torch.tensor([0, 2]))
     drafter = ModelDrafter(model, 2, 16, 4)
     blocks = block_distribution(TargetWithStreams(table), drafter, tree, SETTINGS[0], verifier)
     assert_targets(blocks, table, SETTINGS[0], tree)
@@ -188,11 +227,28 @@ def without(*left_out):
     return change
 
 
-def reshaped(folder):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"][:, :-1].contiguous()
-    save_file(tensors, path)
+def changed(name, change):
+    """Return a change of weight files: that of one tensor."""
+
+    def change_file(folder):
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, path)
+
+    return change_file
+
+
+def keys(table=None, **values):
+    """Return a change of config.json, or of a table in it."""
+
+    def change(folder):
+        path = folder / "config.json"
+        if table is None:
+            return edit_json(path, **values)
+        return edit_json(path, **{table: json.loads(path.read_text())[table] | values})
+
+    return change
 
 
 def announced_elsewhere(folder):
@@ -211,12 +267,10 @@ def announced_elsewhere(folder):
         (without("mtp."), "holds no MTP head .* whatever its config announces"),
         (without("mtp.fc"), r"mtp\.fc\.weight missing"),
         (without("mtp.layers.0.mlp"), r"mtp\.layers\.0\.mlp\.gate_proj\.weight, .* missing"),
-        (reshaped, r"mtp\.fc\.weight in .* has shape"),
+        (changed("mtp.fc.weight", lambda fc: fc[:, :-1]), r"mtp\.fc\.weight in .* has shape"),
         (announced_elsewhere, "00002-of-00002.* is missing"),
-        (lambda folder: edit_json(folder / "config.json", mtp_num_hidden_layers=2),
-         "mtp_num_hidden_layers = 2; only 1"),
-        (lambda folder: edit_json(folder / "config.json", mtp_use_dedicated_embeddings=True),
-         "mtp_use_dedicated_embeddings = True; only False"),
+        (keys(mtp_num_hidden_layers=2), "mtp_num_hidden_layers = 2; only 1"),
+        (keys(mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = True; only Fal"),
     ],
 )
 def test_heads_that_are_not_whole_are_refused(change, complaint, tmp_path, monkeypatch):
@@ -227,6 +281,58 @@ def test_heads_that_are_not_whole_are_refused(change, complaint, tmp_path, monke
     monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
     with pytest.raises(CheckpointRefused, match=complaint):
         stree.load(tmp_path, "mtp", device="cpu")
+
+
+LAYER = "transformer_layer_config"
+
+
+@pytest.mark.parametrize(
+    ("of", "change", "complaint"),
+    [
+        (EAGLE, without("d2t"), "EAGLE-3 model .* d2t missing"),
+        (EAGLE, without("lm_head"), r"lm_head\.weight missing"),
+        (EAGLE, without("midlayer.hidden_norm"), r"midlayer\.hidden_norm\.weight missing"),
+        (EAGLE, changed("d2t", lambda d2t: d2t.flip(0)), "not ascending token ids below 8"),
+        (EAGLE, changed("d2t", lambda d2t: d2t + 1), "not ascending token ids below 8"),
+        (EAGLE, changed("fc.weight", lambda fc: fc[:, :-1]), r"fc\.weight .* has shape"),
+        (EAGLE, keys(draft_vocab_size=5), r"d2t in .* has shape \(6,\), its config"),
+        (EAGLE, keys(vocab_size=9), "a target of vocabulary 9, this one has 8: take the head"),
+        (EAGLE, keys(target_hidden_size=64), "a target of width 64, this one has 32: take"),
+        (EAGLE, keys(hidden_size=16, target_hidden_size=32), "its width 16 is not the target's"),
+        (EAGLE, keys(draft_vocab_size=None), "describes no EAGLE-3 head"),
+        (EAGLE, keys(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state = F"),
+        (EAGLE, keys(parallel_drafting=True), "parallel_drafting = True; only False"),
+        (EAGLE, keys(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
+        (SPECULATORS, keys(eagle_aux_hidden_state_layer_ids=[1, 9]), "of layers .1, 9., the targ"),
+        (SPECULATORS, keys(eagle_aux_hidden_state_layer_ids=[1]), r"fc\.weight in .* has shape"),
+        (SPECULATORS, keys(speculators_model_type="eagle"), "'eagle'; only 'eagle3' is supp"),
+        (SPECULATORS, keys(LAYER, model_type="gpt2"), "model_type 'gpt2', wanted llama or qwen3"),
+        (SPECULATORS, keys(LAYER, hidden_act="gelu"), "hidden_act = 'gelu'; only 'silu'"),
+    ],
+)
+def test_eagle_heads_that_do_not_fit_are_refused(of, change, complaint, tmp_path, monkeypatch):
+    """No target is read before."""
+    folder, _ = saved(*of)
+    shutil.copytree(folder / "eagle", tmp_path / "eagle")
+    change(tmp_path / "eagle")
+    monkeypatch.setattr("stree.loading.load_model", lambda *_: pytest.fail("a target was read"))
+    monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
+    with pytest.raises(CheckpointRefused, match=complaint):
+        stree.load(folder, f"eagle:{tmp_path / 'eagle'}", tree="paper", device="cpu")
+
+
+def test_an_eagle_head_is_loaded_by_its_name(monkeypatch):
+    folder, _ = saved(*EAGLE)
+    monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
+    plain = stree.load(folder, device="cpu").generate(PROMPTS[0], GenerationConfig(12))
+    for form in ("eagle:{}", "float8:eagle:{}", "eagle:{}+ngram:3"):
+        decoder = stree.load(folder, form.format(folder / "eagle"), tree="paper", device="cpu")
+        assert decoder.generate(PROMPTS[0], GenerationConfig(12)).tokens == plain.tokens
+    with pytest.raises(CheckpointRefused, match="name it as the drafter eagle:FOLDER"):
+        stree.load(folder, folder / "eagle", tree="paper", device="cpu")
+    for name in ("eagle:ngram", "eagle:mtp", "eagle:float8:x", "eagle:text:x"):
+        with pytest.raises(UsageError, match="wanted eagle:FOLDER"):
+            DrafterName.parse(name)
 
 
 def test_other_families_have_no_head_that_is_known(tmp_path):

@@ -1,0 +1,180 @@
+"""Load a published EAGLE-3 head as a drafter: SafeAILab's layout, and that of vLLM's speculators.
+
+SafeAILab's config.json is Llama's with `draft_vocab_size`, the layer's tensors are `midlayer.*`;
+SpecForge and others write the same. `speculators` keeps Llama's or Qwen3's config in
+`transformer_layer_config`, and calls the layer `layers.0`. Both have `fc` over hidden states of
+three of the target's layers, and `d2t`, which added to an index of the head gives the token. A head
+without `embed_tokens` has its target's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_family
+from stree.checkpoints.configs import CheckpointConfig
+from stree.checkpoints.layouts import llama
+from stree.checkpoints.load_save import open_weights, read_weights, require_head_ids
+from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename, Source
+from stree.common.errors import CheckpointRefused, NotFound, UsageError
+from stree.common.files import require_own_files
+from stree.models.config import HybridConfig
+from stree.models.model import HybridModel
+
+_EMBEDDING = "model.embed_tokens.weight"
+_UNKNOWN = "model.features.unknown"  # which no checkpoint has
+_LAYOUTS = {"llama": llama.LAYOUT, "qwen3": llama.QWEN3}
+# Keys of `speculators` by the norms that they add (`HybridConfig.eagle_norms`)
+_NORM_KEYS = {
+    "norm_before_fc": "features", "fc_norm": "each", "norm_before_residual": "residual",
+    "norm_output": "own",
+}
+_NAMES = {  # ours, and the published ones
+    "features.proj.": "fc.", "features.norm.": "input_norm.",
+    "features.embedding_norm.": "layers.0.input_layernorm.",
+    "layers.0.input_layernorm.": "layers.0.hidden_norm.",
+}
+
+
+@torch.inference_mode(False)
+def load_eagle(
+    path: str | os.PathLike[str],
+    target: HybridConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> HybridModel:
+    """Load the EAGLE-3 head in a checkpoint folder, as a drafter of a target of this config.
+
+    An embedding that it lacks is still to be shared (`HybridModel.share_ends`).
+
+    Raises NotFound without the folder, and CheckpointRefused, before a tensor is read, for a head
+    of another form or another target, and for missing, unexpected or misshapen tensors.
+    """
+    directory = Path(path)
+    checkpoint = read_eagle_config(directory, target)
+    with torch.device("meta"):
+        model = HybridModel(checkpoint.model)
+    with open_weights(directory) as stored:
+        model.lacks_embedding = "embed_tokens.weight" not in stored
+        lacking = (_UNKNOWN, _EMBEDDING) if model.lacks_embedding else (_UNKNOWN,)
+        expected = {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+            if name not in lacking
+        }
+        if model.lacks_embedding and checkpoint.model.d_model != target.d_model:
+            raise CheckpointRefused(
+                f"{directory} has no embed_tokens.weight, and its width {checkpoint.model.d_model} "
+                f"is not the target's, {target.d_model}, to share its embedding: copy it again"
+            )
+        weights = read_weights(checkpoint, model, expected, stored, directory, device, dtype)
+    weights[_UNKNOWN] = torch.zeros(checkpoint.model.d_model, device=device, dtype=dtype)
+    model.load_state_dict(weights, strict=False, assign=True)
+    require_head_ids(model, directory)
+    return model.eval()
+
+
+def read_eagle_config(path: str | os.PathLike[str], target: HybridConfig) -> CheckpointConfig:
+    """Return the config of the EAGLE-3 head of a target. Raises as `load_eagle` does."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise NotFound(f"no folder {directory}: give the path of an EAGLE-3 head")
+    require_own_files(directory)
+    values = CheckedJson.load(directory / "config.json")
+    if not any(key in values for key in EAGLE_KEYS):
+        values.refuse(
+            "describes no EAGLE-3 head (draft_vocab_size or speculators_model_type)",
+            "name another drafter's folder without eagle:",
+        )
+    values.require(speculators_model_type="eagle3", parallel_drafting=False)
+    is_speculators = "transformer_layer_config" in values
+    layer = values.section("transformer_layer_config") if is_speculators else values
+    kind = layer.get("model_type", "llama")
+    if kind not in _LAYOUTS:
+        values.refuse(f"has a layer of model_type {kind!r:.99}, wanted {' or '.join(_LAYOUTS)}")
+    try:
+        model = _of_target(values, _LAYOUTS[kind].spec(layer), target)
+    except UsageError as error:
+        raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
+    layer.refuse_unread(
+        _LAYOUTS[kind].without_effect | TRAINING_AND_GENERATION, partial(of_family, kind)
+    )
+    layout = Layout(
+        "EAGLE-3", (kind,), _LAYOUTS[kind].spec, _rename,
+        dropped=re.compile("[dt]2[td]|verifier_.*"),
+    )
+    return CheckpointConfig(layout, model, model.vocab_size, partial(_rename, values, model))
+
+
+def _of_target(values: CheckedJson, head: HybridConfig, target: HybridConfig) -> HybridConfig:
+    """Return the config of a head by that of its layer, its own keys, and its target's."""
+    for name, wanted, found in (
+        ("width", values.integer("target_hidden_size", head.d_model), target.d_model),
+        ("vocabulary", head.vocab_size, target.vocab_size),
+    ):
+        if wanted != found:
+            values.refuse(
+                f"is of a head for a target of {name} {wanted}, this one has {found}",
+                "take the head that was trained for this target",
+            )
+    tokens = values.integer("draft_vocab_size", head.vocab_size)
+    return head.replace(
+        tie_embeddings=False, head_vocab_size=tokens if tokens != head.vocab_size else 0,
+    ).reading(_layers(values, target.num_layers), target, own=True).replace(
+        eagle_inputs=True,
+        eagle_norms=tuple(
+            norm for key, norm in _NORM_KEYS.items() if values.boolean(key, False)
+        ),
+    )
+
+
+def _layers(values: CheckedJson, num_layers: int) -> tuple[int, ...]:
+    """Return the target's layers whose outputs are read.
+
+    Published numbers are those of the layers that read these outputs: without the key they are 2,
+    the middle and the third before the end (SafeAILab's eagle/model/modeling_llama_kv.py).
+    """
+    key, table = "eagle_aux_hidden_state_layer_ids", values
+    if "eagle_config" in values:
+        table = values.section("eagle_config")
+        table.require(use_aux_hidden_state=True)
+        table = values if key in values else table
+    usual = [2, num_layers // 2, num_layers - 3]
+    layers = table.indices(key, usual)
+    if not layers or not all(1 <= layer <= num_layers for layer in layers):
+        values.refuse(
+            f"reads the inputs of layers {layers}, the target has the layers 0 to {num_layers - 1}",
+            "take the head that was trained for this target",
+        )
+    return tuple(layer - 1 for layer in layers)
+
+
+def _rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    layer = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
+    count, width = len(config.feature_layers), config.target_width
+
+    def source(name: str) -> Source:
+        if name == "head_ids":
+            return Source(("d2t",), _token_ids)
+        if name == "model.features.norm.weight" and "each" in config.eagle_norms:
+            norms = tuple(f"fc_norm.{number}.weight" for number in range(count))
+            return Source(norms, lambda *parts: torch.cat(parts), (width,))
+        place = name.removeprefix("model.")
+        ours = next((each for each in _NAMES if place.startswith(each)), None)
+        if ours is not None:
+            place = place.replace(ours, _NAMES[ours])
+        return Source((place.replace("layers.0.", layer),))
+
+    return source
+
+
+def _token_ids(offsets: Tensor) -> Tensor:
+    """Return the tokens of a head, of which d2t has the distances to their indices."""
+    return offsets + torch.arange(len(offsets))
