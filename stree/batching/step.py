@@ -146,8 +146,8 @@ class Step:
             bound: Cache slots to attend to, as in `HybridModel.tree_forward`.
             report: (B, 3 + 2·M) int64, written: 1 when all logits of the row were finite, 0 when
                 the target's were not, −1 when the drafter's were not; the number of new tokens;
-                M tokens; M accepted nodes; the depth of a tree that was grown in the step, 0 for
-                a tree whose depth is known before.
+                M tokens; M accepted nodes, by rank in a tree that was grown in the step; the
+                depth of such a tree, 0 for one whose depth is known before.
             mark: Called with the name of each phase that ends.
             longest: Number of nodes on the longest path that any row accepted in its previous
                 step; None if the host has not read it yet.
@@ -167,13 +167,14 @@ class Step:
         self.verifier.accept(processed, proposal, tree_batch, rows, cache, report[:, :-1])
         tree_batch.report_depths(report[:, -1])
         rows.remember()
-        told_host = report
+        scores, accepted = None, report[:, 2 + (report.shape[1] - 3) // 2 : -1]
         if (num_top := rows.asked.num_top) is not None:
             tokens, nodes = report[:, 2:-1].clamp(min=0).reshape(len(report), 2, -1).unbind(1)
             at = nodes.clamp(max=logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[2])
             on_path = logits.gather(1, at), processed.gather(1, at), tokens
             scores = log_probs_of(*on_path, rows.temperature, num_top)
-            told_host = torch.cat([report.double(), scores.flatten(1)], 1)
+        tree_batch.report_ranks(accepted)
+        told_host = report if scores is None else torch.cat([report.double(), scores.flatten(1)], 1)
         if drafter is not None and features is not None:
             drafter.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
         mark("accept")

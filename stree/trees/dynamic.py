@@ -20,6 +20,7 @@ from stree_kernels import ops
 from stree_kernels.contracts import Topology
 
 ABSENT = -2  # the parent of a node that a tree does not have in a step
+NUM_NODES_REORDERED = 256  # from which on a depth-first order spares attention whole blocks
 
 
 class DynamicTreeBatch(TreeBatch):
@@ -31,6 +32,7 @@ class DynamicTreeBatch(TreeBatch):
     pool: Tensor
     inner: Tensor | None = None  # (B, N), `drawn_by` where a verifier needs it
     least: float = -math.inf  # the value below which nodes of a tree stay empty
+    ranks: Tensor | None = None  # (B, N), of each node by value, where nodes come depth first
     picks_leaves: ClassVar[bool] = False  # the last level's nodes are picked like the others'
 
     def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
@@ -52,6 +54,8 @@ class DynamicTreeBatch(TreeBatch):
         self._inner_parents = self._picked_parents[:, : tree.num_inner]
         self._drawn_by, self._pool_depths = _constants(tree, device)
         self._numbers = torch.arange(tree.num_nodes, device=device)
+        if tree.num_nodes >= NUM_NODES_REORDERED and not self.picks_leaves:
+            self.ranks = filled(0, tree.num_nodes)
         self._topologies: dict[tuple[int, int], Topology] = {}
         levels, width = [], tree.width
         for depth in range(tree.depth):
@@ -139,10 +143,26 @@ class DynamicTreeBatch(TreeBatch):
             self._slots, self._drawn_by, self._drawn, self._pool_depths, tokens,
             self.tokens, self.parents, self.depths, self.inner, self.least,
         )
+        if self.ranks is not None:
+            self._renumber(depth_first(self.parents, self.topology(2).ancestors))
         return self.tokens
+
+    def _renumber(self, places: Tensor) -> None:
+        """Move each node to its place (B, N)."""
+        assert self.ranks is not None
+        self.ranks.scatter_(1, places, self._numbers.expand_as(places))
+        above = places.gather(1, self.parents.clamp(min=0))
+        self.parents.copy_(torch.where(self.parents < 0, self.parents, above))
+        for values in (self.parents, self.tokens, self.depths, self.inner):
+            if values is not None:
+                values.copy_(values.gather(1, self.ranks))
 
     def report_depths(self, depths: Tensor) -> None:
         depths.copy_(self.depths.amax(1))
+
+    def report_ranks(self, nodes: Tensor) -> None:
+        if self.ranks is not None:
+            nodes.copy_(torch.where(nodes < 0, nodes, self.ranks.gather(1, nodes.clamp(min=0))))
 
     def _drawn_after(self, nodes: Tensor) -> Tensor:
         return self._drawn.gather(1, self._drawn_by[nodes])
@@ -197,6 +217,23 @@ class SlotTreeBatch(DynamicTreeBatch):
         ops.rate_slots(
             logits, temperature, tokens, nodes, places, self._paths, self._slots, ids
         )
+
+
+def depth_first(parents: Tensor, ancestors: Tensor) -> Tensor:
+    """Return the places (B, N) of nodes when each is followed by all below it (DySpec, App. C).
+
+    Siblings stay in their order, which verifiers follow. Empty nodes come last.
+
+    Args:
+        parents: (B, N), −1 for the root and `ABSENT` for an empty node; each before its children.
+        ancestors: (B, N, N) bool, as in `Topology`.
+    """
+    siblings = (parents[:, :, None] == parents[:, None]).tril(-1)
+    wide = ancestors.float()  # sums of at most N ones are exact
+    before = siblings.float() @ wide.sum(1)[..., None]
+    empty = parents == ABSENT
+    start = torch.where(empty, (~empty).sum(1, keepdim=True), parents >= 0)
+    return (wide @ (start[..., None] + before))[..., 0].long()
 
 
 @functools.lru_cache(maxsize=64)

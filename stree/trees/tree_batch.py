@@ -220,6 +220,9 @@ class TreeBatch:
     def report_depths(self, depths: Tensor) -> None:
         """Write the depths (B,) that trees were grown to; nothing where they are known before."""
 
+    def report_ranks(self, nodes: Tensor) -> None:
+        """Replace accepted nodes (B, M) by their ranks among a tree's best, where they differ."""
+
     @property
     def num_nodes(self) -> int:
         return self.parents.shape[1]

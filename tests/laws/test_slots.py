@@ -20,6 +20,7 @@ from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
+from stree.trees import dynamic
 from stree.trees.build import make_tree_batch
 from stree.trees.dynamic import SlotTreeBatch
 from stree.trees.token_tree import SlotTree, balanced
@@ -209,12 +210,15 @@ def test_the_tree_is_dyspecs(name):
 @pytest.mark.parametrize(
     ("verifier", "name"),
     [("coupled", "dyspec-3-3-8-0.2"), ("traversal", "dyspec-3-3-8"),
+     ("coupled", "dyspec-3-3-9 depth first"), ("multi_step", "dyspec-3-3-9-0.02 depth first"),
      costly("coupled", "dyspec-3-3-8"), costly("multi_step", "dyspec-3-3-8"),
      costly("multi_step", "dyspec-3-3-8-0.2")],
 )
 def test_steps_of_models_as_graphs_and_without(verifier, name, monkeypatch, captured_on_cpu):
     """With `coupled` the tokens of a batch of several settings are plain decoding's."""
     target = tiny_model(1)
+    name, *reordered = name.split(maxsplit=1)
+    monkeypatch.setattr(dynamic, "NUM_NODES_REORDERED", 2 if reordered else 256)
     drafter, tree = right_now_and_then(target), TokenTree.load(name)
     served = [
         Request([3, 1, 4], GenerationConfig(12, temperature, seed=seed, top_k=top_k))
@@ -308,3 +312,49 @@ def test_noise_of_each_slot_has_a_position_of_its_own():
     tree_batch = SlotTreeBatch(tree, 1, torch.device("cpu"))
     tree_batch.levels[1].nodes.fill_(tree.num_drawn - 1)
     assert (tree_batch.levels[1].noise_at(True) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["dyspec-4-3-20", "dyspec-5-4-30-0.05"])
+def test_large_trees_come_depth_first(name, monkeypatch):
+    """Each node is followed by all below it; the tree, its siblings' order and tokens are the
+    same, and attention's mask has fewer blocks (DySpec, Appendix C)."""
+    tree, setting = TokenTree.load(name), GenerationConfig(temperature=1.2, seed=5)
+    moved = 0
+    for seed in range(4):
+        grown = {}
+        for least in (tree.num_nodes + 1, tree.num_nodes):
+            monkeypatch.setattr(dynamic, "NUM_NODES_REORDERED", least)
+            torch.manual_seed(seed)
+            rows = BatchState.new(1, tree.num_nodes)
+            rows.set(0, setting)
+            rows.begin(0, 1, CONTEXT[-1])
+            table = 2 * torch.randn(9, 9, 9, dtype=torch.float64)
+            drafter, tree_batch = Growing(table), SlotTreeBatch(tree, 1, CPU)
+            drafter.read(0, torch.tensor(CONTEXT[:-1]))
+            proposal = drafter.draft(rows.narrow(0, 1, [setting]), tree_batch, 1, 8, True)
+            grown[least] = tree_batch, proposal.tokens[0].tolist()
+        (by_value, tokens), (ordered, moved_tokens) = grown.values()
+        (before,), (after,) = by_value.trees, ordered.trees
+        walk, left = [], [0]  # the nodes of `before` in the order of `after`
+        while left:
+            walk.append(left.pop())
+            left += before.children[walk[-1]][::-1]
+        nodes_of = [walk.index(node) for node in range(before.num_nodes)]
+        assert after.parents == (-1, *(nodes_of[before.parents[node]] for node in walk[1:]))
+        for node, other in enumerate(nodes_of):
+            assert tokens[node] == moved_tokens[other]
+            assert by_value.depths[0, node] == ordered.depths[0, other]
+            assert by_value.drawn_by[0, node] == ordered.drawn_by[0, other]
+        assert (ordered.parents[0, after.num_nodes :] == dynamic.ABSENT).all()
+        accepted = torch.tensor([[*nodes_of, -1]])  # statistics know nodes by their ranks
+        ordered.report_ranks(accepted)
+        assert accepted[0].tolist() == [*range(before.num_nodes), -1]
+        moved += before.parents != after.parents
+    assert moved
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verifier", [MultiStep, Traversal])
+def test_output_distribution_is_the_targets_depth_first(verifier, monkeypatch):
+    monkeypatch.setattr(dynamic, "NUM_NODES_REORDERED", 2)
+    test_output_distribution_is_the_targets("dyspec-2-2-4", verifier)
