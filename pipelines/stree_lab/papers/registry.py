@@ -38,6 +38,7 @@ BUILDERS: dict[str, Builder] = {
     "drafters-table-7": tables.drafters_7,
     "dyspec-table-1": tables.dyspec,
     "dyspec-table-2": tables.dyspec,
+    "dyspec-table-4": tables.dyspec,
     "dyspec-table-5": benches.dyspec_5,
 }
 

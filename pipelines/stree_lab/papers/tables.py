@@ -31,6 +31,10 @@ LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
 BEAM_SEARCH = "beam-3-4"  # M = 3, N = 4
 ALL_BEAMS = "beam-3-4-31"  # the same beams with all their children, of rows older than `beam-3-4`
 OURS = "ours"
+DYSPEC_SETS = {  # the paper's names of data sets
+    "GSM8k": "gsm8k", "MT-Bench": "mt_bench", "C4": "c4", "OWT": "openwebtext",
+    "CNN": "cnn_dailymail",
+}
 
 Cells = Sequence[str]
 Rows = Iterable[ResultRow | dict[str, Any] | None]
@@ -288,20 +292,22 @@ def _with_speeds(
 
 
 def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    """Build DySpec's Tables 1 and 2, for the data sets that we have."""
-    keys = {"GSM8k": "gsm8k", "MT-Bench": "mt_bench"}
-    (*labels, _, _, _), *lines_of_paper = paper
+    """Build DySpec's Tables 1, 2 and 4; benchmarks that the paper's table has not come last."""
+    labels, lines_of_paper = paper[0][:2], paper[1:]
     rows = [row for row in _arms(folder) if _drafting(row) is not None]
     arms = sorted({
         (name, row.verifier or "", _drafting(row) or "") for row in rows
-        if (name := _tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-", "sequoia-64"))
+        if (name := _tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-", "sequoia-"))
     })
     theirs = (f"{name}, paper" for name in paper[0][len(labels):])
     ours = (f"{tree}, {verifier}, {drafting}{OURS}" for tree, verifier, drafting in arms)
     lines: list[Cells] = [(*labels, *theirs, *ours)]
+    of_paper = {(DYSPEC_SETS[cells[0]], float(cells[1])) for cells in lines_of_paper}
+    others = sorted({(row.benchmark, row.temperature) for row in rows} - of_paper)
+    missing = [MISSING] * (len(paper[0]) - len(labels))
     used: list[ResultRow | None] = []
-    for cells in lines_of_paper:
-        wanted = keys[cells[0]], float(cells[1])
+    for cells in [*paper[1:], *((name, f"{warm:g}", *missing) for name, warm in others)]:
+        wanted = DYSPEC_SETS.get(cells[0], cells[0]), float(cells[1])
         picked = [
             _fastest(
                 row for row in rows

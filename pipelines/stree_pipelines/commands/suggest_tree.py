@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's folder")
     add("--nodes", type=int | None,
-        help="root included (default: as many as were measured, at most 256)")
+        help="root included (default: as many as were measured, at most 768)")
     add("--depth", type=int | None, help="at most, as each is a call of the drafter (default: any)")
     add("--temperature", type=float, default=0.0, help="whose rows count")
     add("--fastest", action="store_true",

@@ -25,7 +25,7 @@ from stree_pipelines.evaluation.records import ResultRow, SampleRow
 
 # Calls at the rank's rate over all depths that are added to a rate's own, to steady rare ones.
 PRIOR_CALLS = 10
-MAX_NODES = 256  # of a suggested tree: time grows with the cube, memory with the square
+MAX_NODES = 768  # of a suggested tree: time grows with the cube, memory with the square
 
 
 # A tree, and the calls whose paths ended at each of its nodes: all, and those that judged no draft

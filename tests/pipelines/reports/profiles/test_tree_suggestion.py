@@ -174,7 +174,7 @@ def test_nodes_beyond_what_was_measured_are_counted():
 
 def test_sizes_and_rows_that_cannot_be_used_are_one_clear_line():
     row = measured_row(TokenTree.paper(), seed=1, num_prompts=2)
-    for size in (0, 1, 257):
+    for size in (0, 1, 769):
         with pytest.raises(UsageError, match=f"tree of {size} nodes"):
             suggest([row], 0.0, size)
     with pytest.raises(UsageError, match=r"T = 0\.7 .*--overwrite"):
