@@ -73,7 +73,10 @@ def build_parser() -> CommandParser:
     add("--tree", type=str, default="paper", help="tree of the mode tree")
     add("--prefix_memory", "--prefix-memory", type=float, default=0.0,
         help="of the server; 0 keeps no prefixes, as the decoder alone keeps none")
-    add("--concurrency", type=int, nargs="+", default=[16], help="connections; rows are the most")
+    add("--concurrency", type=int, nargs="+", default=[16], help="connections")
+    add("--num_rows", "--num-rows", type=int | None,
+        help="of the batch (default: the most connections); with fewer, a free row never waits for "
+        "a client")
     add("--clients", type=int, default=4, help="processes that the connections are divided among")
     add("--num_requests", "--num-requests", type=int, default=192,
         help="of a turn; fewer connections have as much less, at least 24")
@@ -173,6 +176,7 @@ def measure(
                         figures["ratio"] = figures["tokens_per_s"] / float(np.median(alone))
                         yield {
                             **about, "concurrency": concurrency, "num_requests": len(bodies),
+                            "num_rows": options.num_rows or max(options.concurrency),
                             "kind": kind, "turn": turn, "device": told["device"],
                             "decoder_tokens_per_s": alone,
                         }, figures
@@ -188,7 +192,8 @@ def serving(
     with tempfile.TemporaryDirectory() as folder:
         served = server_parser().parse_args([
             options.target or options.shape, "--port", str(port),
-            "--num_rows", str(max(options.concurrency)), "--max_length", str(options.max_length),
+            "--num_rows", str(options.num_rows or max(options.concurrency)),
+            "--max_length", str(options.max_length),
             "--prefix_memory", str(options.prefix_memory),
             "--device", options.device, "--dtype", options.dtype,
             "--temperature", str(options.temperature),

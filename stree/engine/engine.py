@@ -14,7 +14,6 @@ from stree.common.threads import for_decoding
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
-from stree.batching.serve import RequestLoop, Served
 from stree.common.errors import QueueFull, UsageError
 from stree.engine.sequence import StepOutput
 from stree.generation import DecodingStats, GenerationOutput
@@ -124,8 +123,7 @@ class Engine:
         decoder.require_free()
         self.decoder, self.max_waiting, self.listener = decoder, max_waiting, listener
         self._told: list[tuple[Handle, StepOutput]] = []  # what the listener has not heard yet
-        self._loop = RequestLoop(decoder)
-        self._running: dict[Served, Handle] = {}
+        self._running: dict[int, Handle] = {}  # by row
         self._changed = Condition()  # guards what follows; told of every request and cancellation
         self._waiting: deque[Handle] = deque()
         self._cancelled: set[Handle] = set()
@@ -226,19 +224,20 @@ class Engine:
                 self._end_cancelled()
                 self._call_tasks()
                 self._admit()
-                for served in self._loop.step():
-                    if served.report.finish_reason:
-                        self._end(served, served.report)
+                for report in self.decoder.step():
+                    if report.finish_reason:
+                        self._end(report)
                     else:
-                        self._tell(self._running[served], served.report)
+                        self._tell(self._running[report.row], report)
             except Exception as error:  # of nobody in particular, so of all
                 LOG.exception("a step of the engine has failed")
-                for served in list(self._running):
-                    self._end(served, StepOutput(served.row, [], "error", error=error))
+                for row in list(self._running):
+                    self._end(StepOutput(row, [], "error", error=error))
             self._call_listener()
 
     def _tell(self, handle: Handle, report: StepOutput) -> None:
-        handle._tell(report)
+        if report.finish_reason or self.listener is None:
+            handle._tell(report)
         if self.listener is not None:
             self._told.append((handle, report))
 
@@ -252,6 +251,8 @@ class Engine:
 
     def _has_work(self) -> bool:
         """Wait until there is work; return False once the engine is closed and has none."""
+        if self._running:
+            return True
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._has_any())
             return self._has_any()
@@ -271,6 +272,8 @@ class Engine:
                 future.set_exception(error)
 
     def _end_cancelled(self) -> None:
+        if not (self._cancelled or self._is_stopped):
+            return
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             if self._is_stopped:
@@ -281,21 +284,22 @@ class Engine:
         for handle in unserved:
             handle.output.finish_reason = "released"
             self._tell(handle, StepOutput(-1, [], "released"))
-        for served in [each for each, handle in self._running.items() if handle in cancelled]:
-            self._end(served, StepOutput(served.row, [], "released"))
+        for row in [each for each, handle in self._running.items() if handle in cancelled]:
+            self._end(StepOutput(row, [], "released"))
 
     def _admit(self) -> None:
         while self._waiting and self.decoder.num_free_rows:
             with self._changed:
                 handle = self._waiting.popleft()
             try:
-                self._running[self._loop.admit(handle.request)] = handle
+                self._running[self.decoder.admit(handle.request)] = handle
             except Exception as error:
                 handle.error = error
                 self._tell(handle, StepOutput(-1, [], "error", error=error))
 
-    def _end(self, served: Served, report: StepOutput) -> None:
+    def _end(self, report: StepOutput) -> None:
         """Free a request's row, and tell its handle that it has ended."""
-        handle = self._running.pop(served)
-        handle.output, handle.error = served.release(), report.error
+        handle = self._running.pop(report.row)
+        keep = handle.request.keep_prompt
+        handle.output, handle.error = self.decoder.release(report.row, keep), report.error
         self._tell(handle, report)

@@ -43,7 +43,7 @@ class AdaptiveTrees(TreePolicy):
     """Tree policy that chooses a tree for each step by step times.
 
     Times that were measured apart are the first guess; what steps take while it decodes replaces
-    them, tree by tree.
+    them, tree by tree. Plain decoding is timed by short probes, too, while trees are drafted.
     Drafting takes the time of its steps and, once for each request, the drafter's prefill of the
     prompt, which decides with many rows and short answers. While plain decoding is best, drafters
     read no prompts (`drafts`). All rows whose requests name no tree have the chosen one.
@@ -92,6 +92,8 @@ class AdaptiveTrees(TreePolicy):
             state.current = explorer.tree_to_probe(PLAIN, num_rows, speeds) or PLAIN
             return state.current
         state.missed_s = 0.0
+        if explorer.is_plain_probe(state.current, num_rows, speeds):
+            return PLAIN
         return explorer.tree_to_try(state.current, num_rows, speeds) or state.current
 
     def _change_to_the_best(self, num_rows: int, speed: dict[TokenTree, float]) -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from stree.tree_policy.step_times import Speeds
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.tree_policy.step_times import MIN_STEPS_SEEN, Speeds
+from stree.trees.token_tree import PLAIN, BeamTree, TokenTree
 
 PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees
 TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
 MIN_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
 PROBE_STEPS = 4  # consecutive steps with a tree that make a probe
+PLAIN_SHARE = 0.005  # share of the time of drafting that may be lost to probes of plain decoding
+MAX_PLAIN_STEPS = 2 * MIN_STEPS_SEEN  # of such a probe; some are not timed, as prompts are read
 TRIED_FIRST = 8  # first observations of each tree whose acceptance no other tree reveals
 
 
 class Explorer:
-    """Tries of trees whose acceptance no other tree shows (`telling`), in three ways.
+    """Tries of trees whose acceptance no other tree shows (`telling`), and of plain decoding.
 
-    Each one has the first steps, until TRIED_FIRST of a row are seen. While drafts are made, each
-    gets a step now and then (`tree_to_try`). While decoding is plain, they take turns with probes
-    of PROBE_STEPS steps (`tree_to_probe`).
+    Each tree has the first steps, until TRIED_FIRST of a row are seen. While drafts are made, each
+    gets a step now and then (`tree_to_try`), and plain decoding is timed (`is_plain_probe`). While
+    decoding is plain, trees take turns with probes of PROBE_STEPS steps (`tree_to_probe`).
 
     Args:
         trees: All trees with drafts.
@@ -37,6 +39,9 @@ class Explorer:
         self._unseen_s = dict.fromkeys(self._telling, 0.0)  # seconds since such a tree was tried
         self._plain_s = 0.0  # seconds of plain decoding since the last probe
         self._probed = deque(self._telling)  # trees to probe, the next one first
+        self._drafted_s = 0.0  # seconds of drafting since the last probe of plain decoding
+        self._plain_left = 0  # steps that such a probe may still have
+        self._rows_of_probes: set[int] = set()  # numbers of rows with which one has begun
 
     def count(self, tree: TokenTree) -> None:
         """Count an observation of a tree."""
@@ -78,6 +83,30 @@ class Explorer:
         self._plain_s, self.probing = 0.0, PROBE_STEPS
         self._probed.rotate(-1)
         return tree
+
+    def is_plain_probe(self, current: TokenTree, num_rows: int, speeds: Speeds) -> bool:
+        """Return whether the next step shall be plain, to time plain decoding as it is now.
+
+        The first probe of each number of rows begins once steps of the current tree were timed.
+        """
+        if self._plain_left:
+            self._plain_left -= 1
+            if speeds.is_timed(num_rows, PLAIN):
+                self._plain_left = 0
+            return self._plain_left > 0
+        if not speeds.is_timed(num_rows, current):
+            return False
+        self._drafted_s += speeds.step_s(num_rows, current)
+        if num_rows in self._rows_of_probes:
+            speed = speeds.of(num_rows)
+            slower = max(1 - speed[PLAIN] / speed[current], MIN_LOSS)
+            lost = MIN_STEPS_SEEN * slower * speeds.step_s(num_rows, PLAIN)
+            if self._drafted_s <= (lost + num_rows * speeds.catch_up_s) / PLAIN_SHARE:
+                return False
+        self._rows_of_probes.add(num_rows)
+        self._drafted_s, self._plain_left = 0.0, MAX_PLAIN_STEPS
+        speeds.forget_steps(num_rows, PLAIN)
+        return True
 
 
 def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:

@@ -206,8 +206,18 @@ class Speeds:
         """Learn what a step has taken, the host's work included."""
         seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
         seen.append(seconds)
-        if len(seen) >= MIN_STEPS_SEEN:
+        if self.is_timed(num_rows, tree):
             self._last[num_rows] = tree
+
+    def is_timed(self, num_rows: int, tree: TokenTree) -> bool:
+        """Return whether enough steps were seen to know what one takes."""
+        return len(self._seen.get((num_rows, tree), ())) >= MIN_STEPS_SEEN
+
+    def forget_steps(self, num_rows: int, tree: TokenTree) -> None:
+        """Forget what steps of a tree have taken."""
+        self._seen.pop((num_rows, tree), None)
+        if self._last.get(num_rows) == tree:
+            del self._last[num_rows]
 
     def step_s(self, num_rows: int, tree: TokenTree) -> float:
         """Return what a step takes: by the last ones of this tree, if enough were seen.
@@ -215,9 +225,8 @@ class Speeds:
         Otherwise it is the time measured apart, changed as for the tree that was seen last: by what
         that took longer, as the host's work is much the same for all trees, or by its share.
         """
-        seen = self._seen.get((num_rows, tree), ())
-        if len(seen) >= MIN_STEPS_SEEN:
-            return median(seen)
+        if self.is_timed(num_rows, tree):
+            return median(self._seen[num_rows, tree])
         measured = self.costs.of(num_rows, tree)
         if (last := self._last.get(num_rows)) is None:
             return measured

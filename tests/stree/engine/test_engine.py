@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -251,3 +252,22 @@ def test_an_idle_engine_uses_no_processor():
         before = time.process_time()
         time.sleep(0.3)
         assert time.process_time() - before < 0.1
+
+
+def test_a_step_looks_at_no_request_that_waits():
+    looked = []
+
+    class Watched(deque):
+        def __iter__(self):
+            looked.append(len(self))
+            return super().__iter__()
+
+    engine = Engine(batch(1))
+    engine._waiting = Watched()
+    handles = [engine.submit(Request([1], SETTINGS)) for _ in range(20)]
+    assert [len(each.result(60).tokens) for each in handles] == [9] * 20
+    assert looked == []
+    handles = [engine.submit(Request([1], SETTINGS)) for _ in range(2)]
+    engine.cancel(handles[1])
+    engine.close()
+    assert handles[1].output.finish_reason == "released" and looked

@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from collections import deque
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
-from simulated_trees import CHAIN, WIDE, costs, simulated
+from simulated_trees import CHAIN, WIDE, costs, decoder_of, simulated
 from toys import tiny_model
 
 from stree import BatchDecoder, GenerationConfig, Request, TokenTree
@@ -315,3 +317,46 @@ def test_what_cannot_pay_is_not_tried_first():
     policy = AdaptiveTrees([CHAIN, WIDE], costs(plain=1.0, chain=3.0, wide=3.1))
     used, _ = simulated(policy, 1, 40, rates=[0.9])
     assert set(used) == {PLAIN}
+
+
+@pytest.mark.parametrize(("plain_s", "best"), [(1.0, PLAIN), (2.0, CHAIN)])
+def test_plain_decoding_is_timed_while_drafts_are_made(plain_s, best):
+    """Where it has become faster than it was measured, it is never missed by more than 2 %."""
+    policy = AdaptiveTrees([CHAIN], costs(2.0, 3.0, 3.0))
+    used, tokens = simulated(policy, 1, 4000, [0.7, 0, 0], takes=costs(plain_s, 3.0, 3.0))
+    seconds = sum({PLAIN: plain_s, CHAIN: 3.0}[each] for each in used)
+    assert used[100:].count(best) > 0.97 * 3900
+    assert seconds < 1.02 * plain_s * tokens
+
+
+def test_probes_of_plain_decoding_cost_half_a_hundredth():
+    takes = costs(1.0, 1.2, 1.2)
+    policy = AdaptiveTrees([CHAIN], takes)
+    used, _ = simulated(policy, 1, 20000, [0.9, 0, 0], takes=takes)
+    plain = used[1000:].count(PLAIN)
+    speed = {PLAIN: 1.0, CHAIN: (1 + 0.9 + 0.81) / 1.2}
+    lost = plain * takes.of(1, PLAIN) * (1 - speed[PLAIN] / speed[CHAIN])
+    assert 0.001 < lost / sum(takes.of(1, each) for each in used[1000:]) < 0.006
+
+
+def test_steps_whose_reported_times_say_so_fall_back_to_plain_decoding():
+    """The worker's clock is set: what was measured apart has plain decoding half as fast."""
+    policy = AdaptiveTrees([CHAIN], costs(2.0, 3.0, 3.0))
+    decoder = decoder_of(policy, max_length=1600)
+    takes, clock = {PLAIN: 1.0, CHAIN: 3.0}, [0.0]
+    execute, report, trees = decoder.worker.execute, decoder.worker.report, deque()
+
+    def executed(plan):
+        execute(plan)
+        if plan.is_reported:
+            trees.append(plan.trees.get(0))
+
+    def reported():
+        given = report()
+        clock[0] += takes.get(trees.popleft(), 0.0)
+        return replace(given, ended=clock[0])
+
+    decoder.worker.execute, decoder.worker.report = executed, reported
+    [output] = decoder.generate([[1, 2, 3]], GenerationConfig(1500, ignore_eos=True))
+    assert output.stats.calls_by_tree[CHAIN.name] > 8  # it drafts at first
+    assert clock[0] < 1.02 * takes[PLAIN] * len(output.tokens)
