@@ -27,6 +27,7 @@ from stree import (
     UsageError,
 )
 from stree.batching.sequences import samples_of
+from stree.drafters.ngram import NGram
 from stree.trees.token_tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3, 2]), None]
@@ -96,13 +97,23 @@ def test_many_threads_get_what_each_would_get_alone(count):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_memory_is_flat_over_many_requests():
-    requests = mixed_requests(500, TREES, seed=8)
-    process = psutil.Process()
-    sizes = []
-    with Engine(batch(8, num_prefixes=4), max_waiting=1000) as engine:
+def test_memory_is_flat_over_20_000_requests():
+    """One layer, n-grams and at most three tokens: what an engine keeps of a request is no less."""
+    target = tiny_model(1, num_layers=1, attn_layers=(), intermediate_size=0)
+    chain, draw, process, sizes = TokenTree.chain(2), random.Random(0), psutil.Process(), []
+    requests = [
+        replace(each, generation=replace(each.generation, max_new_tokens=draw.randint(1, 3)),
+                keep_prompt=True)
+        for each in mixed_requests(500, [TokenTree.chain(0), chain, None], seed=8)
+    ]
+    decoder = BatchDecoder(
+        target, NGram(2), chain, num_rows=16, max_length=64, num_prefixes=4
+    )
+    with Engine(decoder, max_waiting=500) as engine:
         for _ in range(40):
-            handles = [engine.submit(replace(each, keep_prompt=True)) for each in requests]
+            handles = [engine.submit(each) for each in requests]
+            for handle in handles[::25]:
+                engine.cancel(handle)
             for handle in handles:
                 handle.result()
             del handles, handle
