@@ -34,7 +34,7 @@ from stree.settings import Asked, asked_for, asked_of_texts, end_of
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree.verifiers import Verifier
 
 
@@ -74,7 +74,7 @@ class Decoder:
 
     def __init__(
         self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | TreePolicy | str | None = None, *, max_length: int = 2048,
+        tree: StepTree | TreePolicy | str | None = None, *, max_length: int = 2048,
         tokenizer: Any = None, verifier: str | Verifier = "coupled", backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
@@ -342,7 +342,7 @@ def generate(
 
 def generate(
     target: Any, inputs: Any, generation_config: Any = None, *,
-    drafter: HybridModel | DrafterSpec | Drafter | None = None, tree: TokenTree | None = None,
+    drafter: HybridModel | DrafterSpec | Drafter | None = None, tree: StepTree | None = None,
     attention_mask: Any = None, tokenizer: Any = None, streamer: Any = None,
     **options: Unpack[PromptOptions],
 ) -> GenerationOutput | list[GenerationOutput]:

@@ -17,7 +17,7 @@ from stree.common.errors import UsageError, require_fitting, warn_once
 from stree.common.words import counted
 from stree.logits.log_probs import TokenLogprobs
 from stree.metrics import tau
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -276,7 +276,7 @@ class TargetOptions(GenerateOptions, total=False):
     """Keywords of `stree.generate`."""
 
     drafter: Any
-    tree: TokenTree | None
+    tree: StepTree | None
     tokenizer: Any
 
 
@@ -383,7 +383,7 @@ class DecodingStats:
         """New tokens per second of decoding, without the prefill; NaN without a time."""
         return self.num_new_tokens / self.decode_s if self.decode_s else float("nan")
 
-    def count_call(self, tree: TokenTree, depth: int, path: Sequence[int], num_kept: int) -> int:
+    def count_call(self, tree: StepTree, depth: int, path: Sequence[int], num_kept: int) -> int:
         """Count a call; return its number of kept drafts.
 
         Args:

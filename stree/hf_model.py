@@ -40,7 +40,7 @@ from stree.prompts import prompts_of
 from stree.settings import end_of, refuse
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree.verifiers import Verifier, named
 
 _PLAIN = {  # what else asks for another search, or another answer
@@ -63,7 +63,7 @@ _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stoppin
 
 
 def from_transformers(
-    model: Any, drafter: Any = None, tree: TokenTree | TreePolicy | str | None = None,
+    model: Any, drafter: Any = None, tree: StepTree | TreePolicy | str | None = None,
     *, verifier: str | Verifier = "coupled", backtracking: str = "replay", num_prefixes: int = 0,
 ) -> TransformersDecoder:
     """Return a decoder whose `generate` takes the arguments of `model.generate`, with drafts.
@@ -142,7 +142,7 @@ class TransformersDecoder:
     def __init__(
         self, model: Any, target: HybridModel,
         drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | TreePolicy | str | None = None,
+        tree: StepTree | TreePolicy | str | None = None,
         verifier: str | Verifier = "coupled", *, backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
@@ -428,7 +428,7 @@ class _KeptDecoder:
 
 
 def generate(
-    model: Any, *, drafter: Any = None, tree: TokenTree | TreePolicy | str | None = None,
+    model: Any, *, drafter: Any = None, tree: StepTree | TreePolicy | str | None = None,
     verifier: str | Verifier = "coupled", backtracking: str = "replay", num_prefixes: int = 0,
     **arguments: Any,
 ) -> Tensor:

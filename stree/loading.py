@@ -29,7 +29,7 @@ from stree.speculation_profile import FOLDER, load_profile
 from stree.tree_policy.names import as_tree_policy, choice_of
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -48,7 +48,7 @@ _READ_ON_HUB = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.svg"]
 @overload
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
-    tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
+    tree: StepTree | TreePolicy | str | None = None, temperature: float = 0.0,
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: None = None,
@@ -59,7 +59,7 @@ def load(
 @overload
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
-    tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
+    tree: StepTree | TreePolicy | str | None = None, temperature: float = 0.0,
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int,
@@ -69,7 +69,7 @@ def load(
 
 def load(
     target: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None, *,
-    tree: TokenTree | TreePolicy | str | None = None, temperature: float = 0.0,
+    tree: StepTree | TreePolicy | str | None = None, temperature: float = 0.0,
     device: torch.device | str = "auto", dtype: torch.dtype | str = "auto",
     max_length: int = 2048, verifier: str | Verifier | None = None,
     backtracking: str | None = None, num_prefixes: int = 0, num_rows: int | None = None,
@@ -308,7 +308,7 @@ def _measured(
         tree = as_tree_policy(found.tree.name if choice_of(found.tree.name) else shape)
     except NotFound as error:  # a file's tree, of which a profile has no shape
         return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
-    if not measured.grows and any(isinstance(each, BeamTree) for each in tree.trees):
+    if not measured.grows and any(each.grows for each in tree.trees):
         remark += f", and {found.tree.name} grows, for siblings no two of which are alike"
         return unmeasured._replace(remark=f"{remark}: {otherwise}")
     if tree.needs_step_times and found.costs is not None and not remark:

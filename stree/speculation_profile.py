@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stree.common.errors import CheckpointRefused
 from stree.common.files import require_own_files
 from stree.common.plain_data import read_text
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import BeamTree, StepTree, TokenTree
 
 PROFILE_NAME = "speculation_profile.json"
 PROFILE_VERSION = 1
@@ -55,7 +55,7 @@ class Tree(Record):
     name: str
     parents: tuple[int, ...]
 
-    def to_token_tree(self) -> TokenTree:
+    def to_token_tree(self) -> StepTree:
         tree = BeamTree.named(self.name)
         return TokenTree(self.parents, self.name) if tree is None else tree
 

@@ -55,7 +55,7 @@ from stree.common.errors import UsageError, exit_with_reason
 from stree.loading import FLOAT8
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree.trees.token_tree import FORMS, TokenTree, as_tree
+from stree.trees.token_tree import FORMS, StepTree, as_tree
 from stree.verifiers import VERIFIERS
 from stree_lab.benches import batches, calls, steps
 from stree_lab.benches.command import (
@@ -187,7 +187,7 @@ def _measure_all(shapes: list[str], options: Any, device: torch.device) -> Itera
         release_memory(device)
 
 
-def _trees(names: list[str]) -> list[TokenTree]:
+def _trees(names: list[str]) -> list[StepTree]:
     return [as_tree(name) for name in names]
 
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import stree
 from stree.batching.runners import EagerRunner
 from stree.common.errors import UsageError, exit_with_reason
-from stree.trees.token_tree import BeamTree, as_tree
+from stree.trees.token_tree import as_tree
 from stree_lab.papers import answered_prompts
 from stree_lab.papers.node_order import num_blocks
 from stree_lab.papers.order_bench import BLOCK, ORDERS
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tree", default="dyspec-8-10-64-0.01", help="a tree that grows")
     parser.add_argument("--verifier", default="multi_step")
     options = parser.parse_args(arguments)
-    if not isinstance(tree := as_tree(options.tree), BeamTree):
+    if not (tree := as_tree(options.tree)).grows:
         raise UsageError(f"--tree {options.tree} has one shape, wanted one that grows: dyspec-…")
     decoder = stree.load(
         input_path(options.target), input_path(options.drafter), tree=tree,

@@ -42,7 +42,7 @@ from stree.models.model import HybridModel
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree.verifiers import Verifier
 
 
@@ -91,7 +91,7 @@ class BatchDecoder(RequestServer):
     @torch.inference_mode(False)  # its buffers are written inside of it and outside
     def __init__(
         self, target: Any, drafter: HybridModel | DrafterSpec | Drafter | None = None,
-        tree: TokenTree | TreePolicy | str | None = None, *, num_rows: int = 8,
+        tree: StepTree | TreePolicy | str | None = None, *, num_rows: int = 8,
         max_length: int = 2048, max_nodes: int = 1, tokenizer: Any = None,
         verifier: str | Verifier = "coupled", num_prefixes: int = 0, backtracking: str = "replay",
         prompt_tokens_per_step: int | None = None,

@@ -20,7 +20,7 @@ from stree.models.model import HybridModel
 from stree.prompts import one_prompt
 from stree.settings import settings_of
 from stree.tree_policy.policy import FixedTree, TreePolicy
-from stree.trees.token_tree import BeamTree, TokenTree, as_tree
+from stree.trees.token_tree import StepTree, as_tree
 from stree.verifiers import Verifier
 
 
@@ -79,7 +79,7 @@ def _require_dynamic_trees_of(decoder: TreePolicy, asked: TreePolicy) -> None:
     In a step all rows have the same dynamic tree, or none has one. So no request of a decoder with
     dynamic trees may name a tree, and no request may bring a dynamic tree of its own.
     """
-    grow = any(isinstance(each, BeamTree) for each in (*asked.trees, *decoder.trees))
+    grow = any(each.grows for each in (*asked.trees, *decoder.trees))
     if grow and asked.trees != decoder.trees:
         raise UsageError(
             f"a request asks for {asked}, the decoder was made with "
@@ -88,14 +88,14 @@ def _require_dynamic_trees_of(decoder: TreePolicy, asked: TreePolicy) -> None:
         )
 
 
-def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree]) -> None:
+def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[StepTree]) -> None:
     """Raise `UsageError` when a drafter or a verifier cannot take one of the trees."""
     if drafter is not None and not isinstance(drafter, Drafter):
         raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
     verifiers.require_fit(verifier, drafter)
     for each in trees:
         verifiers.require_tree(verifier, each, drafter.drawn if drafter is not None else None)
-        if isinstance(each, BeamTree) and not (drafter is not None and drafter.grows):
+        if each.grows and not (drafter is not None and drafter.grows):
             raise UsageError(
                 f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
                 "whose siblings are no two alike, and grows by their probabilities: take "
@@ -104,7 +104,7 @@ def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[TokenTree
 
 
 def require_room(
-    prompt: Sequence[int], generation: GenerationConfig, tree: TokenTree, target: HybridConfig,
+    prompt: Sequence[int], generation: GenerationConfig, tree: StepTree, target: HybridConfig,
     max_length: int,
 ) -> None:
     """Raise `UsageError` when a request does not fit a decoder for max_length tokens.

@@ -13,7 +13,7 @@ from stree.engine.sequence import SharedPrompt
 from stree.generation import GenerationConfig
 from stree.prompts import one_prompt
 from stree.settings import asked_for, settings_of
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Request:
 
     prompt_ids: Sequence[int] | Tensor
     generation: GenerationConfig = GenerationConfig()
-    tree: TokenTree | str | None = None
+    tree: StepTree | str | None = None
     keep_prompt: bool = False
     messages_end: int | None = None
 

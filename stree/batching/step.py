@@ -27,7 +27,7 @@ from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import PLAIN, BeamTree, TokenTree
+from stree.trees.token_tree import PLAIN, StepTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers import Verifier
 
@@ -54,7 +54,7 @@ class Step:
 
     @classmethod
     def new(
-        cls, target: Any, drafter: Any, verifier: Verifier, trees: Sequence[TokenTree], *,
+        cls, target: Any, drafter: Any, verifier: Verifier, trees: Sequence[StepTree], *,
         num_rows: int, max_length: int, max_nodes: int, backtracking: str,
     ) -> Step:
         """Return the step of a new batch, with caches for its rows.
@@ -85,8 +85,7 @@ class Step:
             f"{num_rows} × buffers for {max_length} tokens and {max_nodes} nodes",
         ):
             if hasattr(drafter, "for_decoder"):
-                read = [each.num_inner for each in trees if isinstance(each, BeamTree)]
-                most = max([max_nodes, *read])
+                most = max([max_nodes, *(each.num_inner for each in trees)])
                 drafter = drafter.for_decoder(target, num_rows, max_length, most)
             cache = new_cache(max_length, max_nodes, num_rows)
         cache.variant.copy_(torch.arange(num_rows))
@@ -204,7 +203,7 @@ class StepInputs:
     tree_batch: TreeBatch
     longest: int
     position: int
-    trees: list[TokenTree] = field(default_factory=list)
+    trees: list[StepTree] = field(default_factory=list)
     generations: list[GenerationConfig] = field(default_factory=list)
 
 
@@ -213,10 +212,10 @@ class StepInputsCache:
 
     def __init__(self, rows: BatchState) -> None:
         self.rows = rows
-        self._kept: LRUCache[TokenTree, StepInputs] = LRUCache(MAX_PREPARED)
+        self._kept: LRUCache[StepTree, StepInputs] = LRUCache(MAX_PREPARED)
 
     def of(
-        self, num_rows: int, trees: dict[int, TokenTree], generations: list[GenerationConfig]
+        self, num_rows: int, trees: dict[int, StepTree], generations: list[GenerationConfig]
     ) -> StepInputs:
         """Return inputs of a step, of which `longest` and `position` are still to be set.
 

@@ -20,7 +20,7 @@ from stree.engine.row_store import SavedRow
 from stree.generation import GenerationConfig
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 from stree.trees.tree_batch import TreeBatch
 
 NUM_TIMINGS = 5
@@ -38,12 +38,12 @@ def context_of(max_length: int) -> int:
     return min(MAX_DEFAULT_CONTEXT, max_length // 4)
 
 
-def length_to_time(tree: TokenTree) -> int:
+def length_to_time(tree: StepTree) -> int:
     """Return the least max_length with which a step of the tree can be timed."""
     return MAX_DEFAULT_CONTEXT + (NUM_UNTIMED + 1) * (tree.max_depth + 1)
 
 
-def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
+def room_to_time(tree: StepTree, max_length: int, context: int) -> int:
     """Return how many steps can be timed after `context` tokens and NUM_UNTIMED other steps."""
     return (max_length - context) // (tree.max_depth + 1) - NUM_UNTIMED
 
@@ -63,7 +63,7 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def measure_step_times(
-    decoder: Any, trees: Sequence[TokenTree], context: int | None, num_steps: int,
+    decoder: Any, trees: Sequence[StepTree], context: int | None, num_steps: int,
     counts: Sequence[int] | None, generation: GenerationConfig,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows.
@@ -97,7 +97,7 @@ def measure_step_times(
         temperature=generation.temperature,
     )
     for count in counts:
-        seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
+        seconds: dict[StepTree, list[float]] = {tree: [] for tree in trees}
         read_s = []
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
             room = room_to_time(tree, decoder.max_length, context)

@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from stree.generation import GenerationConfig
 from stree.speculation_profile import Tree
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Saved:
         return core_schema.no_info_plain_validator_function(self.read, serialization=write)
 
 
-SavedTree = Annotated[TokenTree, _Saved(
+SavedTree = Annotated[StepTree, _Saved(
     lambda tree: {"name": tree.name, "parents": tree.parents},
     lambda saved: Tree(**saved).to_token_tree(),
 )]

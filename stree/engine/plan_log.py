@@ -26,7 +26,7 @@ from stree.engine.stop_rule import StopRule
 from stree.generation import DecodingStats
 from stree.speculation_profile import first_fault
 from stree.tree_policy.policy import TreePolicy
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 
 if TYPE_CHECKING:
     from stree.engine.worker import Worker  # replays by the scheduler need no PyTorch
@@ -98,7 +98,7 @@ class LoggedScheduler(Scheduler):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], limits: Limits, tree_policy: TreePolicy, tree: TokenTree
+        self, path: str | os.PathLike[str], limits: Limits, tree_policy: TreePolicy, tree: StepTree
     ) -> None:
         super().__init__(limits, tree_policy, tree)
         with reporting_refusals(Path(path), codes=None):

@@ -16,7 +16,7 @@ from stree.engine.prefix_index import PrefixIndex
 from stree.engine.prompt_reads import PromptReads
 from stree.engine.sequence import RunningSequence, StepOutput
 from stree.tree_policy.policy import TreeChoice, TreePolicy
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Planned:
     """
 
     plan: StepPlan
-    rows: dict[int, tuple[RunningSequence, TokenTree]]
+    rows: dict[int, tuple[RunningSequence, StepTree]]
     reads: dict[int, RunningSequence]
     drafted: bool
 
@@ -45,7 +45,7 @@ class Scheduler:
         tree: The tree of steps in which every request names one.
     """
 
-    def __init__(self, limits: Limits, tree_policy: TreePolicy, tree: TokenTree) -> None:
+    def __init__(self, limits: Limits, tree_policy: TreePolicy, tree: StepTree) -> None:
         self.limits, self.tree_policy, self.tree = limits, tree_policy, tree
         self.sequences: dict[int, RunningSequence] = {}  # by row, in the order of admission
         self.prefixes = PrefixIndex(limits.num_prefixes)
@@ -133,7 +133,7 @@ class Scheduler:
             read, drafted = found.target, found.drafter
         return self.prompts.pieces(sequence, read, len(sequence.prompt)), drafted
 
-    def steps_to_prepare(self) -> Iterator[tuple[int, dict[int, TokenTree], int, int]]:
+    def steps_to_prepare(self) -> Iterator[tuple[int, dict[int, StepTree], int, int]]:
         """Yield `num_rows`, trees, `longest` and `position` of the steps that may follow now."""
         deepest = self.tree_policy.deepest.max_depth + 1
         for tree in self.tree_policy.trees if self.sequences else ():
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _new_plan(
         self, decoding: dict[int, RunningSequence] | None = None,
-        trees: dict[int, TokenTree] | None = None, catch_ups: Iterable[CatchUp] = (),
+        trees: dict[int, StepTree] | None = None, catch_ups: Iterable[CatchUp] = (),
     ) -> StepPlan | None:
         """Return a plan with all changes that wait; without `decoding` nothing is read, either."""
         trees, changes = trees or {}, (tuple(self._stops), tuple(self._saves), tuple(self._admits))
@@ -261,7 +261,7 @@ class Scheduler:
     def _reading(self, plan: StepPlan) -> dict[int, RunningSequence]:
         return {read.row: self.sequences[read.row] for read in plan.reads}
 
-    def _step_of(self, trees: dict[int, TokenTree]) -> tuple[int, int, int]:
+    def _step_of(self, trees: dict[int, StepTree]) -> tuple[int, int, int]:
         """Return `num_rows`, `longest` and `position` of a step.
 
         All rows that are taken take part, or their buffers would fall behind.
@@ -280,7 +280,7 @@ class Scheduler:
         """Number of rows of a step now: up to the last row that is taken, idle ones included."""
         return self.limits.step_rows(max(self.sequences) + 1)
 
-    def _chosen_tree(self, decoding: dict[int, RunningSequence]) -> TokenTree:
+    def _chosen_tree(self, decoding: dict[int, RunningSequence]) -> StepTree:
         """Return the tree of the next step's rows whose requests name none."""
         if any(each.tree is None for each in decoding.values()):
             return self.choice.next(self._num_step_rows)
@@ -333,7 +333,7 @@ class Scheduler:
             each.in_flight -= tree.max_depth + 1
         return planned
 
-    def _living(self, rows: dict[int, tuple[RunningSequence, TokenTree]]) -> list[int]:
+    def _living(self, rows: dict[int, tuple[RunningSequence, StepTree]]) -> list[int]:
         """Return the rows whose sequences are still there and unfinished."""
         return [row for row, (each, _) in rows.items() if self._is_there(row, each)]
 
@@ -354,7 +354,7 @@ class Scheduler:
         return self._keep(row, sequence, [token], [scores])
 
     def _account(
-        self, row: int, sequence: RunningSequence, tree: TokenTree, drafted: bool, report: Report
+        self, row: int, sequence: RunningSequence, tree: StepTree, drafted: bool, report: Report
     ) -> StepOutput:
         """Take the block that a step gave a row."""
         given: RowReport = report.rows[row]

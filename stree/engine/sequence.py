@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from stree.engine.stop_rule import StopRule
 from stree.generation import DecodingStats, GenerationConfig
 from stree.logits.log_probs import TokenLogprobs
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class RunningSequence:
 
     prompt: list[int]
     generation: GenerationConfig
-    tree: TokenTree | None
+    tree: StepTree | None
     num_to_keep: int
     stop: StopRule
     stats: DecodingStats

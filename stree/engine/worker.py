@@ -29,7 +29,7 @@ from stree.logits.asked import Asked
 from stree.logits.log_probs import log_probs_of
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.model import READ_AT_ONCE
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree
 from stree_kernels import ops
 
 FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
@@ -268,12 +268,12 @@ class Worker:
             clock.end_call()
         return inputs.tree_batch.max_depth + 1
 
-    def _inputs_of(self, num_rows: int, trees: dict[int, TokenTree]) -> StepInputs:
+    def _inputs_of(self, num_rows: int, trees: dict[int, StepTree]) -> StepInputs:
         generations = [self._rows[row].admit.generation for row in trees]
         return self._inputs.of(num_rows, trees, generations)
 
     def prepare_step(
-        self, num_rows: int, trees: dict[int, TokenTree], longest: int, position: int
+        self, num_rows: int, trees: dict[int, StepTree], longest: int, position: int
     ) -> None:
         """Capture the graphs that such a step needs (`StepPlan`)."""
         inputs = self._inputs_of(num_rows, trees)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 
 MEMORY = 0.99  # weight of a row's observation one step later
 PRIOR_TRIES = 2  # weight of the assumed rate, in observations
@@ -26,15 +26,15 @@ class Acceptance:
         num_new: Observations since the last revision.
     """
 
-    def __init__(self, trees: Sequence[TokenTree]) -> None:
+    def __init__(self, trees: Sequence[StepTree]) -> None:
         self.trees, self.num_new = trees, 0
         self.rates = AcceptanceRates()
         self._dynamic_rates: dict[Any, DynamicAcceptanceRates] = {}
-        dynamic = [tree for tree in trees if isinstance(tree, BeamTree)]
+        dynamic = [tree for tree in trees if tree.grows]
         for key in dict.fromkeys(tree.alike for tree in dynamic):
             alike = [tree for tree in dynamic if tree.alike == key]
             self._dynamic_rates[key] = DynamicAcceptanceRates(
-                max(tree.depth for tree in alike), max(tree.num_nodes for tree in alike)
+                max(tree.max_depth for tree in alike), max(tree.num_nodes for tree in alike)
             )
         self.of_rows(1)
 
@@ -42,15 +42,15 @@ class Acceptance:
         """Let observations fade by one step, in which `num_rows` rows were observed."""
         self.num_rows, self._memory = num_rows, MEMORY ** (1 / num_rows)
 
-    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+    def learn(self, tree: StepTree, path: Sequence[int]) -> None:
         """Learn from a row's step of a tree with drafts, given the accepted nodes."""
-        if isinstance(tree, BeamTree):
+        if tree.grows:
             self._dynamic_rates[tree.alike].learn(tree, path, self._memory)
         else:
-            self.rates.learn(tree, path[-1], self._memory)
+            self.rates.learn(tree.shape, path[-1], self._memory)
         self.num_new += 1
 
-    def revise(self) -> dict[TokenTree, float]:
+    def revise(self) -> dict[StepTree, float]:
         """Return the expected tokens of a step with each tree, by all observations so far.
 
         It takes the host as long as a step.
@@ -60,7 +60,7 @@ class Acceptance:
             rates.revise()
         return {
             tree: self._dynamic_rates[tree.alike].expected_tokens(tree)
-            if isinstance(tree, BeamTree) else self.rates.expected_tokens(tree)
+            if tree.grows else self.rates.expected_tokens(tree.shape)
             for tree in self.trees
         }
 
@@ -153,14 +153,14 @@ class DynamicAcceptanceRates:
         self._going_on = AcceptanceRates()
         self._parts = self._parts_by_depth()
 
-    def learn(self, tree: BeamTree, path: Sequence[int], memory: float = MEMORY) -> None:
+    def learn(self, tree: StepTree, path: Sequence[int], memory: float = MEMORY) -> None:
         """Learn from a step of a tree that has accepted the nodes of a path, the root included.
 
         memory is the factor of the weights of all earlier observations.
         """
-        self._going_on.learn(self._paths[tree.depth], len(path) - 1, memory)
+        self._going_on.learn(self._paths[tree.max_depth], len(path) - 1, memory)
         self._weight /= memory
-        self._trees[tree.num_nodes] += self._weight * self._parts[tree.depth]
+        self._trees[tree.num_nodes] += self._weight * self._parts[tree.max_depth]
         for node in path[1:]:
             self._accepted[node] += self._weight
         if self._weight > 1e100:
@@ -181,9 +181,9 @@ class DynamicAcceptanceRates:
         rates[0] = 0.0  # the root
         self._drafts = rates.cumsum().tolist()
 
-    def expected_tokens(self, tree: BeamTree) -> float:
+    def expected_tokens(self, tree: StepTree) -> float:
         """Return the expected tokens of a step, as of the last call of `revise`."""
-        return 1.0 + self._parts[tree.depth] * self._drafts[tree.num_nodes - 1]
+        return 1.0 + self._parts[tree.max_depth] * self._drafts[tree.num_nodes - 1]
 
     def _parts_by_depth(self) -> list[float]:
         """Return the expected drafts of trees of each depth as a share of the deepest tree's."""

@@ -14,7 +14,7 @@ from stree.tree_policy.acceptance import Acceptance
 from stree.tree_policy.explorer import Explorer
 from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import Speeds
-from stree.trees.token_tree import PLAIN, TokenTree
+from stree.trees.token_tree import PLAIN, StepTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
 REVISED_AFTER = 8  # steps between revisions, each of which takes the host as long as a step
@@ -32,7 +32,7 @@ class AdaptiveState:
         missed_s: Seconds that drafting would have saved since it seems to be best.
     """
 
-    current: TokenTree
+    current: StepTree
     acceptance: Acceptance
     speeds: Speeds
     explorer: Explorer
@@ -76,7 +76,7 @@ class AdaptiveTrees(TreePolicy):
             speeds.rest_on(self.costs)
         return speeds
 
-    def choose(self, num_rows: int) -> TokenTree:
+    def choose(self, num_rows: int) -> StepTree:
         """Return the tree of the next step of `num_rows` rows."""
         state, speeds = self.state, self.speeds
         acceptance, explorer = state.acceptance, state.explorer
@@ -96,7 +96,7 @@ class AdaptiveTrees(TreePolicy):
             return PLAIN
         return explorer.tree_to_try(state.current, num_rows, speeds) or state.current
 
-    def _change_to_the_best(self, num_rows: int, speed: dict[TokenTree, float]) -> None:
+    def _change_to_the_best(self, num_rows: int, speed: dict[StepTree, float]) -> None:
         """Make the best tree the current one, if a probe ends or if a change pays."""
         state = self.state
         best = max(self.trees, key=speed.__getitem__)
@@ -110,7 +110,7 @@ class AdaptiveTrees(TreePolicy):
             state.current = best
 
     def _pays_for_catching_up(
-        self, tree: TokenTree, num_rows: int, speed: dict[TokenTree, float]
+        self, tree: StepTree, num_rows: int, speed: dict[StepTree, float]
     ) -> bool:
         """Return whether plain steps have lost as much time as the drafter needs to catch up.
 
@@ -120,13 +120,13 @@ class AdaptiveTrees(TreePolicy):
         state.missed_s += self.speeds.step_s(num_rows, PLAIN) * (1 - speed[PLAIN] / speed[tree])
         return state.missed_s >= num_rows * state.speeds.catch_up_s
 
-    def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
+    def learn_path(self, tree: StepTree, path: Sequence[int]) -> None:
         """Learn from a row's step of `tree`; plain decoding shows nothing."""
         if tree.num_nodes > 1:
             self.state.acceptance.learn(tree, path)
             self.state.explorer.count(tree)
 
-    def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
+    def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken (`TreePolicy.learn_step`)."""
         if tree in self.trees:  # not one that a request has named
             self.speeds.learn_step(num_rows, tree, seconds)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from stree.common.errors import UsageError
 from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import PLAIN, TokenTree
+from stree.trees.token_tree import PLAIN, StepTree
 
 # A tree whose first step had bad luck, one token where five are usual, is tried again within a
 # hundred steps
@@ -25,8 +25,8 @@ EXPLORATION = 0.3
 class Rounds:
     """Rounds so far, by tree: their number, and their sum of steps a token."""
 
-    count: dict[TokenTree, int]
-    steps: dict[TokenTree, float]
+    count: dict[StepTree, int]
+    steps: dict[StepTree, float]
 
 
 class BanditTrees(TreePolicy):
@@ -60,7 +60,7 @@ class BanditTrees(TreePolicy):
     state: Rounds
 
     def __init__(
-        self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None,
+        self, trees: Sequence[StepTree | str], costs: StepTimes | None = None,
         exploration: float = EXPLORATION,
     ) -> None:
         super().__init__(trees, costs)
@@ -80,11 +80,11 @@ class BanditTrees(TreePolicy):
     def name(self) -> str:
         return f"bandit {super().name}"
 
-    def choose(self, num_rows: int) -> TokenTree:
+    def choose(self, num_rows: int) -> StepTree:
         """Return the tree of the next step of `num_rows` rows."""
         rounds, total = self.state, sum(self.state.count.values())
 
-        def bound(tree: TokenTree) -> float:
+        def bound(tree: StepTree) -> float:
             count = rounds.count[tree]
             if not count:
                 return math.inf
@@ -94,7 +94,7 @@ class BanditTrees(TreePolicy):
 
         return max(rounds.count, key=bound)
 
-    def cost(self, num_rows: int, tree: TokenTree) -> float:
+    def cost(self, num_rows: int, tree: StepTree) -> float:
         """Return c, the time of a step of `tree` in units of a plain step."""
         return self.costs.of(num_rows, tree) / self.costs.of(num_rows, PLAIN)
 
@@ -102,7 +102,7 @@ class BanditTrees(TreePolicy):
         """Return the unit of the bound of a tree whose steps cost `cost` plain steps."""
         return cost
 
-    def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
+    def learn_path(self, tree: StepTree, path: Sequence[int]) -> None:
         """Learn from a row's step of `tree`, given the accepted nodes, the root first."""
         if tree in self.state.count:  # else its request has a tree of its own
             self.state.count[tree] += 1
@@ -132,7 +132,7 @@ class UCBTrees(BanditTrees):
     """
 
     def __init__(
-        self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None,
+        self, trees: Sequence[StepTree | str], costs: StepTimes | None = None,
         exploration: float = EXPLORATION, draft_share: float | None = None,
     ) -> None:
         super().__init__(trees, costs, exploration)
@@ -144,7 +144,7 @@ class UCBTrees(BanditTrees):
     def name(self) -> str:
         return super().name.replace("bandit", "ucb", 1)
 
-    def cost(self, num_rows: int, tree: TokenTree) -> float:
+    def cost(self, num_rows: int, tree: StepTree) -> float:
         """Return 1 + λ_γ·γ, the time that Eq. 6 takes a step of `tree` to have."""
         share = self.draft_share
         if share is None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from stree.tree_policy.step_times import MIN_STEPS_SEEN, Speeds
-from stree.trees.token_tree import PLAIN, BeamTree, TokenTree
+from stree.trees.token_tree import PLAIN, StepTree
 
 PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees
 TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
@@ -32,7 +32,7 @@ class Explorer:
         probing: Steps that are left of a probe.
     """
 
-    def __init__(self, trees: Sequence[TokenTree]) -> None:
+    def __init__(self, trees: Sequence[StepTree]) -> None:
         self._telling = telling(trees)
         self.untried = dict.fromkeys(self._telling, TRIED_FIRST)
         self.probing = 0
@@ -43,14 +43,14 @@ class Explorer:
         self._plain_left = 0  # steps that such a probe may still have
         self._rows_of_probes: set[int] = set()  # numbers of rows with which one has begun
 
-    def count(self, tree: TokenTree) -> None:
+    def count(self, tree: StepTree) -> None:
         """Count an observation of a tree."""
         if self.untried and tree in self.untried:
             self.untried[tree] -= 1
             if not self.untried[tree]:
                 del self.untried[tree]
 
-    def tree_to_try(self, current: TokenTree, num_rows: int, speeds: Speeds) -> TokenTree | None:
+    def tree_to_try(self, current: StepTree, num_rows: int, speeds: Speeds) -> StepTree | None:
         """Return a tree to try now instead of the current one, or None.
 
         A tree that seems to lose less is tried more often.
@@ -68,7 +68,7 @@ class Explorer:
                 return tree
         return None
 
-    def tree_to_probe(self, plain: TokenTree, num_rows: int, speeds: Speeds) -> TokenTree | None:
+    def tree_to_probe(self, plain: StepTree, num_rows: int, speeds: Speeds) -> StepTree | None:
         """Return a tree to probe now, if plain decoding has lasted long enough for it, or None.
 
         The trees take turns: if only the best one were tried, no other could show that it is
@@ -84,7 +84,7 @@ class Explorer:
         self._probed.rotate(-1)
         return tree
 
-    def is_plain_probe(self, current: TokenTree, num_rows: int, speeds: Speeds) -> bool:
+    def is_plain_probe(self, current: StepTree, num_rows: int, speeds: Speeds) -> bool:
         """Return whether the next step shall be plain, to time plain decoding as it is now.
 
         The first probe of each number of rows begins once steps of the current tree were timed.
@@ -109,7 +109,7 @@ class Explorer:
         return True
 
 
-def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:
+def telling(trees: Sequence[StepTree]) -> list[StepTree]:
     """Return the trees whose acceptance no other tree shows.
 
     Another tree shows it if it has all of their children by depth and rank, or, among dynamic trees
@@ -118,25 +118,7 @@ def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:
     return [
         tree for number, tree in enumerate(trees)
         if not any(
-            _shows_all_of(each, tree) and (other < number or not _shows_all_of(tree, each))
+            each.shows_all_of(tree) and (other < number or not tree.shows_all_of(each))
             for other, each in enumerate(trees) if other != number
         )
     ]
-
-
-def _shows_all_of(tree: TokenTree, other: TokenTree) -> bool:
-    if isinstance(tree, BeamTree) and isinstance(other, BeamTree):
-        larger = tree.depth >= other.depth and tree.num_nodes >= other.num_nodes
-        return larger and tree.alike == other.alike
-    if isinstance(tree, BeamTree) or isinstance(other, BeamTree):
-        return False
-    return _ranks(tree) >= _ranks(other)
-
-
-def _ranks(tree: TokenTree) -> set[tuple[int, int]]:
-    """Return depth of the parent and rank of each child in a tree."""
-    return {
-        (depth, rank)
-        for depth, children in zip(tree.depths, tree.children, strict=True)
-        for rank in range(len(children))
-    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.tree_policy.bandit import BanditTrees, UCBTrees
 from stree.tree_policy.policy import FixedTree, TreePolicy
-from stree.trees.token_tree import FORMS, TokenTree, as_tree
+from stree.trees.token_tree import FORMS, StepTree, as_tree
 
 OR, BANDIT, UCB = " or ", "bandit ", "ucb "
 # Forms of names that `as_tree_policy` takes
@@ -34,7 +34,7 @@ def choice_of(name: str) -> tuple[type[TreePolicy], list[str]] | None:
 
 
 def as_tree_policy(
-    tree: TokenTree | TreePolicy | str | Path, find: Callable[[str], str] = str
+    tree: StepTree | TreePolicy | str | Path, find: Callable[[str], str] = str
 ) -> TreePolicy:
     """Return a policy as it is, or that of a tree, of a name or of a YAML file.
 

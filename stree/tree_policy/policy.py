@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from stree.common.errors import UsageError
 from stree.common.words import counted
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import PLAIN, TokenTree, as_tree
+from stree.trees.token_tree import PLAIN, StepTree, as_tree
 
 
 class TreePolicy:
@@ -35,11 +35,11 @@ class TreePolicy:
     """
 
     needs_step_times: ClassVar[bool] = True
-    trees: tuple[TokenTree, ...]
+    trees: tuple[StepTree, ...]
     costs: StepTimes
     state: Any
 
-    def __init__(self, trees: Sequence[TokenTree | str], costs: StepTimes | None = None) -> None:
+    def __init__(self, trees: Sequence[StepTree | str], costs: StepTimes | None = None) -> None:
         if isinstance(trees, str):
             raise UsageError(
                 f"adaptive trees of {trees!r:.60}, wanted a list of trees: [{trees!r:.60}]"
@@ -56,7 +56,7 @@ class TreePolicy:
     def new_state(self) -> Any:
         """Return the record of a policy that has learned nothing yet."""
 
-    def choose(self, num_rows: int) -> TokenTree:
+    def choose(self, num_rows: int) -> StepTree:
         """Return the tree of the next step of `num_rows` rows, idle ones below the last included.
 
         A step may not follow: the choice is made again if the number of rows changes.
@@ -68,13 +68,13 @@ class TreePolicy:
         """True if drafters have to read the prompts of new requests."""
         return True
 
-    def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
+    def learn_path(self, tree: StepTree, path: Sequence[int]) -> None:
         """Learn from a row's step of `tree`, given the accepted nodes, the root first.
 
         The nodes of dynamic trees are ranks. `tree` may be one that only its request has named.
         """
 
-    def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
+    def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn how long a step of `num_rows` rows with that tree alone has taken.
 
         That is from the report before to its own, where nothing came between. `tree` may be one
@@ -120,12 +120,12 @@ class TreePolicy:
         return self.costs.misfit(target, self.trees, temperature, num_rows)
 
     @cached_property
-    def deepest(self) -> TokenTree:
+    def deepest(self) -> StepTree:
         """The deepest tree that a step may have."""
         return max(self.trees, key=lambda tree: tree.max_depth)
 
     @cached_property
-    def largest(self) -> TokenTree:
+    def largest(self) -> StepTree:
         """The tree with the most nodes that a step may have."""
         return max(self.trees, key=lambda tree: tree.num_nodes)
 
@@ -156,10 +156,10 @@ class FixedTree(TreePolicy):
 
     needs_step_times = False
 
-    def __init__(self, tree: TokenTree) -> None:
+    def __init__(self, tree: StepTree) -> None:
         self.trees, self.costs, self.state = (tree,), StepTimes(), None
 
-    def choose(self, num_rows: int) -> TokenTree:
+    def choose(self, num_rows: int) -> StepTree:
         """Return the tree."""
         return self.trees[0]
 
@@ -181,9 +181,9 @@ class TreeChoice:
 
     def __init__(self, policy: TreePolicy) -> None:
         self.policy, self.is_open = policy, len(policy.trees) > 1
-        self._next: tuple[int, TokenTree] | None = None  # rows, and the tree chosen for them
+        self._next: tuple[int, StepTree] | None = None  # rows, and the tree chosen for them
 
-    def next(self, num_rows: int) -> TokenTree:
+    def next(self, num_rows: int) -> StepTree:
         """Return the tree of the next step of `num_rows` rows.
 
         It ignores what steps in flight will accept.
@@ -206,7 +206,7 @@ class TreeChoice:
             return max(longest, self.policy.deepest.max_depth + 1)
         return longest
 
-    def learn(self, tree: TokenTree, path: Sequence[int], calls: Counter[str]) -> None:
+    def learn(self, tree: StepTree, path: Sequence[int], calls: Counter[str]) -> None:
         """Learn the accepted path of a row's step, and count the tree in `calls`, by its name."""
         self.policy.learn_path(tree, path)
         if self.is_open:

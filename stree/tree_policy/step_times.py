@@ -18,7 +18,7 @@ from stree.common.files import write_atomically
 from stree.common.plain_data import read_text
 from stree.common.words import counted, device_name, held_dtype
 from stree.speculation_profile import StepTimesRecord, Tree, TreeStepTimes, first_fault
-from stree.trees.token_tree import PLAIN, TokenTree
+from stree.trees.token_tree import PLAIN, StepTree
 
 ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
 STEPS_SEEN = 25  # steps of a tree whose median is what it takes
@@ -46,7 +46,7 @@ class StepTimes:
         0.004
     """
 
-    seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
+    seconds: dict[tuple[int, StepTree], float] = field(default_factory=dict)
     catch_up: float = 0.0
     took_s: float = field(default=0.0, compare=False)
     device: str = ""
@@ -104,7 +104,7 @@ class StepTimes:
 
     def record(self) -> StepTimesRecord:
         """Return a record to save."""
-        times: dict[TokenTree, dict[int, float]] = {}
+        times: dict[StepTree, dict[int, float]] = {}
         for (rows, tree), seconds in self.seconds.items():
             times.setdefault(tree, {})[rows] = seconds
         return StepTimesRecord(
@@ -117,7 +117,7 @@ class StepTimes:
         )
 
     def misfit(
-        self, target: Any, trees: Sequence[TokenTree], temperature: float, num_rows: int = 1
+        self, target: Any, trees: Sequence[StepTree], temperature: float, num_rows: int = 1
     ) -> str:
         """Return why the times do not hold for such steps; "" if they do.
 
@@ -136,7 +136,7 @@ class StepTimes:
                 return f"none of {counted(num_rows, 'row')} with {tree}"
         return ""
 
-    def of(self, num_rows: int, tree: TokenTree) -> float:
+    def of(self, num_rows: int, tree: StepTree) -> float:
         """Return the seconds of a step. Raises `UsageError` if the tree was not measured."""
         if (found := self.seconds.get((num_rows, tree))) is not None:
             return found
@@ -182,7 +182,7 @@ class Speeds:
             promise too few tokens.
     """
 
-    def __init__(self, costs: StepTimes, expected: dict[TokenTree, float]) -> None:
+    def __init__(self, costs: StepTimes, expected: dict[StepTree, float]) -> None:
         self._answer_tokens = MovingAverage(math.inf)
         self.num_tokens = 0
         self.rest_on(costs)
@@ -192,34 +192,34 @@ class Speeds:
         """Rest on other step times, and forget the drafter's prefills and the steps seen."""
         self.costs = costs
         # Seconds of the last steps, by number of rows and tree
-        self._seen: dict[tuple[int, TokenTree], deque[float]] = {}
-        self._last: dict[int, TokenTree] = {}  # by rows, the last tree of which enough were seen
+        self._seen: dict[tuple[int, StepTree], deque[float]] = {}
+        self._last: dict[int, StepTree] = {}  # by rows, the last tree of which enough were seen
         # The drafter's seconds a request: to read a prompt, and to catch up after plain steps
         self._prefills_s, self._catch_ups_s = (MovingAverage(costs.catch_up) for _ in range(2))
-        self._by_rows: dict[int, dict[TokenTree, float]] = {}
+        self._by_rows: dict[int, dict[StepTree, float]] = {}
 
-    def expect(self, expected: dict[TokenTree, float]) -> None:
+    def expect(self, expected: dict[StepTree, float]) -> None:
         """Rest on other expected tokens of steps."""
         self._expected, self._by_rows = expected, {}
 
-    def learn_step(self, num_rows: int, tree: TokenTree, seconds: float) -> None:
+    def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken, the host's work included."""
         seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
         seen.append(seconds)
         if self.is_timed(num_rows, tree):
             self._last[num_rows] = tree
 
-    def is_timed(self, num_rows: int, tree: TokenTree) -> bool:
+    def is_timed(self, num_rows: int, tree: StepTree) -> bool:
         """Return whether enough steps were seen to know what one takes."""
         return len(self._seen.get((num_rows, tree), ())) >= MIN_STEPS_SEEN
 
-    def forget_steps(self, num_rows: int, tree: TokenTree) -> None:
+    def forget_steps(self, num_rows: int, tree: StepTree) -> None:
         """Forget what steps of a tree have taken."""
         self._seen.pop((num_rows, tree), None)
         if self._last.get(num_rows) == tree:
             del self._last[num_rows]
 
-    def step_s(self, num_rows: int, tree: TokenTree) -> float:
+    def step_s(self, num_rows: int, tree: StepTree) -> float:
         """Return what a step takes: by the last ones of this tree, if enough were seen.
 
         Otherwise it is the time measured apart, changed as for the tree that was seen last: by what
@@ -253,7 +253,7 @@ class Speeds:
         """Seconds of a drafter's catch-up; before any catch-up, seconds of a prefill."""
         return (self._catch_ups_s or self._prefills_s).value
 
-    def of(self, num_rows: int) -> dict[TokenTree, float]:
+    def of(self, num_rows: int) -> dict[StepTree, float]:
         """Return the expected tokens per second and row, by tree."""
         if num_rows not in self._by_rows:
             self._by_rows[num_rows] = {
@@ -262,7 +262,7 @@ class Speeds:
             }
         return self._by_rows[num_rows]
 
-    def with_tokens(self, num_rows: int, tree: TokenTree, tokens: float) -> float:
+    def with_tokens(self, num_rows: int, tree: StepTree, tokens: float) -> float:
         """Return tokens per second and row of steps that yield `tokens` tokens."""
         seconds = self.step_s(num_rows, tree)
         if tree != PLAIN:
@@ -270,7 +270,7 @@ class Speeds:
             seconds += num_rows * self.prefill_s * tokens / answer_tokens
         return tokens / seconds
 
-    def might_pay(self, num_rows: int, tree: TokenTree) -> bool:
+    def might_pay(self, num_rows: int, tree: StepTree) -> bool:
         """Return whether a tree would be faster than plain decoding if all drafts were accepted."""
         most = self.with_tokens(num_rows, tree, tree.max_depth + 1)
         return most > self.with_tokens(num_rows, PLAIN, 1.0)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from stree.trees.dynamic import dynamic_tree_batch
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import StepTree
 from stree.trees.tree_batch import TreeBatch, fixed_trees
 
 
-def make_tree_batch(trees: Sequence[TokenTree], device: torch.device) -> TreeBatch:
+def make_tree_batch(trees: Sequence[StepTree], device: torch.device) -> TreeBatch:
     """Return the trees of B rows as tensors on a device.
 
     Args:
@@ -22,7 +22,7 @@ def make_tree_batch(trees: Sequence[TokenTree], device: torch.device) -> TreeBat
         >>> make_tree_batch([TokenTree.chain(2)], torch.device("cpu")).parents.tolist()
         [[-1, 0, 1]]
     """
-    if dynamic := {tree for tree in trees if isinstance(tree, BeamTree)}:
+    if dynamic := {tree for tree in trees if tree.grows}:
         (tree,) = dynamic
         return dynamic_tree_batch(tree, len(trees), device)
-    return fixed_trees(tuple(trees), device)
+    return fixed_trees(tuple(tree.shape for tree in trees), device)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stree.trees.token_tree import BeamSearchTree, BeamTree, SlotTree, TokenTree
+from stree.trees.token_tree import BeamSearchTree, BeamTree, SlotTree, StepTree, TokenTree
 from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
 from stree_kernels.contracts import Topology
@@ -69,7 +69,7 @@ class DynamicTreeBatch(TreeBatch):
         self.levels = tuple(levels)
 
     @property
-    def trees(self) -> tuple[TokenTree, ...]:
+    def trees(self) -> tuple[StepTree, ...]:
         """Trees of the rows in the last step. Waits for the device."""
         return tuple(
             TokenTree(tuple(parent for parent in row if parent > ABSENT))
@@ -105,7 +105,7 @@ class DynamicTreeBatch(TreeBatch):
         return tuple(levels)
 
     @property
-    def shape(self) -> tuple[TokenTree, ...]:
+    def shape(self) -> tuple[StepTree, ...]:
         return (self.tree,)
 
     def own(self) -> DynamicTreeBatch:
@@ -192,7 +192,7 @@ class BeamSearchTreeBatch(DynamicTreeBatch):
 
     def __init__(self, tree: BeamSearchTree, batch: int, device: torch.device) -> None:
         super().__init__(tree, batch, device)
-        self.depths.copy_(torch.tensor(tree.depths))
+        self.depths.copy_(torch.tensor(tree.shape.depths))
 
     def finish(self, tokens: Tensor) -> Tensor:
         self.grow(self.tree.depth)
@@ -236,14 +236,13 @@ def depth_first(parents: Tensor, ancestors: Tensor) -> Tensor:
     return (wide @ (start[..., None] + before))[..., 0].long()
 
 
+_KINDS = {"beam": DynamicTreeBatch, "beam search": BeamSearchTreeBatch, "dyspec": SlotTreeBatch}
+
+
 @functools.lru_cache(maxsize=64)
 def dynamic_tree_batch(tree: BeamTree, batch: int, device: torch.device) -> DynamicTreeBatch:
     """Return the shared tree batch to read sizes from; a step that runs grows its `own`."""
-    if isinstance(tree, SlotTree):
-        return SlotTreeBatch(tree, batch, device)
-    if isinstance(tree, BeamSearchTree):
-        return BeamSearchTreeBatch(tree, batch, device)
-    return DynamicTreeBatch(tree, batch, device)
+    return _KINDS[tree.kind](tree, batch, device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,11 +1,11 @@
-"""Token trees: the shapes of drafts, each with its parent."""
+"""Trees of steps: token trees, whose shape is fixed, and recipes by which a step grows one."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
@@ -27,8 +27,72 @@ FORMS = (
 )
 
 
+class StepTree:
+    """Tree of a step: a shape (`TokenTree`), or a recipe that grows one (`BeamTree`).
+
+    A policy (`stree.tree_policy`) chooses among them.
+
+    Attributes:
+        name: A name for people.
+        grows: True for a recipe. All rows of a step have the same recipe, or none has one.
+        by_slots: True if it does not depend on a draft's own token whether the draft is verified.
+    """
+
+    name: str
+    grows: ClassVar[bool] = False
+    by_slots: ClassVar[bool] = True
+
+    @cached_property
+    def shape(self) -> TokenTree:
+        """Its shape; of a recipe, an example of the shapes that it grows."""
+        raise NotImplementedError
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The parent's index of each node of `shape`, −1 for the root."""
+        return self.shape.parents
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Number of nodes, the root included; of a recipe, the most."""
+        return len(self.parents)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Depth of the deepest node, which is the most drafts that a call can accept."""
+        return max(self.shape.depths)
+
+    @cached_property
+    def widest(self) -> int:
+        """Largest number of children of a node."""
+        return max(map(len, self.shape.children))
+
+    @property
+    def num_inner(self) -> int:
+        """Number of nodes that a recipe gives children, below the root; 0 for a shape."""
+        return 0
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of nodes that a recipe chooses the tree from, the root included."""
+        return self.num_nodes
+
+    @property
+    def alike(self) -> tuple[str | int | float, ...]:
+        """Key that two recipes share if one shows what the other accepts; () for a shape."""
+        return ()
+
+    def end_of(self, path: Sequence[int]) -> int:
+        """Return the node of `parents` at which an accepted path ends."""
+        raise NotImplementedError
+
+    def shows_all_of(self, other: StepTree) -> bool:
+        """Return whether paths that are accepted in this tree tell all that another's would."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class TokenTree:
+class TokenTree(StepTree):
     """A token tree of a fixed shape; node 0 is the root, the last token that is already certain.
 
     Args:
@@ -46,7 +110,7 @@ class TokenTree:
         ((-1, 0, 0, 1, 2), 2)
     """
 
-    parents: tuple[int, ...]
+    parents: tuple[int, ...] = field()
     name: str = "tree"
 
     def __post_init__(self) -> None:
@@ -84,7 +148,7 @@ class TokenTree:
         return cls((-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7), "paper")
 
     @classmethod
-    def load(cls, name_or_path: str | Path) -> TokenTree:
+    def load(cls, name_or_path: str | Path) -> StepTree:
         """Return the tree of a name, or of a YAML file such as those in configs/trees/.
 
         Names are "paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-3-4", "beam-4-5-16",
@@ -127,10 +191,9 @@ class TokenTree:
     def _hash(self) -> int:
         return hash(self.parents)  # not of text, whose hash is another in each process
 
-    @cached_property
-    def num_nodes(self) -> int:
-        """Number of nodes, the root included."""
-        return len(self.parents)
+    @property
+    def shape(self) -> TokenTree:
+        return self
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -139,11 +202,6 @@ class TokenTree:
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         return tuple(depths)
-
-    @cached_property
-    def max_depth(self) -> int:
-        """Depth of the deepest node, which is the most drafts that a call can accept."""
-        return max(self.depths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -161,14 +219,19 @@ class TokenTree:
             levels[depth].append(node)
         return tuple(map(tuple, levels))
 
-    @cached_property
-    def widest(self) -> int:
-        """Largest number of children of a node."""
-        return max(map(len, self.children))
-
     def end_of(self, path: Sequence[int]) -> int:
-        """Return the node of `parents` at which an accepted path ends."""
         return path[-1]
+
+    @cached_property
+    def ranks(self) -> frozenset[tuple[int, int]]:
+        """Depth of the parent and rank of each child."""
+        return frozenset(
+            (depth, rank) for depth, children in zip(self.depths, self.children, strict=True)
+            for rank in range(len(children))
+        )
+
+    def shows_all_of(self, other: StepTree) -> bool:
+        return not other.grows and self.ranks >= other.shape.ranks
 
     def path_to(self, node: int) -> list[int]:
         """Return the nodes from the root to `node`, both included."""
@@ -210,8 +273,8 @@ PLAIN = TokenTree.chain(0, "plain")
 
 
 @dataclass(frozen=True)
-class BeamTree(TokenTree):
-    """A dynamic tree, grown for each row in each step, level by level, on the device.
+class BeamTree(StepTree):
+    """Recipe of a dynamic tree, grown for each row in each step, level by level, on the device.
 
     At each of `depth` levels the `width` best nodes are given `width` children each; of all drawn
     nodes the num_nodes best (the root included) are verified. The value of a node is its path's
@@ -219,17 +282,17 @@ class BeamTree(TokenTree):
     on its own token, so only verifiers that do not use the drafter's probabilities keep the
     target's distribution.
 
-    `parents` is an example: each step grows a shape of its own, so statistics record depths only.
-    Make the tree with `of`.
+    Each step grows a shape of its own, so statistics record depths only. Make the recipe with `of`.
     """
 
-    width: int = 1
-    depth: int = 1
+    name: str
+    width: int
+    depth: int
+    num_nodes: int = field()
 
-    __hash__ = TokenTree.__hash__
-
+    grows: ClassVar[bool] = True
+    by_slots: ClassVar[bool] = False
     kind: ClassVar[str] = "beam"
-    by_slots: ClassVar[bool] = False  # whether a draft is verified does not depend on its own token
     most_drawn: ClassVar[int] = 4096  # limit of the nodes that a tree is chosen from
 
     @classmethod
@@ -243,16 +306,23 @@ class BeamTree(TokenTree):
                 f"{name} verifies {num_nodes} nodes of {pool}, wanted {depth + 1} (a path to its "
                 f"depth) to {most}"
             )
-        left, levels = num_nodes - 1 - depth, [1]
-        for _ in range(depth):
-            more = min(left, width * levels[-1] - 1)
+        return cls(name, width, depth, num_nodes)
+
+    def __hash__(self) -> int:
+        return hash((self.width, self.depth, self.num_nodes))
+
+    @cached_property
+    def shape(self) -> TokenTree:
+        left, levels = self.num_nodes - 1 - self.depth, [1]
+        for _ in range(self.depth):
+            more = min(left, self.width * levels[-1] - 1)
             levels.append(1 + more)
             left -= more
         parents, start = [-1], 0
         for above, count in pairwise(levels):
-            parents += [start + at // width for at in range(count)]
+            parents += [start + at // self.width for at in range(count)]
             start += above
-        return cls(tuple(parents), name, width, depth)
+        return TokenTree(tuple(parents), self.name)
 
     @classmethod
     def require_drawn(cls, name: str, width: int, depth: int) -> int:
@@ -277,27 +347,25 @@ class BeamTree(TokenTree):
         """
         if beams := re.fullmatch(r"beam-([0-9]{1,4})-([0-9]{1,4})", name):
             return BeamSearchTree.of(*map(int, beams.groups()))
-        found = re.fullmatch(r"(beam|dyspec)-(\d{1,4})-(\d{1,4})-(\d{1,4})", name, re.A)
-        if found is not None:
-            kind = SlotTree if found[1] == SlotTree.kind else BeamTree
-            return kind.of(*map(int, found.groups()[1:]))
-        found = re.fullmatch(r"(dyspec(?:-\d{1,4}){3})-(\d\.\d{1,9})", name, re.A)
-        grown = found and cls.named(found[1])
-        return grown.above(found[2]) if found and isinstance(grown, SlotTree) else None
+        sizes = r"-(\d{1,4})-(\d{1,4})-(\d{1,4})"
+        if beams := re.fullmatch(f"beam{sizes}", name, re.A):
+            return BeamTree.of(*map(int, beams.groups()))
+        slots = re.fullmatch(rf"dyspec{sizes}(?:-(\d\.\d{{1,9}}))?", name, re.A)
+        if slots is None:
+            return None
+        tree = SlotTree.of(*map(int, slots.groups()[:3]))
+        return tree.above(slots[4]) if slots[4] else tree
 
     @property
     def alike(self) -> tuple[str | int | float, ...]:
-        """Key that two dynamic trees share if one shows what the other accepts."""
         return self.kind, self.width
 
     @property
     def num_drawn(self) -> int:
-        """Number of nodes that the tree is chosen from, the root included."""
         return 1 + self.width + self.width * self.width * (self.depth - 1)
 
     @property
     def num_inner(self) -> int:
-        """Number of nodes below the root that are given children."""
         return self.width * (self.depth - 1)
 
     @property
@@ -305,7 +373,11 @@ class BeamTree(TokenTree):
         return self.width
 
     def end_of(self, path: Sequence[int]) -> int:
-        return self.levels[len(path) - 1][0]
+        return self.shape.levels[len(path) - 1][0]
+
+    def shows_all_of(self, other: StepTree) -> bool:
+        larger = self.max_depth >= other.max_depth and self.num_nodes >= other.num_nodes
+        return larger and self.alike == other.alike
 
     def __str__(self) -> str:
         return f"{self.name} (grown in each step)"
@@ -321,7 +393,7 @@ class BeamSearchTree(BeamTree):
     they are.
     """
 
-    __hash__ = TokenTree.__hash__
+    __hash__ = BeamTree.__hash__
 
     kind = "beam search"
 
@@ -335,8 +407,11 @@ class BeamSearchTree(BeamTree):
         if num_nodes not in (None, wanted):
             raise UsageError(f"{name} verifies {num_nodes} nodes, wanted {wanted}")
         cls.require_drawn(name, width, depth)
-        # An example: the beams are chains
-        return cls(several_chains(depth, width).parents, name, width, depth)
+        return cls(name, width, depth, wanted)
+
+    @cached_property
+    def shape(self) -> TokenTree:
+        return TokenTree(several_chains(self.depth, self.width).parents, self.name)  # no beam ends
 
     @property
     def alike(self) -> tuple[str | int | float, ...]:
@@ -362,7 +437,7 @@ class SlotTree(BeamTree):
 
     threshold: float = 0.0
 
-    __hash__ = TokenTree.__hash__
+    __hash__ = BeamTree.__hash__
 
     kind = "dyspec"
     by_slots = True
@@ -416,10 +491,10 @@ def several_chains(num_drafts: int, count: int) -> TokenTree:
     return TokenTree(tuple(parents[: 1 + num_drafts * count]), f"png-{num_drafts}-{count}")
 
 
-def as_tree(tree: TokenTree | str | Path) -> TokenTree:
+def as_tree(tree: StepTree | str | Path) -> StepTree:
     """Return a tree as it is, or that of a name or file. Raises `UsageError` for anything else."""
     if isinstance(tree, str | Path):
         return TokenTree.load(tree)
-    if not isinstance(tree, TokenTree):
+    if not isinstance(tree, StepTree):
         raise UsageError(f"a tree is {tree!r:.60}, wanted a TokenTree, its name or a YAML file")
     return tree

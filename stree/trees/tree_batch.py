@@ -36,7 +36,7 @@ def cached_by_trees(make: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(make)
     def cached(*arguments: P.args, **options: P.kwargs) -> R:
         trees: Any = arguments[0]
-        trees = (trees,) if isinstance(trees, TokenTree) else trees
+        trees = trees if isinstance(trees, tuple) else (trees,)
         large = any(tree.num_nodes > MAX_NODES_SMALL_MASK for tree in trees)
         return (of_large if large else of_small)(*arguments, **options)  # type: ignore[arg-type]
 

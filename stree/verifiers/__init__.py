@@ -12,7 +12,8 @@ from torch import Tensor
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError
 from stree.drafters import Drafter, Proposal, SiblingSampling
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import BeamTree as BeamTree
+from stree.trees.token_tree import StepTree
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers.coupled import Coupled
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
@@ -84,20 +85,20 @@ def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
         )
 
 
-def fits(verifier: Verifier, tree: TokenTree) -> bool:
+def fits(verifier: Verifier, tree: StepTree) -> bool:
     """Return whether a verifier judges such trees: one of chains judges only chains."""
     return not verifier.chains_only or tree.max_depth + 1 == tree.num_nodes
 
 
 def require_tree(
-    verifier: Verifier, tree: TokenTree, drawn: SiblingSampling | None = None
+    verifier: Verifier, tree: StepTree, drawn: SiblingSampling | None = None
 ) -> None:
     """Raise `UsageError` when a verifier cannot judge a tree.
 
     A verifier of chains cannot judge trees that branch, and some verifiers would be biased by
     dynamic trees whose drafts are drawn: `drawn` says how, None for any way.
     """
-    if isinstance(tree, BeamTree) and not getattr(verifier, "any_dynamic_tree", False):
+    if tree.grows and not getattr(verifier, "any_dynamic_tree", False):
         if not tree.by_slots and drawn is not SiblingSampling.DETERMINISTIC:
             raise UsageError(
                 f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins "

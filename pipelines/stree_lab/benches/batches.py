@@ -24,7 +24,7 @@ from stree.models.layer_caches import AttentionCache
 from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.policy import TreePolicy
-from stree.trees.token_tree import TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree_lab.benches.calls import Floor, cache_bytes, kept_bytes, weight_bytes
 from stree_lab.benches.steps import (
     GivenAcceptance,
@@ -40,7 +40,7 @@ TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 
 def steps_of_rows(
-    target: HybridModel, drafter: HybridModel, trees: Sequence[TokenTree], counts: Sequence[int],
+    target: HybridModel, drafter: HybridModel, trees: Sequence[StepTree], counts: Sequence[int],
     context: int, repeats: int, temperatures: Sequence[float] = (0.0,),
 ) -> Iterator[Row]:
     """Yield a row per number of rows, tree and temperature, plain decoding included: µs of a step.
@@ -74,7 +74,7 @@ def steps_of_rows(
 
 
 def joint_of_rows(
-    target: HybridModel, drafter: HybridModel, trees: Sequence[TokenTree], counts: Sequence[int],
+    target: HybridModel, drafter: HybridModel, trees: Sequence[StepTree], counts: Sequence[int],
     context: int, repeats: int,
 ) -> Iterator[Row]:
     """Yield a row per number of rows and tree: µs of the target's graph under replay and `joint`.
@@ -120,7 +120,7 @@ def joint_of_rows(
 
 
 def _peaks_of_ways(
-    target: HybridModel, tree: TokenTree, count: int, context: int
+    target: HybridModel, tree: StepTree, count: int, context: int
 ) -> dict[str, int]:
     """Return the peaks of memory of both ways to backtrack and of plain decoding, as fields."""
     target.pack()
@@ -159,7 +159,7 @@ def serve_at(
     """
     tree = TREES[-1]
     max_length = context + (tree.max_depth + 1) * (2 * num_steps + 4)
-    ways: dict[str, TokenTree | TreePolicy] = {
+    ways: dict[str, StepTree | TreePolicy] = {
         "plain": PLAIN,
         "tree": tree,
         "modes": WithoutPrompts(TREES[1:]),
@@ -192,7 +192,7 @@ def serve_at(
 
 
 def _decoder(
-    target: HybridModel, drafter: HybridModel, tree: TokenTree | TreePolicy, num_rows: int,
+    target: HybridModel, drafter: HybridModel, tree: StepTree | TreePolicy, num_rows: int,
     max_length: int, verifier: Any = "coupled", backtracking: str = "replay",
 ) -> BatchDecoder:
     return BatchDecoder(

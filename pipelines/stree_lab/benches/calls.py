@@ -29,7 +29,7 @@ from stree.models.layers.part import Mixer, Part
 from stree.models.model import HybridModel, read_row
 from stree.models.offload import stream_layers
 from stree.trees.build import make_tree_batch
-from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
+from stree.trees.token_tree import MAX_CHILDREN, StepTree, TokenTree, as_tree, balanced
 from stree_kernels import naive, ops
 from stree_lab.benches.profiles import profile_call
 from stree_lab.benches.timing import Row, interleave, peak_field, side_by_side, us_fields
@@ -134,7 +134,7 @@ def draft_lengths(
             tree, each = as_tree(name), f"{kind}, {name}"
 
             def read_and_draft(
-                drafter: HybridModel = drafter, tree: TokenTree = tree, context: int = context
+                drafter: HybridModel = drafter, tree: StepTree = tree, context: int = context
             ) -> None:
                 _drafts(drafter, tree, context)["draft"]()
 
@@ -190,7 +190,7 @@ def _read_anew(model: HybridModel, tokens: Tensor) -> None:
     model.prefill(tokens[None], model.new_cache(len(tokens), 1))
 
 
-def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
+def _drafts(drafter: HybridModel, tree: StepTree, context: int) -> dict[str, Callable[[], object]]:
     """Return calls that draft a tree after `context` tokens, greedy and sampled; "read" reads
     these anew."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
@@ -246,7 +246,7 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
         )
 
 
-def kept_beams(num_beams: int, num_steps: int) -> TokenTree:
+def kept_beams(num_beams: int, num_steps: int) -> StepTree:
     """Make a tree of M beams and N steps as in STree's Table 2: M tokens per level.
 
     All tokens of a level are children of the first one above, which gives the most leaves that a
@@ -420,7 +420,7 @@ class Floor:
         return lambda: [ops.linear(inputs[weight.shape[1]], weight) for weight in held]
 
 
-def _star(num_nodes: int) -> TokenTree:
+def _star(num_nodes: int) -> StepTree:
     """Make the widest possible tree: as many children below the root as allowed, then a further
     level."""
     parents = (max(0, node - MAX_CHILDREN) for node in range(1, num_nodes))
@@ -449,7 +449,7 @@ def _tokens(model: HybridModel, batch: int, num_tokens: int) -> Tensor:
 
 
 def _tree_call(
-    model: HybridModel, tree: TokenTree, context: int, batch: int = 1
+    model: HybridModel, tree: StepTree, context: int, batch: int = 1
 ) -> Callable[[], Tensor]:
     num_nodes = tree.num_nodes
     cache = _filled_cache(model, context, num_nodes, batch)
@@ -458,7 +458,7 @@ def _tree_call(
     def call() -> Tensor:
         cache.length.fill_(context)  # the same in every run
         cache.path_length.fill_(min(3, num_nodes))  # a path of usual length is replayed
-        return model.tree_forward(tokens, tree, cache, cache.num_slots, wide=False)
+        return model.tree_forward(tokens, tree.shape, cache, cache.num_slots, wide=False)
 
     return call
 

@@ -20,7 +20,7 @@ from stree.common.errors import UsageError
 from stree.metrics import acceptance_length
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
-from stree.trees.token_tree import BeamTree, TokenTree, as_tree
+from stree.trees.token_tree import StepTree, as_tree
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 from stree_pipelines.evaluation.result_store import ResultStore, read_rows
 from stree_pipelines.reports.settings import require_one_ending
@@ -46,7 +46,7 @@ class PairTimes:
 
     rows: Sequence[Mapping[str, Any]]
 
-    def step_us(self, tree: TokenTree, sampled: bool) -> float:
+    def step_us(self, tree: StepTree, sampled: bool) -> float:
         return self._call_us(tree.num_nodes) + self._draft_us(tree, sampled)
 
     def _call_us(self, num_nodes: int) -> float:
@@ -58,10 +58,10 @@ class PairTimes:
             )
         return float(np.interp(num_nodes, sizes, times))
 
-    def _draft_us(self, tree: TokenTree, sampled: bool) -> float:
+    def _draft_us(self, tree: StepTree, sampled: bool) -> float:
         if tree.num_nodes == 1:
             return 0.0
-        timed = [each for each in self._drafts if isinstance(each, BeamTree) is _grows(tree)]
+        timed = [each for each in self._drafts if each.grows is tree.grows]
         if not timed:
             raise UsageError(f"no draft like that of {tree.name} was timed")
         like = tree if tree in timed else max(timed, key=lambda each: (each.max_depth, each.name))
@@ -75,7 +75,7 @@ class PairTimes:
         }
 
     @cached_property
-    def _drafts(self) -> dict[TokenTree, tuple[float, float]]:
+    def _drafts(self) -> dict[StepTree, tuple[float, float]]:
         """µs of a draft by tree, at temperature 0 and sampled; of drafters with a whole head."""
         return {
             as_tree(row.get("tree", "paper")): (
@@ -94,11 +94,11 @@ class Place:
 
     benchmark: str
     temperature: float
-    ends: Mapping[TokenTree, Sequence[int]]
-    taus: Mapping[TokenTree, float]
+    ends: Mapping[StepTree, Sequence[int]]
+    taus: Mapping[StepTree, float]
     num_tokens: int  # of the answers, on the mean of the trees
 
-    def tau(self, tree: TokenTree) -> float:
+    def tau(self, tree: StepTree) -> float:
         """Return the tokens per call of a tree.
 
         A call that ends an answer yields fewer tokens than it has accepted: an unrecorded tree has
@@ -110,7 +110,7 @@ class Place:
         kept = self.taus[deeper] / _mean_length(deeper, self.ends[deeper])
         return kept * _mean_length(tree, ends)
 
-    def ends_of(self, tree: TokenTree) -> Sequence[int]:
+    def ends_of(self, tree: StepTree) -> Sequence[int]:
         """Return the last accepted nodes as recorded, or the least that a deeper beam shows.
 
         Raises UsageError without such a beam.
@@ -120,10 +120,10 @@ class Place:
         if tree in self.ends:
             return self.ends[tree]
         deeper = self._shown_by(tree)
-        depths = (min(deeper.depths[end], tree.max_depth) for end in self.ends[deeper])
-        return [tree.levels[depth][0] for depth in depths]
+        depths = (min(deeper.shape.depths[end], tree.max_depth) for end in self.ends[deeper])
+        return [tree.shape.levels[depth][0] for depth in depths]
 
-    def _shown_by(self, tree: TokenTree) -> TokenTree:
+    def _shown_by(self, tree: StepTree) -> StepTree:
         for each in self.ends:
             if _is_end_of(tree, each):
                 return each
@@ -136,7 +136,7 @@ class Place:
 def read_places(folder: Path) -> list[Place]:
     """Read the places of a comparison whose arms have one tree each, with its tuned chains."""
     store = ResultStore(folder)
-    rows: dict[tuple[float, str], dict[TokenTree, ResultRow]] = {}
+    rows: dict[tuple[float, str], dict[StepTree, ResultRow]] = {}
     for row in (*store.results(), *read_rows(folder / TUNING_NAME, ResultRow)):
         if row.tree is not None and not row.tree_shares:
             found = rows.setdefault((row.temperature, row.benchmark), {})
@@ -151,7 +151,7 @@ def read_places(folder: Path) -> list[Place]:
 
 
 def _place(
-    benchmark: str, temperature: float, samples: Mapping[TokenTree, Sequence[SampleRow]]
+    benchmark: str, temperature: float, samples: Mapping[StepTree, Sequence[SampleRow]]
 ) -> Place:
     prompts = set.intersection(*({each.prompt_id for each in rows} for rows in samples.values()))
     if not prompts:
@@ -189,11 +189,11 @@ def chosen_speed(
             adaptive_trees.costs = StepTimes(seconds)
             ends = {tree: place.ends_of(tree) for tree in trees}
             taus = {tree: place.tau(tree) for tree in trees}
-            steps: dict[TokenTree, int] = dict.fromkeys(trees, 0)
+            steps: dict[StepTree, int] = dict.fromkeys(trees, 0)
             tokens = spent = 0.0
             while tokens < place.num_tokens:
                 tree = adaptive_trees.choose(1)
-                adaptive_trees.learn_path(tree, tree.path_to(rng.choice(ends[tree])))
+                adaptive_trees.learn_path(tree, tree.shape.path_to(rng.choice(ends[tree])))
                 steps[tree] += 1
                 tokens, spent = tokens + taus[tree], spent + seconds[1, tree]
             total = sum(steps.values())
@@ -208,7 +208,7 @@ def chosen_speed(
     ]
 
 
-def speed_of(tree: TokenTree, place: Place, times: PairTimes) -> float:
+def speed_of(tree: StepTree, place: Place, times: PairTimes) -> float:
     """Return a tree's speed over plain decoding."""
     sampled = place.temperature > 0
     return place.tau(tree) * times.step_us(PLAIN, sampled) / times.step_us(tree, sampled)
@@ -252,24 +252,19 @@ def _cells(values: Iterable[float]) -> list[str]:
     ]
 
 
-def _mean_length(tree: TokenTree, ends: Iterable[int]) -> float:
-    return 1 + fmean(tree.depths[end] for end in ends)
+def _mean_length(tree: StepTree, ends: Iterable[int]) -> float:
+    return 1 + fmean(tree.shape.depths[end] for end in ends)
 
 
-def _is_chain(tree: TokenTree) -> bool:
-    return not _grows(tree) and tree.max_depth == tree.num_nodes - 1
+def _is_chain(tree: StepTree) -> bool:
+    return not tree.grows and tree.max_depth == tree.num_nodes - 1
 
 
-def _grows(tree: TokenTree) -> bool:
-    return isinstance(tree, BeamTree)
-
-
-def _is_end_of(tree: TokenTree, deeper: TokenTree) -> bool:
+def _is_end_of(tree: StepTree, deeper: StepTree) -> bool:
     """Return True when a beam is `deeper` with fewer levels and all nodes that these allow."""
-    if not (isinstance(tree, BeamTree) and isinstance(deeper, BeamTree)):
-        return False
     return (
-        tree.alike == deeper.alike
-        and tree.depth < deeper.depth
+        tree.grows
+        and tree.alike == deeper.alike
+        and tree.max_depth < deeper.max_depth
         and tree.num_nodes == min(deeper.num_nodes, tree.num_drawn)
     )

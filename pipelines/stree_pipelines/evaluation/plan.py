@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from stree.models.joint import require_backtracking
 from stree.tree_policy.adaptive import AdaptiveTrees
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.tree_policy.policy import TreePolicy
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree.verifiers import VERIFIERS, named, require_tree
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT, Benchmark, BenchmarkPrompt
@@ -47,15 +47,17 @@ NUM_FIRST_PROMPTS = 4  # at least; a batch's size when that is larger
 
 
 @dataclass(frozen=True)
-class ChosenTree(TokenTree):
-    """Several trees; each step has one of them, or none.
+class ChosenTree(StepTree):
+    """Record of a tree policy: several trees, and each step has one of them, or none.
 
     The choice is by measured cost (`stree.AdaptiveTrees`), with a name such as "chain-2 or
     beam-4-5-16", or by a bandit (`stree.BanditTrees`): "bandit chain-2 or beam-4-5-16", or "ucb
-    …". `parents` is a shape that holds all of the trees; records of steps hold depths.
+    …". `shape` holds all of the trees; records of steps hold depths.
     """
 
-    choices: tuple[TokenTree, ...] = ()
+    name: str
+    shape: TokenTree = field()
+    choices: tuple[StepTree, ...] = ()
     policy: type[TreePolicy] = AdaptiveTrees
 
     @classmethod
@@ -65,11 +67,12 @@ class ChosenTree(TokenTree):
         for tree in choices:
             paths: list[tuple[int, ...]] = [()]
             for node, parent in enumerate(tree.parents[1:], start=1):
-                paths.append((*paths[parent], tree.children[parent].index(node)))
+                paths.append((*paths[parent], tree.shape.children[parent].index(node)))
             ranks |= dict.fromkeys(paths)
         nodes = sorted(ranks, key=lambda path: (len(path), path))
         parents = (nodes.index(path[:-1]) for path in nodes[1:])
-        return cls((-1, *parents), str(tree_policy), choices, type(tree_policy))
+        shape = TokenTree((-1, *parents), str(tree_policy))
+        return cls(shape.name, shape, choices, type(tree_policy))
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ class Method:
 
     name: str
     kind: str
-    tree: TokenTree | None
+    tree: StepTree | None
     verifier: str
     backtracking: str
     drawn: SiblingSampling | None = None
@@ -203,29 +206,29 @@ class Method:
             require_tree(verifier, each, self.drawn)
 
 
-def tree_named(name: str) -> TokenTree:
+def tree_named(name: str) -> StepTree:
     """Return a tree or a tree policy by its name or file. Raises UsageError."""
     return tree_of(as_tree_policy(name, input_path))
 
 
-def tree_of(tree_policy: TreePolicy) -> TokenTree:
+def tree_of(tree_policy: TreePolicy) -> StepTree:
     """Return a tree policy as the tree that records hold."""
     return tree_policy.largest if len(tree_policy.trees) == 1 else ChosenTree.of(tree_policy)
 
 
-def policy_of(tree: TokenTree) -> TokenTree | TreePolicy:
+def policy_of(tree: StepTree) -> StepTree | TreePolicy:
     """Return the tree policy of a decoder, made anew for each decoder: a choice learns."""
     return tree.policy(tree.choices) if isinstance(tree, ChosenTree) else tree
 
 
-def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
+def choices_of(tree: StepTree) -> tuple[StepTree, ...]:
     """Return the trees that a step may have."""
     return tree.choices if isinstance(tree, ChosenTree) else (tree,)
 
 
-def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
+def require_fillable(tree: StepTree, drafter: DrafterName) -> None:
     """Raise UsageError for a dynamic tree with a drafter that fills only trees of one shape."""
-    if any(isinstance(each, BeamTree) for each in choices_of(tree)) and not drafter.grows:
+    if any(each.grows for each in choices_of(tree)) and not drafter.grows:
         raise UsageError(
             f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and so do "
             "drafters of another tokenizer and independent siblings, which may be alike; take "
@@ -310,7 +313,7 @@ class Job:
     """
 
     method: str
-    tree: TokenTree | None
+    tree: StepTree | None
     verifier: str
     backtracking: str
     drafter: DrafterIdentity | None

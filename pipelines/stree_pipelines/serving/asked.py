@@ -14,7 +14,7 @@ from stree.chat_templates import resolve_template
 from stree.common.errors import UsageError
 from stree.generation import GenerationConfig
 from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
-from stree.trees.token_tree import PLAIN, TokenTree, as_tree
+from stree.trees.token_tree import PLAIN, StepTree, as_tree
 from stree_pipelines.serving.grammar import AskedGrammar, Grammars
 from stree_pipelines.serving.messages import Facts
 from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
@@ -147,7 +147,7 @@ class Asker:
             min_new_tokens=body.min_tokens,
         ).without_unread()
 
-    def _tree(self, speculation: bool | str) -> TokenTree | None:
+    def _tree(self, speculation: bool | str) -> StepTree | None:
         if speculation is True:
             return None
         if speculation is False:

@@ -42,7 +42,7 @@ TIMES = PairTimes([
     draft(600.0, 800.0, tree="beam-4-4-32"),
 ])
 # Paths of 4, 3, 1 and 0 drafts; the call that ends the answer gave a token less than it accepted
-ENDS = [BEAM.levels[depth][0] for depth in (4, 3, 1, 0)]
+ENDS = [BEAM.shape.levels[depth][0] for depth in (4, 3, 1, 0)]
 PLACE = Place("b", 0.0, {CHAIN: [2, 0], PAPER: [12, 1], BEAM: ENDS},
               {CHAIN: 2.0, PAPER: 3.5, BEAM: 2.75}, 500)
 
@@ -60,7 +60,7 @@ def test_times_of_steps():
 
 
 def test_a_beam_of_fewer_levels_accepts_what_the_deeper_one_shows():
-    assert [SHALLOW.depths[end] for end in PLACE.ends_of(SHALLOW)] == [2, 2, 1, 0]
+    assert [SHALLOW.shape.depths[end] for end in PLACE.ends_of(SHALLOW)] == [2, 2, 1, 0]
     assert PLACE.tau(SHALLOW) == pytest.approx((1 + 5 / 4) * 2.75 / 3)
     assert speed_of(SHALLOW, PLACE, TIMES) == pytest.approx(PLACE.tau(SHALLOW) * 1000 / 1500)
     for other in (BeamTree.of(4, 2, 8), BeamTree.of(4, 5, 32), BeamTree.of(3, 2, 13)):

@@ -261,7 +261,7 @@ def test_each_kind_of_tree_is_tried_before_any_is_judged():
         depth = 0
         while depth < tree.max_depth and rng.random() < (0.8 if tree == paper else 0.5):
             depth += 1
-        policy.learn_path(tree, tree.path_to(tree.levels[depth][0]))
+        policy.learn_path(tree, tree.shape.path_to(tree.shape.levels[depth][0]))
     assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) >= 8
 
 

@@ -144,7 +144,7 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
             if verifier == "coupled" or not wanted.stats:
                 assert eager.tokens == wanted.tokens
             assert eager.stats.num_nodes == tree.num_nodes * eager.stats.num_calls
-            depths = [tree.depths[end] for end in eager.stats.end_node_per_call]
+            depths = [tree.shape.depths[end] for end in eager.stats.end_node_per_call]
             assert depths == eager.stats.accepted_per_call
             accepted += sum(eager.stats.accepted_per_call)
     assert accepted > 20 or verifier == "naive"
@@ -349,11 +349,11 @@ def test_names_say_all_of_it(name):
     tree = TokenTree.load(name)
     assert isinstance(tree, BeamTree) and tree.name == name
     assert f"beam-{tree.width}-{tree.depth}-{tree.num_nodes}" == name
-    assert tree.max_depth == tree.depth and max(map(len, tree.children)) <= tree.width
-    inner = [sum(bool(tree.children[node]) for node in level) for level in tree.levels]
+    assert tree.max_depth == tree.depth and max(map(len, tree.shape.children)) <= tree.width
+    inner = [sum(bool(tree.shape.children[node]) for node in level) for level in tree.shape.levels]
     assert max(inner) <= tree.width
     assert Tree(name=tree.name, parents=tree.parents).to_token_tree() == tree
-    assert [tree.depths[tree.end_of(range(n + 1))] for n in range(tree.depth + 1)] == [
+    assert [tree.shape.depths[tree.end_of(range(n + 1))] for n in range(tree.depth + 1)] == [
         *range(tree.depth + 1)
     ]
 
@@ -362,7 +362,7 @@ def test_names_say_all_of_it(name):
 def test_a_beam_search_has_as_many_tokens_in_each_level(name):
     tree = TokenTree.load(name)
     assert isinstance(tree, BeamSearchTree) and tree.name == name
-    assert [len(level) for level in tree.levels] == [1] + [tree.width] * tree.depth
+    assert [len(level) for level in tree.shape.levels] == [1] + [tree.width] * tree.depth
     assert tree.num_nodes == 1 + tree.width * tree.depth
     assert Tree(name=tree.name, parents=tree.parents).to_token_tree() == tree
     with pytest.raises(UsageError, match=f"{name} verifies 4096 nodes, wanted {tree.num_nodes}"):

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,21 @@ import torch
 
 from stree.common.errors import UsageError
 from stree.trees.token_tree import TokenTree, balanced
+
+
+def test_no_code_asks_for_the_class_of_a_tree():
+    """Shapes, recipes and policies answer by their methods; only what users give is checked."""
+    root = Path(__file__).parents[3]
+    found = {
+        f"{path.relative_to(root)}: {line.strip()}"
+        for folder in ("stree", "pipelines", "kernels") for path in (root / folder).rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"isinstance\(.*\b(TokenTree|StepTree|Beam(Search)?Tree|SlotTree)\b", line)
+    }
+    assert found == {"stree/trees/token_tree.py: if not isinstance(tree, StepTree):"}
+    recipe, shape = TokenTree.load("beam-3-3-9"), TokenTree.paper()
+    assert recipe.grows and not shape.grows and not isinstance(recipe, TokenTree)
+    assert recipe.shape.parents == recipe.parents and shape.shape is shape
 
 
 def test_paper_tree():

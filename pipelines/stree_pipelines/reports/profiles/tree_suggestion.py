@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stree import metrics
 from stree.common.errors import UsageError
 from stree.speculation_profile import SuggestedTree, Tree, TreeCheck
-from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.token_tree import StepTree, TokenTree
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 
 # Calls at the rank's rate over all depths that are added to a rate's own, to steady rare ones.
@@ -30,7 +30,7 @@ MAX_NODES = 768  # of a suggested tree: time grows with the cube, memory with th
 
 # A tree, and the calls whose paths ended at each of its nodes: all, and those that judged no draft
 # after the end (`metrics.open_ends`)
-MeasuredEnds = tuple[TokenTree, Mapping[int, int], Mapping[int, int]]
+MeasuredEnds = tuple[StepTree, Mapping[int, int], Mapping[int, int]]
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,17 @@ class AcceptanceRates:
         """Count from trees with their `end_nodes` and `open_ends`."""
         measured = list(measured)
         depth = max((tree.max_depth for tree, *_ in measured), default=0)
-        widest = max((len(nodes) for tree, *_ in measured for nodes in tree.children), default=0)
+        widest = max((tree.widest for tree, *_ in measured), default=0)
         reached, accepted = np.zeros((2, depth, widest), dtype=np.int64)
         for tree, ends, open_ends in measured:
             visits = [ends.get(node, 0) for node in range(tree.num_nodes)]
             for node in range(tree.num_nodes - 1, 0, -1):
                 visits[tree.parents[node]] += visits[node]
-            for parent, children in enumerate(tree.children):
+            for parent, children in enumerate(tree.shape.children):
+                depth, judged = tree.shape.depths[parent], visits[parent] - open_ends.get(parent, 0)
                 for rank, child in enumerate(children):
-                    reached[tree.depths[parent], rank] += visits[parent] - open_ends.get(parent, 0)
-                    accepted[tree.depths[parent], rank] += visits[child]
+                    reached[depth, rank] += judged
+                    accepted[depth, rank] += visits[child]
         return cls(reached, accepted)
 
     @property
@@ -77,21 +78,21 @@ class AcceptanceRates:
         beyond = np.repeat(prior_R, max(num_depths - rates_DR.shape[-2], 0), axis=-2)
         return np.concatenate([rates_DR, beyond], axis=-2)[..., :num_depths, :]
 
-    def expected_drafts(self, tree: TokenTree) -> NDArray[np.float64]:
+    def expected_drafts(self, tree: StepTree) -> NDArray[np.float64]:
         """Return the expected accepted drafts per call, [...]."""
         rates = self.rates(tree.max_depth)
         probability = [np.ones(rates.shape[:-2])] * tree.num_nodes
-        for parent, children in enumerate(tree.children):
+        for parent, children in enumerate(tree.shape.children):
             for rank, child in enumerate(children):
                 known = rank < rates.shape[-1]
-                rate = rates[..., tree.depths[parent], rank] if known else 0.0
+                rate = rates[..., tree.shape.depths[parent], rank] if known else 0.0
                 probability[child] = probability[parent] * rate
         return np.asarray(sum(probability[1:]))
 
 
 def best_tree(
     rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None, name: str | None = None
-) -> TokenTree:
+) -> StepTree:
     """Return the tree of at most `num_nodes` nodes, root included, with the most expected drafts.
 
     None is deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError for a
@@ -129,7 +130,7 @@ def _shares(
     return share
 
 
-def _grown(share: NDArray[np.int64], num_drafts: int, name: str | None = None) -> TokenTree:
+def _grown(share: NDArray[np.int64], num_drafts: int, name: str | None = None) -> StepTree:
     """Return the tree of a number of drafts among `_shares`."""
     num_levels, widest, _ = share.shape
     parents, queue = [-1], [(0, 0, num_drafts)]
@@ -160,7 +161,7 @@ class Acceptance:
         own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in with_ends)
         return cls(AcceptanceRates.of(measured), own / sum(map(_calls, with_ends)))
 
-    def length(self, tree: TokenTree) -> float:
+    def length(self, tree: StepTree) -> float:
         """Return the predicted acceptance length."""
         return self.own_tokens + float(self.rates.expected_drafts(tree))
 
@@ -190,7 +191,7 @@ class MeasuredTimes:
             calls.setdefault(tree.num_nodes, []).append(_call_ms(row.time_ms))
             if row.baseline_time_ms:
                 calls.setdefault(1, []).append(_call_ms(row.baseline_time_ms))
-            if tree.num_nodes > 1 and not isinstance(tree, BeamTree):
+            if tree.num_nodes > 1 and not tree.grows:
                 levels.append(row.time_ms["draft"] / tree.max_depth)
         if not levels:
             raise UsageError("no row of a tree of one shape says what drafting takes: evaluate one")
@@ -200,7 +201,7 @@ class MeasuredTimes:
     def max_nodes(self) -> int:
         return max(self.calls)
 
-    def step_ms(self, tree: TokenTree) -> float:
+    def step_ms(self, tree: StepTree) -> float:
         call = np.interp(tree.num_nodes, list(self.calls), list(self.calls.values()))
         return tree.max_depth * self.level + float(call)
 
@@ -209,7 +210,7 @@ class MeasuredTimes:
 class Fastest:
     """Tree of a number of levels with the most predicted tokens per second."""
 
-    tree: TokenTree
+    tree: StepTree
     acceptance_length: float
     step_ms: float
 
@@ -295,7 +296,7 @@ def suggest(
         predicted_acceptance_length=model.length(tree),
         predicted_acceptance_length_interval=_interval(tree, prompts) if complete else None,
         num_calls=sum(map(_calls, with_ends)),
-        num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.depths),
+        num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.shape.depths),
         checks=tuple(
             TreeCheck(
                 tree=each, predicted_acceptance_length=model.length(each.to_token_tree()),
@@ -310,17 +311,17 @@ def tells_ranks(row: ResultRow) -> bool:
     """Return True when a row records accepted drafts by depth and rank."""
     if row.tree is None or not row.end_nodes:
         return False
-    return not isinstance(row.tree.to_token_tree(), BeamTree)
+    return not row.tree.to_token_tree().grows
 
 
 def _interval(
-    tree: TokenTree, prompts: Sequence[tuple[TokenTree, SampleRow]]
+    tree: StepTree, prompts: Sequence[tuple[StepTree, SampleRow]]
 ) -> metrics.Interval | None:
     """Bootstrap the predicted τ over prompts, each with all the trees that it was run with.
 
     The interval covers the choice of prompts, not the model's error.
     """
-    groups: dict[tuple[str, str], list[tuple[TokenTree, SampleRow]]] = {}
+    groups: dict[tuple[str, str], list[tuple[StepTree, SampleRow]]] = {}
     for each in prompts:
         groups.setdefault((each[1].benchmark, each[1].prompt_id), []).append(each)
     # Gives all counts one shape.
