@@ -101,6 +101,20 @@ def slice_drafter(
     return drafter
 
 
+def head_with_ends_of(target: HybridModel, layers: tuple[int, ...]) -> HybridModel:
+    """Return an EAGLE-3 head (`HybridConfig.eagle_head`) in fp32 on the target's device.
+
+    Embedding, final norm and head are copies of the target's, all else is random.
+    """
+    source = target.plain_state()
+    with target.device:
+        head = HybridModel(target.config.eagle_head(layers))
+    ends = ("model.embed_tokens.", "model.norm.", "lm_head.")
+    copies = {name: each.float() for name, each in source.items() if name.startswith(ends)}
+    head.load_state_dict(copies, strict=False)
+    return head
+
+
 def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> HybridConfig:
     """Return the config with an untied head over `vocab_size` tokens and of rank `rank`.
 

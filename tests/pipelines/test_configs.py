@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from stree_lab.studies.plan import StudyRun, read_study
 from stree_pipelines.commands.distill import DistillCLI
 from stree_pipelines.commands.train_target import TargetCLI
 from stree_pipelines.training.checkpoints.export import Exports
-from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.distillation import Distillation, drafter_config_of
 from stree_pipelines.training.hidden_states import FeatureConfig, default_layers
 from stree_pipelines.training.module import TargetTraining
 from stree_pipelines.training.optimization import OptimizerConfig
@@ -150,6 +151,29 @@ def test_the_chats_drafter_that_reads_features_is_what_the_study_trained():
     drafter = headed(reading, **options["model"]["head"])
     whole = drafter.vocab_size * drafter.d_model
     assert drafter.head_rank * (drafter.head_size + drafter.d_model) < whole / 3
+
+
+def test_the_chats_eagle_head_differs_from_a_mamba_2_layer_in_its_layer_alone():
+    options = parse(CONFIGS / "distill/chat-75m-eagle.yaml")
+    (command,) = (
+        command for command in lines_written_in(CONFIGS / "compare/chat-75m-eagle.yaml")
+        if "chat-75m-features.yaml" in command
+    )
+    _, _, _, *more = Command.of(command).arguments
+    rival = parse(CONFIGS / "distill/chat-75m-features.yaml", *more)
+    features, ours = (FeatureConfig(**each["model"].pop("features")) for each in (options, rival))
+    assert features == replace(ours, eagle=True) and features.ahead == 4
+    layers = [each["model"].pop("drafter_layers") for each in (options, rival)]
+    assert layers == [None, [0]]
+    for part in ("model", "data", "seed_everything", "export"):
+        assert options[part] == rival[part]
+    assert options["trainer"]["max_steps"] == rival["trainer"]["max_steps"]
+    target = architecture("target/chat-75m.yaml")
+    head = drafter_config_of(target, None, None, None, features)
+    assert head.eagle_inputs and head.feature_layers == default_layers(target.num_layers)
+    sliced = drafter_config_from(target, [0])
+    sizes = [count_parameters(each.replace(vocab_size=1)) for each in (head, sliced)]
+    assert 1 < sizes[0] / sizes[1] < 1.6
 
 
 def test_the_chats_drafters_see_as_many_tokens_at_each_export():

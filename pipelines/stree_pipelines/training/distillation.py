@@ -21,6 +21,7 @@ from stree.models.model import HybridModel
 from stree.models.slicing import (
     Layers,
     drafter_config_from,
+    head_with_ends_of,
     headed,
     slice_drafter,
     with_random_head,
@@ -119,6 +120,8 @@ class Distillation(Training):
             whole = copy.deepcopy(own).float().train()  # the target's embedding and head stay
         elif start_from is not None:
             whole = load(start_from).train()
+        elif is_sliced and config.eagle_inputs:
+            whole = head_with_ends_of(model, config.feature_layers)
         elif is_sliced:
             whole = slice_drafter(model, drafter_layers, config.feature_layers, config.own_features)
         self._whole_head: Tensor | None = None  # (V, D), until the head has copied its rows
@@ -302,6 +305,11 @@ def drafter_config_of(
                 "new drafter"
             )
         return headed(config, head.vocab_size, head.rank)
+    if features is not None and features.eagle and drafter is None and layers is None:
+        features.require_sensible()
+        return headed(
+            target.eagle_head(features.layers_of(target)), head.vocab_size, head.rank
+        )
     if drafter is None:
         config = drafter_config_from(target, layers)
     elif layers is not None:

@@ -29,6 +29,8 @@ class FeatureConfig:
         layers: the target's layers whose outputs are read, in order; null takes an early, a middle
             and the last one.
         own: further down a draft the drafter reads its own last hidden state.
+        eagle: the drafter is an EAGLE-3 head: its first attention reads [embedding, hidden state].
+            Without model.drafter it has one layer of the target's dimensions.
         ahead: number of further passes; the k-th reads each token as the k-th of a draft. For
             drafters of Mamba-2 layers, attention and MLPs. 0: one pass with features left out.
         ahead_decay: weight of a token as the k-th of a draft, relative to its weight as the one
@@ -40,6 +42,7 @@ class FeatureConfig:
 
     layers: list[int] | None = None
     own: bool = False
+    eagle: bool = False
     ahead: int = 0
     ahead_decay: float = 0.8
     unknown_share: float | None = None
@@ -60,6 +63,11 @@ class FeatureConfig:
             raise UsageError(
                 "model.features.own is learnt in passes ahead: set model.features.ahead to the "
                 "depth of the trees that will be drafted, less one"
+            )
+        if self.eagle and not self.own:
+            raise UsageError(
+                "model.features.eagle is for a drafter that reads its own hidden states further "
+                "down a draft: set model.features.own to true, and model.features.ahead"
             )
 
     @property
@@ -84,7 +92,8 @@ class FeatureConfig:
 
         Raises UsageError for layers that the target does not have.
         """
-        return drafter.reading(self.layers_of(target), target, self.own)
+        reading = drafter.reading(self.layers_of(target), target, self.own)
+        return reading.replace(eagle_inputs=True) if self.eagle else reading
 
     def known(self, shape: Sequence[int], chance: torch.Generator) -> Tensor:
         """Draw the tokens read with features, (B, T) bool; unknown runs have 1 to `longest_run`."""

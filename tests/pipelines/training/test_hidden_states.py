@@ -132,10 +132,14 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
     with pytest.raises(UsageError, match=r"say in model\.features\.layers"):
         drafter_config_of(TARGET, DRAFTER.reading((0,), TARGET), None)
     for wrong in (
-        {"unknown_share": 1.0}, {"longest_run": 0}, {"ahead": -1}, {"ahead_decay": 0}, {"own": True}
+        {"unknown_share": 1.0}, {"longest_run": 0}, {"ahead": -1}, {"ahead_decay": 0},
+        {"own": True}, {"eagle": True, "ahead": 2},
     ):
         with pytest.raises(UsageError, match=rf"model\.features\.{next(iter(wrong))}"):
             FeatureConfig(**wrong).require_sensible()
+    eagle = FeatureConfig(ahead=2, own=True, eagle=True)
+    with pytest.raises(UsageError, match="first layer of attention, this one is 'mamba mlp'"):
+        drafter_config_of(TARGET, DRAFTER, None, features=eagle)
     ahead = FeatureConfig(ahead=2)
     with pytest.raises(UsageError, match="attention and MLPs, this one has a sliding window"):
         features_of(DRAFTER.reading((0,), TARGET).replace(sliding_window=4), ahead, False)
@@ -154,11 +158,14 @@ def a_batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "segment_ids": segments, "loss_mask": mask}
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
+@pytest.mark.parametrize(
+    ("own", "eagle"), [(True, False), (False, False), (True, True)], ids=["own", "no", "eagle"]
+)
+def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, eagle, workspace):
     """The loss equals dense softmaxes of all passes in fp64, given each token's drawn depth."""
     module = Distillation(
-        str(workspace / "target"), DRAFTER, features=FeatureConfig(ahead=3, own=own)
+        str(workspace / "target"), None if eagle else DRAFTER,
+        features=FeatureConfig(ahead=3, own=own, eagle=eagle),
     )
     module.exported.double()
     module.target.double()
@@ -176,7 +183,7 @@ def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
         )
     terms.loss.backward()
     got = {name: each.grad for name, each in module.exported.named_parameters()}
-    assert (got.get("model.features.own.weight") is not None) == own
+    assert (got.get("model.features.own.weight") is not None) == (own and not eagle)
     module.zero_grad()
     (chosen, there), (tokens, segments) = drawn[0], (batch["tokens"], batch["segment_ids"])
     features = HiddenStateTap(module.exported.config.feature_layers)
@@ -223,6 +230,26 @@ def test_passes_ahead_train_and_their_drafter_decodes(workspace, tmp_path):
     generation = GenerationConfig(16, ignore_eos=True)
     got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
     assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+
+
+def test_an_eagle_head_is_trained_for_trees(workspace, tmp_path):
+    """It has the target's embedding at first, and a head over some tokens, which are drafted."""
+    distill.main(distill_arguments(
+        workspace, tmp_path, "--model.features.eagle", "true", "--model.features.own", "true",
+        "--model.features.ahead", "3", "--model.features.layers", "[0,2,3]",
+        "--model.head.vocab_size", "200", "--model.optimizer.lr", "0.01", steps=12,
+    ))
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    assert losses[-1] < losses[0] - 0.05  # a sum over some tokens alone may be below 0
+    target = load_model(workspace / "target", dtype=torch.float64)
+    drafter = load_model(tmp_path / "drafter/latest", dtype=torch.float64)
+    assert drafter.config.eagle_inputs and drafter.config.layer_types == ("attention mlp",)
+    moved = drafter.model.embed_tokens.weight - target.model.embed_tokens.weight
+    assert 0 < moved.abs().max() < 0.3
+    generation = GenerationConfig(16, ignore_eos=True)
+    for tree in ("paper", "beam-3-3-8"):
+        got = Decoder(target, drafter, tree).generate([1, 2, 3], generation)
+        assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
 
 
 def test_an_mtp_head_is_trained_on_for_trees(workspace, tmp_path):
