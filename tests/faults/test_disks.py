@@ -14,7 +14,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from lanes import lanes
+from lanes import costly, lanes
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
@@ -79,7 +79,7 @@ def assert_refused(command: forked.Command, run_dir: Path, reason: str) -> re.Ma
     return said
 
 
-@pytest.mark.parametrize("lacking", ["bytes", "inodes"])
+@pytest.mark.parametrize("lacking", ["bytes", costly("inodes")])
 @pytest.mark.parametrize("seed", lanes(quick=1, long=13))
 def test_a_disk_too_small_for_the_run(training, tmp_path, seed, lacking):
     """The disk has from less than one checkpoint (340 kB) to a little less than the run needs."""

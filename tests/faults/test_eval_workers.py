@@ -102,6 +102,7 @@ def test_whoever_dies_each_prompt_is_there_once(
             assert ids == Counter({str(i): 1 for i in range(NUM_PROMPTS)})
 
 
+@pytest.mark.costly
 def test_an_error_that_all_have_is_told_as_it_is(forks, arguments, tmp_path):
     """No worker is blamed for leaving first."""
     workers = start(forks, [*arguments, "--dtype", "float8"], tmp_path / "out", 2)

@@ -190,6 +190,7 @@ def test_torchrun_ends_the_other_rank_when_one_dies_and_the_run_goes_on(pair, tm
     assert last_logged(run_dir) == saved + 2
 
 
+@pytest.mark.costly
 def test_a_rank_that_lost_another_keeps_its_exit_code_from_the_launcher():
     """A job script goes by the highest code of all ranks, and that of SIGTERM is 143."""
     before = signal.getsignal(TERM)

@@ -9,7 +9,7 @@ import torch
 from eagle_heads import save_head
 from families import FAMILIES, TRANSFORMERS, random_reference
 from kernel_cases import DEVICE, comb, relative_error
-from lanes import quick_first
+from lanes import costly, quick_first
 from mtp_heads import save_with_head
 from watched import watch
 
@@ -29,7 +29,8 @@ from stree.trees.token_tree import TokenTree, as_tree
 from stree_kernels import ops
 
 SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1, "olmo_hybrid": 1}
-SHORT = ("bamba", "falcon", "qwen3_5", "olmo_hybrid", "mistral", "gpt_neox")  # in a short run
+# In a short run; `make test` has the first three
+SHORT = ("bamba", "qwen3_5", "gpt_neox", "falcon", "olmo_hybrid", "mistral")
 
 
 @pytest.fixture
@@ -58,8 +59,9 @@ def two_calls(model, tree):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=[] if family in SHORT else [pytest.mark.long])
-        for family in (*FAMILIES, *TRANSFORMERS)
+        *SHORT[:3], *map(costly, SHORT[3:]),
+        *(pytest.param(family, marks=pytest.mark.long)
+          for family in (*FAMILIES, *TRANSFORMERS) if family not in SHORT),
     ],
 )
 @torch.no_grad()
@@ -72,6 +74,7 @@ def test_families(tmp_path, fused, family):
         assert relative_error(got, each) < 1e-4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
 def test_a_head_of_the_target(tmp_path, fused, monkeypatch, kind):
     """It reads a prompt in chunks, drafts levels after each other, and takes accepted features."""
@@ -94,7 +97,7 @@ def test_a_head_of_the_target(tmp_path, fused, monkeypatch, kind):
     assert relative_error(logits[1], logits[0]) < 1e-4
 
 
-@pytest.mark.parametrize("mixers", ["attention", "mamba+attention"])
+@pytest.mark.parametrize("mixers", [costly("attention"), "mamba+attention"])
 @torch.no_grad()
 def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
     config = HybridConfig(

@@ -351,6 +351,8 @@ FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
 TRANSFORMERS: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "gpt_neox": _gpt_neox,
 }
+# Families of `make test` where all take long: one of each kind of layers
+OF_EACH_KIND = ("bamba", "zamba", "qwen3_5", "olmo_hybrid", "lfm2_moe", "jamba", "gpt_neox")
 LAYOUTS = {
     **FAMILIES, **TRANSFORMERS,
     "mamba": _mamba1, "falcon_mamba": _falcon_mamba, "jamba": _jamba,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import costly
 from mtp_heads import save_with_head
 from tiny_evaluation import export, quiet, settings_for
 
@@ -72,7 +73,7 @@ def test_unknown_trees_and_verifiers_of_chains_alone_are_refused_at_once(world, 
     quiet(settings_for(world, tmp_path, verifier="block", methods=("autoregressive", "vanilla_sd")))
 
 
-@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+@pytest.mark.parametrize("grafted", [costly(False), True])
 def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_path):
     name = f"ngram:3,{corpus}"
     name = f"{export(world, 10)}+{name}" if grafted else name
@@ -85,6 +86,7 @@ def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_pa
     assert rows[2].key not in {job.result_key for job in quiet(chosen).plan(name)}
 
 
+@pytest.mark.costly
 def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     name = f"float8:{export(world, 10)}"
     chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24, tree="beam-2-2-4")

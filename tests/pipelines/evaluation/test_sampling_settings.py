@@ -107,6 +107,7 @@ def test_greedy_answers_are_those_of_transformers_penalty(served, world):
     assert ResultStore(unpenalised.settings.out).samples(row)[0].turns[0] != sample.turns[0]
 
 
+@pytest.mark.costly
 @error_if_greedy_is_warned_of
 def test_a_batch_has_the_same_answers(served, world, tmp_path):
     store, _ = served
@@ -250,6 +251,7 @@ def test_a_config_takes_them_and_a_dry_run_says_them(world, tmp_path, capsys):
     assert told in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.costly
 def test_a_comparison_s_arms_all_have_them_and_its_table_says_so(world, tmp_path):
     compare_file = tmp_path / "arms.yaml"
     compare_file.write_text(

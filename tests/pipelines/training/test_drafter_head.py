@@ -72,6 +72,7 @@ def test_a_run_says_its_coverage_and_exports_a_drafter_that_decodes_losslessly(
         assert decoder.generate(prompt, setting).tokens == plain.generate(prompt, setting).tokens
 
 
+@pytest.mark.costly
 def test_a_resumed_run_is_the_same_bit_for_bit(workspace, whole_run, tmp_path):
     more = (*HEAD, "--export.steps", "[2]", "--model.optimizer.lr", "0.01")
     arguments = distill_arguments(workspace, tmp_path / "run", *more, steps=4)

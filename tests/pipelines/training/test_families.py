@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from families import FAMILIES, random_reference
+from lanes import costly
 from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
 
 import stree
@@ -18,8 +19,9 @@ SEEDS = {"granite": 3, "nemotron": 3, "qwen3_5": 1}  # with experts
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=[] if family in ("nemotron", "mamba") else [pytest.mark.long])
-        for family in (*FAMILIES, "mamba", "falcon_mamba")
+        "nemotron", costly("mamba"),
+        *(pytest.param(family, marks=pytest.mark.long)
+          for family in (*FAMILIES, "falcon_mamba") if family != "nemotron"),
     ],
 )
 def test_a_drafter_is_distilled_and_decodes(tmp_path, family):

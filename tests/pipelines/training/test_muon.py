@@ -113,6 +113,7 @@ def test_moments_are_as_many_as_estimated():
         assert checkpoint_bytes(config, kind) == taken
 
 
+@pytest.mark.costly
 def test_a_run_with_decays_is_resumed_bit_for_bit(workspace, tmp_path):
     """Runs go on from before a decay and from behind it, and exports equal a shorter training's."""
 

@@ -131,6 +131,7 @@ def test_a_run_that_was_stopped_around_a_decay_is_the_same(workspace, branching,
     assert_same_run(run_dir, branching)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("every_n_steps", "validation"), quick_first([(99, 0)], [(2, 0), (99, 2), (2, 2)])
 )

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from captures import NothingWaits
-from lanes import quick_first
+from lanes import costly, quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -28,7 +28,7 @@ def turns(decoder, count: int, generation: GenerationConfig, keep: bool):
     return outputs
 
 
-@pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize("attn_layers", [costly(()), (1,)], ids=str)
 @pytest.mark.parametrize(
     ("temperature", "graphs", "in_8_bits"),
     quick_first(
@@ -270,8 +270,11 @@ def _optimizer_step(target, other) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("change", [_load_state_dict, _optimizer_step])
+@pytest.mark.parametrize(
+    ("change", "graphs"),
+    [(_load_state_dict, True), (_optimizer_step, False), costly(_load_state_dict, False),
+     costly(_optimizer_step, True)],
+)
 def test_prefixes_do_not_outlive_weights_that_are_changed_in_place(change, graphs, request):
     if graphs:
         request.getfixturevalue("captured_on_cpu")
@@ -332,7 +335,7 @@ def test_a_prompt_read_with_two_sets_of_weights_is_not_kept(monkeypatch):
     assert decoder.num_reusable([*SYSTEM, 4]) == 0
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [False, costly(True)])
 @pytest.mark.parametrize("messages_end", [0, 1, 4, 7])
 def test_a_part_of_a_prompt_is_kept_as_it_is_read(messages_end, graphs, request):
     if graphs:

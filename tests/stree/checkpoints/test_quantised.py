@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from families import VOCAB, random_reference
+from lanes import costly
 from safetensors.torch import load_file, save_file
 
 from stree.checkpoints import load_save
@@ -114,7 +115,7 @@ def write(theirs, folder, form: str) -> set[str]:
 @pytest.mark.parametrize(
     ("family", "form"),
     [
-        *(("llama", form) for form in FORMATS), *(("qwen3_5", form) for form in FORMATS),
+        *(("llama", form) for form in FORMATS), *(costly("qwen3_5", form) for form in FORMATS),
         ("falcon", "fp8-small-blocks"), ("falcon", "channel"), ("nemotron", "modelopt"),
         ("qwen3_next", "fp8"), ("zamba", "channel"), ("granite", "block"), ("jamba", "channel"),
         ("mamba2", "channel"),

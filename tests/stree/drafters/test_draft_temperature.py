@@ -15,6 +15,7 @@ from enumerated import (
     distance,
     length_of,
 )
+from lanes import costly
 from toys import TableTarget, tiny_config, tiny_model
 
 from stree import BatchDecoder, GenerationConfig, Request, TokenTree
@@ -39,7 +40,7 @@ def tiny(vocabulary: int = 3) -> HybridModel:
     return model
 
 
-@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[2], SETTINGS[4], GREEDY], ids=str)
+@pytest.mark.parametrize("setting", [SETTINGS[2], GREEDY, *map(costly, SETTINGS[:5:4])], ids=str)
 @pytest.mark.parametrize(
     ("verifier", "tree"),
     [(MultiStep, FORKED), (Traversal, TokenTree((-1, 0, 0))), (Naive, TokenTree.chain(1))],
@@ -93,7 +94,7 @@ def test_drafts_are_the_best_with_noise_at_their_own_temperature(dtype):
 
 @pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
 @pytest.mark.parametrize(
-    "tree", [pytest.param("chain-3", marks=pytest.mark.costly), "dyspec-2-3-5", "paper"]
+    "tree", [costly("chain-3"), "dyspec-2-3-5", costly("paper")]
 )
 def test_greedy_texts_are_plain_decodings(tree, verifier, captured_on_cpu):
     """Rows of all temperatures decode together; some greedy drafts are not the best tokens."""

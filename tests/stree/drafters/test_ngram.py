@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from captures import NothingWaits
-from lanes import quick_first
+from lanes import costly, quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, GenerationConfig, Request, TokenTree
@@ -139,7 +139,7 @@ def requests(count: int, trees) -> list[Request]:
 TREES = [PNG, TokenTree.chain(3), balanced([3, 2]), TokenTree.chain(0)]
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("captured", [costly(False), True])
 @pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
 def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
     """One batch has all trees and settings, eagerly and by graphs, in which nothing may wait."""
@@ -242,7 +242,7 @@ class Alternating(AdaptiveTrees):
         return self.trees[1] if self.turn % 3 else PLAIN
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("captured", [costly(False), True])
 @pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
 def test_what_plain_steps_added_stands_in_its_place_in_the_text(grafted, captured, request):
     if captured:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from lanes import costly
 from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import (
@@ -141,7 +142,7 @@ def test_a_processor_that_fails_ends_its_own_answer_alone():
         assert [each.result().tokens for each in good] == [wanted] * 2
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("graphs", [costly(False), True])
 @pytest.mark.parametrize("place", ["read", "runner.launch", "runner.collect"])
 def test_a_worker_that_raises_ends_the_rows_of_its_plan_and_goes_on(place, graphs, request):
     if graphs:

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from families import LAYOUTS, VOCAB, random_reference
+from families import LAYOUTS, OF_EACH_KIND, VOCAB, random_reference
+from lanes import costly
 
 from stree import TokenTree
 from stree.checkpoints.load_save import load_model, save_model
@@ -37,7 +38,9 @@ def put_back_every_third(model: HybridModel) -> None:
 
 
 @pytest.mark.parametrize("partly", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [*OF_EACH_KIND, *map(costly, sorted(LAYOUTS.keys() - {*OF_EACH_KIND}))]
+)
 @torch.no_grad()
 def test_products_in_8_bits_are_those_of_the_numbers(layout, partly, tmp_path):
     random_reference(layout, 1).save_pretrained(tmp_path)

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, TRANSFORMERS, random_reference
+from families import LAYOUTS, OF_EACH_KIND, random_reference
+from lanes import costly
 from torch import nn
 from toys import load_quietly, mixed_requests, right_now_and_then, tiny_model
 
@@ -30,8 +31,8 @@ def tokens_of(target, drafter, requests, **options):
 @pytest.mark.parametrize(
     ("family", "in_8_bits"),
     [
-        *((each, False) for each in (*FAMILIES, *TRANSFORMERS, "mamba", "falcon_mamba", "jamba")),
-        ("falcon", True), ("zamba", True),
+        *((each, False) for each in OF_EACH_KIND), ("falcon", True), costly("zamba", True),
+        *(costly(each, False) for each in LAYOUTS if each not in (*OF_EACH_KIND, "mamba2")),
     ],
 )
 def test_every_family_gives_the_same_tokens(family, in_8_bits):
@@ -46,7 +47,7 @@ def test_every_family_gives_the_same_tokens(family, in_8_bits):
 
 
 @pytest.mark.parametrize("backtracking", ["replay", "joint"])
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_layers", [1, 2, *map(costly, (3, 5))])
 def test_trees_and_batches_give_the_same_tokens(num_layers, backtracking):
     target = tiny_model(1, num_layers=5, attn_layers=(1, 4))
     drafter = right_now_and_then(target)

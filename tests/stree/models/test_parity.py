@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from families import VOCAB, random_reference
+from lanes import costly
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -74,7 +75,7 @@ def test_yarn_is_transformers(layout, more, tmp_path):
         assert (again(tokens).logits - wanted).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("saved_as", ["safetensors", "bin"])
+@pytest.mark.parametrize("saved_as", ["safetensors", costly("bin")])
 @pytest.mark.parametrize(("layout", "seed"), [("mamba", 3), ("mamba2", 6)])
 @torch.no_grad()
 def test_state_spaces_layout(layout, seed, saved_as, tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lanes import costly
 from run_checks import assert_same_state
 from tiny_run import distill_arguments, metric_rows
 
@@ -298,7 +299,7 @@ def test_how_many_prompts_are_decoded_at_once_is_said_by_the_option_then_the_con
     )
 
 
-@pytest.mark.parametrize("mode", ["inline", "process", "slurm"])
+@pytest.mark.parametrize("mode", ["inline", costly("process"), costly("slurm")])
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lanes import quick_first
+from lanes import costly, quick_first
 from run_checks import assert_same_state, is_equal
 from tiny_run import distill_arguments, metric_rows
 
@@ -180,6 +180,7 @@ def test_random_numbers_go_on_where_they_were(workspace, uninterrupted, copy_of_
     assert drawn == {step: numbers for step, numbers in whole.items() if step > 4}
 
 
+@pytest.mark.costly
 def test_gradient_accumulation_resumes_exactly(workspace, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     more = ("--trainer.accumulate_grad_batches", "2", "--trainer.val_check_interval", "4")
@@ -238,7 +239,8 @@ def test_a_folder_without_a_checkpoint_takes_any_settings(workspace, copy_of_run
     ("number", "kind", "said"),
     [
         (signal.SIGTERM, Preempted, r"stopped by SIGTERM after step 3; .*: run the same command"),
-        (signal.SIGINT, Interrupted, r"interrupted after step 3; .*: to go on, run: python pipe"),
+        costly(signal.SIGINT, Interrupted,
+               r"interrupted after step 3; .*: to go on, run: python pipe"),
     ],
 )
 def test_a_signal_saves_at_the_step_s_end_and_the_run_goes_on_later(

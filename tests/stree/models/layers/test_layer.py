@@ -6,6 +6,7 @@ In fp64 sums in another order leave about 1e-12.
 
 import pytest
 import torch
+from lanes import costly
 from toys import tiny_model
 
 from stree.trees.token_tree import TokenTree
@@ -17,7 +18,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("num_kv_heads", [costly(4), 2])
 @pytest.mark.parametrize("backtracking", ["replay", "joint"])
 @pytest.mark.parametrize("blocks", BLOCKS)
 @torch.no_grad()
