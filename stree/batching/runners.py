@@ -97,15 +97,15 @@ class EagerRunner:
 
 def run_eagerly(step: Step, inputs: StepInputs, mark: Mark) -> Tensor:
     """Run a step's operations one by one, and return its report on the device."""
-    rows, tree_batch, longest = inputs.rows, inputs.tree_batch.own(), inputs.longest
+    rows, tree_batch, longest_block = inputs.rows, inputs.tree_batch.own(), inputs.longest_block
     bound = inputs.position + tree_batch.num_nodes
-    longest_path: int | None = longest
+    longest_path: int | None = longest_block
     if rows.block.device.type == "cpu":  # reading the counts does not wait for a device
         counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
-        longest = max([1, *(count for active, count in counts if active)])
+        longest_block = max([1, *(count for active, count in counts if active)])
         longest_path = None
     mark("host")
-    proposal = step.draft(rows, tree_batch, longest, bound)
+    proposal = step.draft(rows, tree_batch, longest_block, bound)
     mark("draft")
     report = new_report(rows, tree_batch)
     return step.verify(rows, tree_batch, proposal, bound, report, mark, longest_path)
@@ -151,13 +151,13 @@ class GraphRunner:
         if inputs.rows.asked.processed:
             return None
         rows, tree_batch = inputs.rows, inputs.tree_batch
-        longest = max(inputs.longest, tree_batch.max_depth + 1)
+        longest_block = max(inputs.longest_block, tree_batch.max_depth + 1)
         num_used, num_slots = inputs.position + tree_batch.num_nodes, self.step.cache.num_slots
         bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
-        key = (len(rows.active), tree_batch.shape, longest, rows.asked, bound)
+        key = (len(rows.active), tree_batch.shape, longest_block, rows.asked, bound)
         if key not in self.step_graphs:
             self._warn_of_more(key)
-            self.step_graphs[key] = StepGraphs(self.step, rows, tree_batch, longest, bound)
+            self.step_graphs[key] = StepGraphs(self.step, rows, tree_batch, longest_block, bound)
         return self.step_graphs[key]
 
     def _warn_of_more(self, key: Any) -> None:
@@ -248,7 +248,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self, step: Step, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int
+        self, step: Step, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int
     ) -> None:
         self.tree_batch = tree_batch.static()
         device = rows.active.device
@@ -260,15 +260,15 @@ class StepGraphs:
         self.draft: CudaGraph | None = None
         if step.drafts(tree_batch):
             self.draft = CudaGraph(
-                device, lambda: step.draft(rows, self.tree_batch, longest, bound)
+                device, lambda: step.draft(rows, self.tree_batch, longest_block, bound)
             )
             proposal = self.draft.outputs
         else:
-            proposal = step.draft(rows, self.tree_batch, longest, bound)
+            proposal = step.draft(rows, self.tree_batch, longest_block, bound)
         self.rest = CudaGraph(
             device,
             lambda: step.verify(
-                rows, self.tree_batch, proposal, bound, report, longest=longest
+                rows, self.tree_batch, proposal, bound, report, longest_path=longest_block
             ),
         )
         rows.active.copy_(active)

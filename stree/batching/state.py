@@ -66,8 +66,10 @@ class BatchState:
     settings: Tensor | None = None
 
     @classmethod
-    def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> BatchState:
-        """Return `batch` idle rows for blocks of up to `longest` tokens."""
+    def new(
+        cls, batch: int, longest_block: int = 1, device: torch.device | str = "cpu"
+    ) -> BatchState:
+        """Return `batch` idle rows for blocks of up to `longest_block` tokens."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
@@ -78,7 +80,7 @@ class BatchState:
         return cls(
             zeros(dtype=torch.bool), temperature, top_k, top_p, min_p, penalty, presence, frequency,
             seed, zeros(dtype=torch.long), zeros(1, dtype=torch.long),
-            zeros(1 + longest, dtype=torch.long), settings=settings,
+            zeros(1 + longest_block, dtype=torch.long), settings=settings,
         )
 
     def set(

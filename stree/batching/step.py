@@ -115,22 +115,21 @@ class Step:
         return self.drafter is not None and tree_batch.num_nodes > 1
 
     @torch.no_grad()
-    def draft(self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int) -> Proposal:
-        """Fill the rows' trees with the drafter's tokens.
-
-        longest is the number of tokens in the rows' longest block; bound is as in
-        `HybridModel.tree_forward`.
-        """
+    def draft(
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int
+    ) -> Proposal:
+        """Fill the rows' trees with the drafter's tokens; arguments as in `Drafter.draft`."""
         if not self.drafts(tree_batch):
             return Proposal(rows.root)
         assert self.drafter is not None
-        return self.drafter.draft(rows, tree_batch, longest, bound, self.verifier.reads_logits)
+        keep_logits = self.verifier.reads_logits
+        return self.drafter.draft(rows, tree_batch, longest_block, bound, keep_logits)
 
     @torch.no_grad()
     def verify(
         self, rows: BatchState, tree_batch: TreeBatch, proposal: Proposal, bound: int,
         report: Tensor, mark: Callable[[str], None] = lambda phase: None,
-        longest: int | None = None,
+        longest_path: int | None = None,
     ) -> Tensor:
         """Verify the drafts with one call of the target, and commit the accepted ones.
 
@@ -148,7 +147,7 @@ class Step:
                 M tokens; M accepted nodes, by rank in a tree that was grown in the step; the
                 depth of such a tree, 0 for one whose depth is known before.
             mark: Called with the name of each phase that ends.
-            longest: Number of nodes on the longest path that any row accepted in its previous
+            longest_path: Number of nodes on the longest path that any row accepted in its previous
                 step; None if the host has not read it yet.
         """
         cache = self.cache.narrow(0, len(rows.active))
@@ -156,7 +155,7 @@ class Step:
         drafter = self.feature_drafter if self.drafts(tree_batch) else None
         features = None if drafter is None else HiddenStateTap(drafter.feature_layers)
         asked = () if features is None else (features,)
-        options = {"longest_path": longest} if self.is_joint else {}
+        options = {"longest_path": longest_path} if self.is_joint else {}
         logits = self.target.tree_batch_forward(
             proposal.tokens, tree_batch, cache, bound, *asked, **options
         )
@@ -193,7 +192,7 @@ class StepInputs:
     Attributes:
         rows: The rows that take part.
         tree_batch: A tree for each row.
-        longest: The most tokens of any row's block, which is the most nodes of any accepted path.
+        longest_block: The most tokens of any row's last block. No accepted path has more nodes.
         position: The largest position of any row's root, rows that have not begun excepted.
         trees: The trees that the tree batch was made of.
         generations: The settings that the rows were made for.
@@ -201,7 +200,7 @@ class StepInputs:
 
     rows: BatchState
     tree_batch: TreeBatch
-    longest: int
+    longest_block: int
     position: int
     trees: list[StepTree] = field(default_factory=list)
     generations: list[GenerationConfig] = field(default_factory=list)
@@ -217,7 +216,7 @@ class StepInputsCache:
     def of(
         self, num_rows: int, trees: dict[int, StepTree], generations: list[GenerationConfig]
     ) -> StepInputs:
-        """Return inputs of a step, of which `longest` and `position` are still to be set.
+        """Return inputs of a step, of which `longest_block` and `position` are still to be set.
 
         Args:
             num_rows: Rows of the step, idle ones included.

@@ -126,10 +126,10 @@ def _run_steps(
     decoder: Any, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
 ) -> None:
     """Launch steps without reading their reports, so that the host does not slow them down."""
-    longest = tree_batch.max_depth + 1
+    longest_block = tree_batch.max_depth + 1
     for step in steps:
-        position = min(context + step * longest, decoder.max_length)
-        inputs = StepInputs(rows, tree_batch, longest if step else 1, position)
+        position = min(context + step * longest_block, decoder.max_length)
+        inputs = StepInputs(rows, tree_batch, longest_block if step else 1, position)
         decoder.worker.runner.launch(inputs, lambda phase: None)
         decoder.worker.runner.drop()
 

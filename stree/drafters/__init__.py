@@ -81,14 +81,15 @@ class Drafter:
         raise NotImplementedError
 
     def draft(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,
+        keep_logits: bool,
     ) -> Proposal:
         """Read the tokens of rows.block, then fill the trees of B rows.
 
         Args:
             rows: State of the rows; idle rows may get any drafts.
             tree_batch: The trees to fill.
-            longest: Most tokens in the block of an active row, at least 1.
+            longest_block: Most tokens in the block of an active row, at least 1.
             bound: Cache slots that the target's call attends to.
             keep_logits: Whether the verifier needs the drafter's logits. If so, siblings of
                 different nodes, and of different steps, must be drawn independently

@@ -103,7 +103,8 @@ class CrossTokenizerDrafter(Drafter):
         self.texts[row].tokens += tokens.tolist()
 
     def draft(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,
+        keep_logits: bool,
     ) -> Proposal:
         tokens = rows.root.expand(-1, tree_batch.num_nodes).tolist()
         active = rows.active.tolist()

@@ -217,7 +217,8 @@ class ModelDrafter(FeatureDrafter):
         return self.model.model.features
 
     def draft(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,
+        keep_logits: bool,
     ) -> Proposal:
         batch, model, given = len(rows.active), self.model, rows.temperature
         if self.temperatures is not None:
@@ -228,10 +229,10 @@ class ModelDrafter(FeatureDrafter):
             rows, keep_logits = replace(rows, asked=asked), False
         independent = self.siblings is SiblingSampling.INDEPENDENT
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
-        bound = min(bound + max(longest, tree_batch.num_drawn_from), cache.num_slots)
-        chains = self._chains_of(batch, longest)
-        block = rows.block[:, : 1 + longest]
-        inputs = None if self.inputs is None else self.inputs[:batch, :longest]
+        bound = min(bound + max(longest_block, tree_batch.num_drawn_from), cache.num_slots)
+        chains = self._chains_of(batch, longest_block)
+        block = rows.block[:, : 1 + longest_block]
+        inputs = None if self.inputs is None else self.inputs[:batch, :longest_block]
         call = model.tree_call(block[:, 1:], chains, cache, bound=bound, inputs=inputs)
         stream = model.tree_stream(call, ends=False)
         tokens = self._tokens[: batch * tree_batch.num_nodes].view(batch, -1)

@@ -164,11 +164,11 @@ class RowTexts:
         self.slots[row].index_copy_(0, places, tokens.to(self.slots))
         self.num_read[row] += len(tokens)
 
-    def take(self, rows: BatchState, longest: int) -> None:
+    def take(self, rows: BatchState, longest_block: int) -> None:
         """Read the rows' blocks, their roots included."""
-        slots, block = self.slots[: len(rows.active)], rows.block[:, : 1 + longest]
+        slots, block = self.slots[: len(rows.active)], rows.block[:, : 1 + longest_block]
         count = torch.where(rows.active, block[:, 0], 0)[:, None]
-        at = torch.arange(longest, device=slots.device)
+        at = torch.arange(longest_block, device=slots.device)
         places = self.start + rows.position[:, None] - count + 1 + at
         slots.scatter_(1, torch.where(at < count, places, slots.shape[1] - 1), block[:, 1:])
         num_read = self.num_read[: len(rows.active)]
@@ -240,9 +240,10 @@ class NGramDrafter(Drafter):
         self.text.read(row, tokens)
 
     def draft(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,
+        keep_logits: bool,
     ) -> Proposal:
-        self.text.take(rows, longest)
+        self.text.take(rows, longest_block)
         tokens = F.pad(self.text.roots(rows), (0, tree_batch.num_nodes - 1))
         self.text.fill(rows, tree_batch, tokens)
         return Proposal(tokens)
@@ -288,11 +289,12 @@ class GraftingDrafter(ModelDrafter):
         self.text.read(row, tokens)
 
     def draft(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,
+        keep_logits: bool,
     ) -> Proposal:
-        proposal = super().draft(rows, tree_batch, longest, bound, keep_logits)
+        proposal = super().draft(rows, tree_batch, longest_block, bound, keep_logits)
         tokens, places = proposal.tokens, tree_batch.levels[0].places  # (B, N), (B, 1, K)
-        self.text.take(rows, longest)
+        self.text.take(rows, longest_block)
         number = torch.arange(places.shape[2], device=tokens.device)
         last = (places >= 0).sum(-1, keepdim=True) - 1
         place = torch.where(last > 0, places.gather(2, last.clamp(min=0)), NOTHING)

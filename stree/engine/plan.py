@@ -164,7 +164,7 @@ class StepPlan:
         catch_ups: Tokens that the drafter reads first.
         trees: Tree of each row that decodes in this step.
         num_rows: Number of rows of the step, from row 0 on, idle ones included.
-        longest: The most tokens of any row's last block.
+        longest_block: The most tokens of any row's last block.
         position: The largest position of any row's root.
         reads: Parts of prompts, read one after the other.
         drops: Saved prefixes that no later plan loads.
@@ -177,7 +177,7 @@ class StepPlan:
     catch_ups: tuple[CatchUp, ...] = ()
     trees: dict[int, SavedTree] = field(default_factory=dict)
     num_rows: int = 0
-    longest: int = 1
+    longest_block: int = 1
     position: int = 0
     reads: tuple[Read, ...] = ()
     drops: tuple[int, ...] = ()

@@ -134,13 +134,13 @@ class Scheduler:
         return self.prompts.pieces(sequence, read, len(sequence.prompt)), drafted
 
     def steps_to_prepare(self) -> Iterator[tuple[int, dict[int, StepTree], int, int]]:
-        """Yield `num_rows`, trees, `longest` and `position` of the steps that may follow now."""
+        """Yield `num_rows`, trees, `longest_block` and `position` of steps that may follow now."""
         deepest = self.tree_policy.deepest.max_depth + 1
         for tree in self.tree_policy.trees if self.sequences else ():
             trees = {row: each.tree or tree for row, each in self.sequences.items()}
-            num_rows, longest, position = self._step_of(trees)
+            num_rows, longest_block, position = self._step_of(trees)
             depth = max(each.max_depth for each in trees.values())
-            for most in {longest, self.choice.block(deepest, depth)}:
+            for most in {longest_block, self.choice.block(deepest, depth)}:
                 yield num_rows, trees, most, position
 
     # Plans
@@ -196,7 +196,7 @@ class Scheduler:
     def _catch_up(self, row: int, sequence: RunningSequence) -> CatchUp:
         start = sequence.num_drafted_from
         *missed, root = sequence.tokens[start:]
-        sequence.is_behind, sequence.longest = False, 1
+        sequence.is_behind, sequence.longest_block = False, 1
         known = None if start else 0
         timed = sequence.tree is None
         return CatchUp(row, tuple(missed), known, sequence.position, root, timed)
@@ -237,10 +237,10 @@ class Scheduler:
         drafted = any(tree.num_nodes > 1 for tree in trees.values())
         if trees:
             for each in self.sequences.values():
-                each.longest = 1
+                each.longest_block = 1
         for each, tree in rows.values():
-            each.longest = tree.max_depth + 1
-            each.in_flight += each.longest
+            each.longest_block = tree.max_depth + 1
+            each.in_flight += each.longest_block
             each.is_behind = each.is_behind or not drafted
         reads = [] if decoding is None else list(
             self.prompts.next(self.sequences, whole=not decoding)
@@ -262,18 +262,19 @@ class Scheduler:
         return {read.row: self.sequences[read.row] for read in plan.reads}
 
     def _step_of(self, trees: dict[int, StepTree]) -> tuple[int, int, int]:
-        """Return `num_rows`, `longest` and `position` of a step.
+        """Return `num_rows`, `longest_block` and `position` of a step.
 
         All rows that are taken take part, or their buffers would fall behind.
         """
-        longest = max(each.longest for each in self.sequences.values())
-        longest = self.choice.block(longest, max(tree.max_depth for tree in trees.values()))
+        longest_block = max(each.longest_block for each in self.sequences.values())
+        depth = max(tree.max_depth for tree in trees.values())
+        longest_block = self.choice.block(longest_block, depth)
         # A row that has ended may have dropped tokens of its last block
         position = max(
-            each.position + each.in_flight + (each.longest if each.finish_reason else 0)
+            each.position + each.in_flight + (each.longest_block if each.finish_reason else 0)
             for row, each in self.sequences.items() if row in trees or each.finish_reason
         )
-        return self._num_step_rows, longest, position
+        return self._num_step_rows, longest_block, position
 
     @property
     def _num_step_rows(self) -> int:

@@ -84,7 +84,7 @@ class RunningSequence:
         num_drafted_from: Tokens that the drafter has read.
         is_behind: Whether the drafter has missed the prompt or a block.
         has_begun: Whether its first token was chosen by a plan that is not reported yet.
-        longest: The most tokens that the row's last block has.
+        longest_block: The most tokens that the row's last block has.
         in_flight: The most tokens that steps without a report commit, a block each.
         finish_reason: Why it has ended; "" while it goes on.
         is_stale: Whether weights were changed since it was admitted.
@@ -104,7 +104,7 @@ class RunningSequence:
     num_drafted_from: int = 0
     is_behind: bool = False
     has_begun: bool = False
-    longest: int = 1
+    longest_block: int = 1
     in_flight: int = 0
     finish_reason: str = ""
     is_stale: bool = False

@@ -262,7 +262,7 @@ class Worker:
     def _launch(self, plan: StepPlan) -> int:
         """Start a step; return how many tokens it yields at most."""
         inputs, clock = self._inputs_of(plan.num_rows, plan.trees), self.clock
-        inputs.longest, inputs.position = plan.longest, plan.position
+        inputs.longest_block, inputs.position = plan.longest_block, plan.position
         self.runner.launch(inputs, clock.mark if clock else lambda phase: None)
         if clock is not None:
             clock.end_call()
@@ -273,11 +273,11 @@ class Worker:
         return self._inputs.of(num_rows, trees, generations)
 
     def prepare_step(
-        self, num_rows: int, trees: dict[int, StepTree], longest: int, position: int
+        self, num_rows: int, trees: dict[int, StepTree], longest_block: int, position: int
     ) -> None:
         """Capture the graphs that such a step needs (`StepPlan`)."""
         inputs = self._inputs_of(num_rows, trees)
-        inputs.longest, inputs.position = longest, position
+        inputs.longest_block, inputs.position = longest_block, position
         self.runner.prepare(inputs)
 
     # Prompts

@@ -196,15 +196,15 @@ class TreeChoice:
         """Drop the tree that was chosen: a step has it, or the choice rests on something else."""
         self._next = None
 
-    def block(self, longest: int, depth: int) -> int:
+    def block(self, longest_block: int, depth: int) -> int:
         """Return the block length to launch a step with, of trees with `depth` levels of drafts.
 
-        longest is the number of tokens in the longest of the rows' last blocks. While trees change,
-        a step has one of two block lengths, so that few captured graphs serve all steps.
+        longest_block is the most tokens of any row's last block. While trees change, a step has one
+        of two block lengths, so that few captured graphs serve all steps.
         """
-        if self.is_open and longest > depth + 1:
-            return max(longest, self.policy.deepest.max_depth + 1)
-        return longest
+        if self.is_open and longest_block > depth + 1:
+            return max(longest_block, self.policy.deepest.max_depth + 1)
+        return longest_block
 
     def learn(self, tree: StepTree, path: Sequence[int], calls: Counter[str]) -> None:
         """Learn the accepted path of a row's step, and count the tree in `calls`, by its name."""

@@ -181,11 +181,11 @@ class Claiming(Undrawn):
 
     drawn = TableDrafter.drawn
 
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
-        best = super().draft(rows, tree_batch, longest, bound, False)
+    def draft(self, rows, tree_batch, longest_block, bound, keep_logits) -> Proposal:
+        best = super().draft(rows, tree_batch, longest_block, bound, False)
         for row in range(len(rows.active)):
             self.sequences[row].pop()  # it reads its block again
-        drawn = TableDrafter.draft(self, rows, tree_batch, longest, bound, True)
+        drawn = TableDrafter.draft(self, rows, tree_batch, longest_block, bound, True)
         return Proposal(best.tokens, best.finite, drawn.logits)
 
 

@@ -46,7 +46,7 @@ class Prophet(Drafter):
     def read(self, row: int, tokens) -> None:
         self.prompts[row] += tokens.tolist()
 
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+    def draft(self, rows, tree_batch, longest_block, bound, keep_logits) -> Proposal:
         shape = (len(rows.active), tree_batch.num_nodes)
         tokens = torch.tensor([[self.random.randrange(self.vocabulary)] * shape[1]
                                for _ in range(shape[0])])

@@ -51,7 +51,7 @@ class Repetitive(TableDrafter):
 
     drawn = Undrawn.drawn
 
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+    def draft(self, rows, tree_batch, longest_block, bound, keep_logits) -> Proposal:
         nodes = torch.arange(tree_batch.num_nodes).expand(len(rows.active), -1)
         last = rows.block.gather(1, rows.block[:, :1])
         return Proposal((last + nodes // 2) % len(self.table))
@@ -76,8 +76,8 @@ class Mixed(TableDrafter):
 
     drawn = SiblingSampling.MIXED
 
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
-        proposal = super().draft(rows, tree_batch, longest, bound, keep_logits)
+    def draft(self, rows, tree_batch, longest_block, bound, keep_logits) -> Proposal:
+        proposal = super().draft(rows, tree_batch, longest_block, bound, keep_logits)
         points = torch.zeros_like(proposal.tokens, dtype=torch.bool)
         for row, tree in enumerate(tree_batch.trees):
             for node in range(1, tree.num_nodes):

@@ -14,7 +14,7 @@ class Growing(TableDrafter):
 
     grows = True
 
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+    def draft(self, rows, tree_batch, longest_block, bound, keep_logits) -> Proposal:
         self.read_blocks(rows)
         paths = [{0: []} for _ in rows.active]  # of the pool's nodes, by row
         tree_batch.pool[:, 0] = rows.block.gather(1, rows.block[:, :1])[:, 0]

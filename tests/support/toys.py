@@ -225,7 +225,8 @@ class TableDrafter(Drafter):
                 self.sequences[row] += block[:count]
 
     def draft(
-        self, rows: BatchState, tree_batch: TreeBatch, longest: int, bound: int, keep_logits: bool
+        self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,
+        keep_logits: bool,
     ) -> Proposal:
         self.read_blocks(rows)
         batch = len(rows.active)
@@ -262,11 +263,11 @@ class Undrawn(TableDrafter):
 
     drawn = SiblingSampling.DETERMINISTIC
 
-    def draft(self, rows, tree_batch, longest, bound, keep_logits) -> Proposal:
+    def draft(self, rows, tree_batch, longest_block, bound, keep_logits) -> Proposal:
         greedy = dataclasses.replace(
             rows, asked=rows.asked._replace(sampled=False, filtered=False)
         )
-        proposal = super().draft(greedy, tree_batch, longest, bound, False)
+        proposal = super().draft(greedy, tree_batch, longest_block, bound, False)
         return Proposal(proposal.tokens, proposal.finite)
 
 

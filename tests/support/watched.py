@@ -8,8 +8,8 @@ def watch(*arguments):
     drafter = ModelDrafter(*arguments)
     drafter.drafts, draft = [], drafter.draft
 
-    def watched(rows, tree_batch, longest, bound, keep_logits):
-        proposal = draft(rows, tree_batch, longest, bound, True)
+    def watched(rows, tree_batch, longest_block, bound, keep_logits):
+        proposal = draft(rows, tree_batch, longest_block, bound, True)
         for row in rows.active.nonzero()[:, 0].tolist():
             at, drawn_by = int(rows.position[row]), tree_batch.drawn_by[row].tolist()
             drafter.drafts.append(

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from lanes import costly
 from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -28,7 +29,7 @@ KINDS = dict(  # every mixer, two of them more than once and side by side
 @pytest.mark.parametrize(
     ("dtype", "verifier", "runner"),
     [
-        (torch.float64, "coupled", "eager"),
+        costly(torch.float64, "coupled", "eager"),
         (torch.float64, "coupled", "graphs"),
         (torch.float32, "traversal", "graphs"),
     ],
@@ -163,7 +164,7 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
     launch = decoder.worker.runner.launch
 
     def listening(inputs, mark):
-        assert int(decoder.cache.path_length.max()) <= inputs.longest
+        assert int(decoder.cache.path_length.max()) <= inputs.longest_block
         launch(inputs, mark)
 
     decoder.worker.runner.launch = listening
