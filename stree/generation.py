@@ -203,10 +203,9 @@ class GenerationConfig:
         """Return the settings of each of `num_return_sequences` answers."""
         if self.num_return_sequences == 1:
             return [self]
-        first = self.seeded()
-        seeds = [first.seed] + [
-            _seed_of_sample(first.seed, number) for number in range(1, self.num_return_sequences)
-        ]
+        seed = self.seeded().seed
+        further = range(1, self.num_return_sequences)
+        seeds = [seed, *(_seed_of_sample(seed, number) for number in further)]
         return [dataclasses.replace(self, seed=seed, num_return_sequences=1) for seed in seeds]
 
     def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:

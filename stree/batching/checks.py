@@ -113,13 +113,13 @@ def require_room(
     does not have.
     """
     vocabulary, positions = target.vocab_size, target.num_positions
-    longest = len(prompt) + generation.max_new_tokens
-    needed = longest + tree.max_depth + 1
-    if positions is not None and longest > positions:
+    num_tokens = len(prompt) + generation.max_new_tokens
+    needed = num_tokens + tree.max_depth + 1
+    if positions is not None and num_tokens > positions:
         raise UsageError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens = {generation.max_new_tokens} "
-            f"need {longest} positions, the target was made for {positions}: shorten one, or raise "
-            "max_position_embeddings in the target's config.json where it is known to go on"
+            f"need {num_tokens} positions, the target was made for {positions}: shorten one, or "
+            "raise max_position_embeddings in the target's config.json where it is known to go on"
         )
     if needed > max_length:
         raise UsageError(

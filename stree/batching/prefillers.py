@@ -98,7 +98,7 @@ class ChunkedPrefill:
 
     def read_both(
         self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
-        tokens: Tensor, timed: Timed, *, start: int, ahead: int,
+        tokens: Tensor, timed: Timed, *, start: int, drafter_read: int,
     ) -> Tensor:
         """Read tokens with the target, and after each chunk let the drafter read it, too.
 
@@ -110,7 +110,7 @@ class ChunkedPrefill:
             tokens: (T,).
             timed: A context around each run of the drafter.
             start: Tokens that the target has read.
-            ahead: Tokens after `start` that the drafter has read already.
+            drafter_read: Tokens after `start` that the drafter has read already.
 
         Returns the target's logits (1, V), which the next prefill overwrites.
         """
@@ -120,10 +120,10 @@ class ChunkedPrefill:
         graphs = self.prepare(model, cache, row, start, len(tokens), asked, False, drafter)
         for graph, part in zip(graphs, tokens.split(LONGEST_CHUNK), strict=True):
             logits = graph.replay(row, part)
-            if ahead < len(part):
+            if drafter_read < len(part):
                 with timed():
-                    graph.replay_drafter(ahead)
-            ahead = max(ahead - len(part), 0)
+                    graph.replay_drafter(drafter_read)
+            drafter_read = max(drafter_read - len(part), 0)
         return logits
 
     def prepare(

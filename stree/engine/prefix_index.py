@@ -99,8 +99,8 @@ class PrefixIndex:
             return
         if drafter > len(tokens):
             drafter = 0
-        longest = max(target, drafter)  # the drafter has read the last root, too
-        self.add(Prefix(number, tokens[:longest], target, drafter))
+        num_tokens = max(target, drafter)  # the drafter has read the last root, too
+        self.add(Prefix(number, tokens[:num_tokens], target, drafter))
 
     def longest_of(self, prompt: list[int]) -> Prefix | None:
         """Return the longest kept prefix that is shorter than a prompt; None for none."""

@@ -172,8 +172,8 @@ class Worker:
             told = self.runner.collect()
             rows = {row: _row_report(told[row], launched.size) for row in plan.trees}
         firsts = {}
-        for row, first in launched.firsts.items():
-            token, finite, *scores = first.tolist()
+        for row, begun in launched.firsts.items():
+            token, finite, *scores = begun.tolist()
             firsts[row] = int(token), bool(finite), scores
         lengths = [] if launched.saved is None else launched.saved.tolist()
         saved = {
@@ -333,7 +333,7 @@ class Worker:
                 self.let_drafter_read(row, missed, None, drafted)
         return prefiller.read_both(
             self.step.target, self.step.cache, drafter, row, chunk, partial(self._timed, read),
-            start=start, ahead=max(drafted - start, 0),
+            start=start, drafter_read=max(drafted - start, 0),
         )
 
     @property
@@ -393,10 +393,10 @@ class Worker:
         key = self._beginning(admit)
         _, asked = key
         task = partial(self._begin, self._logits, asked)
-        first = task() if asked.processed else self.runner.run(key, task)
-        assert first is not None
-        self.state.rules.note(self._given[:1], first[:1].long())
-        return self.runner.hand_over(first)
+        begun = task() if asked.processed else self.runner.run(key, task)
+        assert begun is not None
+        self.state.rules.note(self._given[:1], begun[:1].long())
+        return self.runner.hand_over(begun)
 
     def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
         row, position = self._given[:1], self._given[1:2]
@@ -408,12 +408,12 @@ class Worker:
         token, score = ops.choose_best(processed, depths, rows.sampling)
         finite = score.abs() < torch.inf
         token = token * finite
-        first = torch.cat([token, finite.to(token.dtype)])[:, 0]
-        self.state.place(row, position, first[:1], finite[0])
+        begun = torch.cat([token, finite.to(token.dtype)])[:, 0]
+        self.state.place(row, position, begun[:1], finite[0])
         if asked.num_top is None:
-            return first
+            return begun
         scores = log_probs_of(logits, processed, token, rows.temperature, asked.num_top)
-        return torch.cat([first.double(), scores.flatten()])
+        return torch.cat([begun.double(), scores.flatten()])
 
     def _beginning(self, admit: Admit) -> tuple[str, Asked]:
         """Return the key of the runner's task that begins such a row."""

@@ -56,13 +56,13 @@ class StepTimes:
     @property
     def most_rows(self) -> int:
         """The largest number of rows that was timed; 0 before any measurement."""
-        return max((rows for rows, _ in self.seconds), default=0)
+        return max((num_rows for num_rows, _ in self.seconds), default=0)
 
     def __str__(self) -> str:
         most = self.most_rows
         times = (
             f"{tree.name} {1e3 * seconds:.1f} ms"
-            for (rows, tree), seconds in self.seconds.items() if rows == most
+            for (num_rows, tree), seconds in self.seconds.items() if num_rows == most
         )
         return (
             f"a step of {counted(most, 'row')}: {', '.join(times)}; measured in {self.took_s:.1f} s"
@@ -93,9 +93,9 @@ class StepTimes:
     def of_record(cls, record: StepTimesRecord) -> StepTimes:
         """Return the step times of a saved record."""
         seconds = {
-            (rows, each.tree.to_token_tree()): seconds
+            (num_rows, each.tree.to_token_tree()): seconds
             for each in record.trees
-            for rows, seconds in each.seconds.items()
+            for num_rows, seconds in each.seconds.items()
         }
         return cls(
             seconds, record.catch_up_s,
@@ -105,8 +105,8 @@ class StepTimes:
     def record(self) -> StepTimesRecord:
         """Return a record to save."""
         times: dict[StepTree, dict[int, float]] = {}
-        for (rows, tree), seconds in self.seconds.items():
-            times.setdefault(tree, {})[rows] = seconds
+        for (num_rows, tree), seconds in self.seconds.items():
+            times.setdefault(tree, {})[num_rows] = seconds
         return StepTimesRecord(
             device=self.device, dtype=self.dtype, temperature=self.temperature,
             catch_up_s=self.catch_up,
@@ -132,7 +132,7 @@ class StepTimes:
         if self.device and here != there:
             return f"of {', '.join(there)}, and here it is {', '.join(here)}"
         for tree in trees:
-            if not any(rows >= num_rows and each == tree for rows, each in self.seconds):
+            if not any(timed >= num_rows and each == tree for timed, each in self.seconds):
                 return f"none of {counted(num_rows, 'row')} with {tree}"
         return ""
 
@@ -140,11 +140,11 @@ class StepTimes:
         """Return the seconds of a step. Raises `UsageError` if the tree was not measured."""
         if (found := self.seconds.get((num_rows, tree))) is not None:
             return found
-        measured = sorted(rows for rows, each in self.seconds if each == tree)
+        measured = sorted(timed for timed, each in self.seconds if each == tree)
         if not measured:
             raise UsageError(f"no cost of {tree} was measured: call measure_step_times first")
-        rows = next((rows for rows in measured if rows >= num_rows), measured[-1])
-        return self.seconds[rows, tree]
+        timed = next((timed for timed in measured if timed >= num_rows), measured[-1])
+        return self.seconds[timed, tree]
 
 
 def _kind(temperature: float) -> str:

@@ -205,11 +205,11 @@ def load_run(
     folder = Path(folder)
     store = open_results(folder)
     rows = store.results()
-    kept = settings.chosen(rows, shown, store.directory)
-    data = read_training(folder, [row for row in kept if wanted(row)])
-    if len(kept) < len(rows):
+    chosen = settings.chosen(rows, shown, store.directory)
+    data = read_training(folder, [row for row in chosen if wanted(row)])
+    if len(chosen) < len(rows):
         left = ", ".join(shown)
-        data.notes.append(f"Shown are rows with {left}; {len(rows) - len(kept)} others are not.")
+        data.notes.append(f"Shown are rows with {left}; {len(rows) - len(chosen)} others are not.")
     arrange(data, store, names)
     return data
 
@@ -262,25 +262,25 @@ def arrange(
     Raises UsageError when the rows have several decoding settings.
     """
     settings.require_one({str(store.directory): data.rows}, arms=True)
-    kept = without_replaced(data.rows)
-    if len(kept) < len(data.rows):
+    current = without_replaced(data.rows)
+    if len(current) < len(data.rows):
         data.notes.append(
-            f"{len(data.rows) - len(kept)} rows are of checkpoints that were replaced since, and "
-            "not shown."
+            f"{len(data.rows) - len(current)} rows are of checkpoints that were replaced since, "
+            "and not shown."
         )
-    data.rows = kept
-    data.notes += settings.remarks(kept)
-    labels, data.names = _labels(kept), dict(names or method_names(kept))
-    data.steps = {labels[_drafter(row)]: row.step for row in kept}
+    data.rows = current
+    data.notes += settings.remarks(current)
+    labels, data.names = _labels(current), dict(names or method_names(current))
+    data.steps = {labels[_drafter(row)]: row.step for row in current}
     data.checkpoints = sorted(
         {label for label in labels.values() if label},
         key=lambda label: (data.steps[label] is None, data.steps[label] or 0, label),
     )
-    data.methods = speculative_methods({each: data.names[each] for each in method_names(kept)})
-    data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
-    data.temperatures = sorted({row.temperature for row in kept})
+    data.methods = speculative_methods({each: data.names[each] for each in method_names(current)})
+    data.benchmarks = list(dict.fromkeys(row.benchmark for row in current))
+    data.temperatures = sorted({row.temperature for row in current})
     num_without = 0
-    for row in kept:
+    for row in current:
         key = (
             labels[_drafter(row)], data.names[row.method, row.tree], row.benchmark, row.temperature,
         )
@@ -296,7 +296,7 @@ def arrange(
         _pool(data)
     if data.batch_size > 1:
         data.notes.append(_about_batches(data))
-    for row in kept:
+    for row in current:
         if row.tree_shares:
             step = "" if row.step is None else f", step {row.step}"
             data.notes.append(

@@ -150,10 +150,10 @@ class Distillation(Training):
         return super().planned(**options, _load=without_weights)
 
     def plan(self) -> ModelPlan:
-        ahead = 0 if self.features is None else self.features.ahead
+        num_ahead = 0 if self.features is None else self.features.ahead
         return replace(
             super().plan(), target=self.target_config, target_dtype=self.target_dtype,
-            passes=1 + ahead, compiled=self.loss_spec.compiled and not ahead,
+            passes=1 + num_ahead, compiled=self.loss_spec.compiled and not num_ahead,
         )
 
     def begin_head(self, ids: Tensor | None, is_resumed: bool) -> None:
@@ -173,8 +173,8 @@ class Distillation(Training):
         self.frozen.place(self.device, self.trainer.world_size)
 
     def compiled_models(self) -> list[HybridModel]:
-        ahead = self.features is not None and self.features.ahead  # these passes are not compiled
-        return [*([] if ahead else [self.exported]), self.target]
+        reads_ahead = self.features is not None and self.features.ahead > 0
+        return [*([] if reads_ahead else [self.exported]), self.target]  # passes ahead are eager
 
     def frozen_weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.target.named_parameters()
@@ -188,11 +188,11 @@ class Distillation(Training):
         target_hidden = self.frozen.hidden_states(
             batch["tokens"], batch["segment_ids"], features, batch["bounds"]
         )
-        hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
+        hidden, *as_drafts = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
         mask = shift_left(torch.from_numpy(batch["counted"]))
         terms = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
-        if ahead:
-            terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer)
+        if as_drafts:
+            terms = self._with_drafts(terms, batch, as_drafts, target_hidden, normalizer)
         return terms
 
     def _loss_of(
@@ -226,15 +226,15 @@ class Distillation(Training):
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         if self.features is None:
             return [self.exported.hidden_states(tokens, segment_ids, bounds=batch["bounds"])]
-        read, known, ahead = features.values, None, 0
+        read, known, num_ahead = features.values, None, 0
         if torch.is_grad_enabled():
-            ahead = self.features.ahead
+            num_ahead = self.features.ahead
             if self.features.share:
                 known = self.features.known(
                     tokens.shape, _chance(batch, "known", tokens.device)
                 )
-        if ahead:
-            return self.exported.hidden_ahead(tokens, segment_ids, read, known, ahead)
+        if num_ahead:
+            return self.exported.hidden_ahead(tokens, segment_ids, read, known, num_ahead)
         return [
             self.exported.hidden_states(
                 tokens, segment_ids, read=read, known=known, bounds=batch["bounds"]
@@ -242,14 +242,14 @@ class Distillation(Training):
         ]
 
     def _with_drafts(
-        self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor,
+        self, terms: LossTerms, batch: Batch, as_drafts: list[Tensor], target_hidden: Tensor,
         normalizer: Tensor | None,
     ) -> LossTerms:
         """Add the loss of each token as a drafted one, at the depth that was drawn for it."""
         assert self.features is not None
         mask = torch.from_numpy(batch["drafted"])
-        index = (batch["depths"] - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
-        hidden = torch.stack(ahead).gather(0, index)[0]
+        index = (batch["depths"] - 1)[None, ..., None].expand(-1, -1, -1, as_drafts[0].shape[2])
+        hidden = torch.stack(as_drafts).gather(0, index)[0]
         drafts = self._loss_of(batch, mask, hidden, target_hidden, normalizer)
         weight = self.features.ahead_weight
         mixed = {
