@@ -29,7 +29,7 @@ from kernel_cases import (
     star,
     topology_of,
 )
-from lanes import quick_first
+from lanes import costly, quick_first
 from planted import edited_module
 from toys import random_tree
 
@@ -251,10 +251,10 @@ def test_one_token_is_a_step_of_a_chain(monkeypatch, name, num_nodes, first, upd
 @pytest.mark.parametrize(
     "name, num_nodes, piece",
     quick_first(
-        [("grouped", 4, 1), ("grouped", 21, 20),
-         ("delta grouped", 4, 1), ("delta grouped", 37, 33)],
+        [("grouped", 4, 1), ("delta grouped", 4, 1)],
         [("grouped", 6, 1), ("grouped", 21, 9),
          *(("delta grouped", *each) for each in ((20, 17), (40, 9), (70, 35)))],
+        [("grouped", 21, 20), ("delta grouped", 37, 33)],
     ),
 )
 def test_growing_a_tree_in_pieces(name, num_nodes, piece):
@@ -276,7 +276,6 @@ def test_uncounted_path_slots_are_invisible():
 
 FAR = [  # in one or two blocks of a head
     ("gated, two-blocks", TokenTree.chain(0), torch.float32, True),
-    ("part of a block", TokenTree.chain(2), torch.bfloat16, True),
     ("part of a block", comb(9), torch.float32, False),
     ("odd", TokenTree.paper(), torch.bfloat16, False),
 ]
@@ -297,7 +296,8 @@ def far_states(monkeypatch, shape):
 
 @pytest.mark.parametrize("name, tree, dtype, as_chain", [
     *quick_first(FAR, LONG_FAR),
-    pytest.param("grouped", comb(20), torch.float32, False, marks=pytest.mark.costly),
+    costly("part of a block", TokenTree.chain(2), torch.bfloat16, True),
+    costly("grouped", comb(20), torch.float32, False),
 ])
 def test_the_scan_advances_states_that_are_far(name, tree, dtype, as_chain, monkeypatch):
     paths = [tree.path_to(tree.num_nodes - 1), [], [0]]
