@@ -144,7 +144,7 @@ class GraphRunner:
         self.launched.append((report, arrived))
 
     def prepare(self, inputs: StepInputs) -> StepGraphs | None:
-        """Return the graphs of such steps, captured when they are first asked for.
+        """Return the graphs of steps with inputs of these shapes; the first call captures them.
 
         Returns None for steps that run eagerly.
         """
@@ -184,7 +184,7 @@ class GraphRunner:
         self.launched.pop() if newest else self.launched.popleft()
 
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
-        """Run a task as `EagerRunner.run` does, captured when its key is first asked for.
+        """Run a task as `EagerRunner.run` does; the first call with a key captures it.
 
         The next run with the same key overwrites the result.
         """

@@ -60,7 +60,7 @@ class Served:
 
 
 class RequestLoop:
-    """Requests in rows, of which nobody else takes any: admit, step, hand out, release.
+    """Loop over requests in the rows of a decoder, all of which are this loop's own.
 
     Attributes:
         under_way: What is served now, by row.
@@ -103,7 +103,7 @@ class RequestLoop:
         return self.rows.release(served.row, keep=served.request.keep_prompt)
 
     def close(self) -> None:
-        """Free the rows of all that is under way; their answers are dropped."""
+        """Free the rows of all requests under way, and drop their answers."""
         for row in list(self.under_way):
             del self.under_way[row]
             self.rows.release(row)
@@ -113,7 +113,7 @@ def serve(
     rows: Rows, requests: Iterable[Request | None],
     on_admitted: Callable[[int], object] = lambda row: None,
 ) -> Generator[Served, None, None]:
-    """Serve requests by the rows, all of which are free, as `RequestServer.serve` says."""
+    """Serve requests in the rows, all free at first, as `RequestServer.serve` describes."""
     loop, drawn, is_drained = RequestLoop(rows), iter(requests), False
     try:
         while loop.under_way or not is_drained:

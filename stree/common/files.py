@@ -61,7 +61,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 def point_to(link: str | os.PathLike[str], name: str) -> None:
-    """Make the symlink `link` name its sibling `name`, replacing what it named, atomically.
+    """Point the symlink `link` to its sibling `name`, atomically, also where `link` exists.
 
     Raises CannotWrite when the disk refuses; `link` is then what it was.
     """

@@ -47,7 +47,7 @@ class Handle:
 
     @property
     def has_ended(self) -> bool:
-        """True once its last report is there."""
+        """True once the last report has come."""
         return self._ended.is_set()
 
     def __iter__(self) -> Iterator[StepOutput]:

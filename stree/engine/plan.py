@@ -19,7 +19,7 @@ from stree.trees.token_tree import StepTree
 
 @dataclass(frozen=True)
 class _Saved:
-    """Rules by which Pydantic writes and reads values of a class of ours."""
+    """Rules by which Pydantic turns values of one of our classes into JSON and back."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]

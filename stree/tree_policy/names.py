@@ -36,7 +36,7 @@ def choice_of(name: str) -> tuple[type[TreePolicy], list[str]] | None:
 def as_tree_policy(
     tree: StepTree | TreePolicy | str | Path, find: Callable[[str], str] = str
 ) -> TreePolicy:
-    """Return a policy as it is, or that of a tree, of a name or of a YAML file.
+    """Return a policy; make one of a tree, a name or a YAML file.
 
     find maps a name to the path of its file. Raises `UsageError` for anything else.
     """

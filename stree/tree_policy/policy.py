@@ -82,7 +82,7 @@ class TreePolicy:
         """
 
     def learn_tokens(self, num_tokens: int) -> None:
-        """Learn that a request whose trees are chosen has new tokens."""
+        """Learn of new tokens of a request for which this policy chooses the trees."""
 
     def learn_answer(self, prefill_s: float | None = None, catch_up_s: float | None = None) -> None:
         """Learn that an answer has ended.

@@ -152,10 +152,10 @@ def _kind(temperature: float) -> str:
 
 
 class MovingAverage:
-    """Moving average of numbers, of which recent ones count most; `first` before any number."""
+    """Moving average in which recent numbers count most; `initial` before any number."""
 
-    def __init__(self, first: float) -> None:
-        self.value, self._weight = first, 0.0
+    def __init__(self, initial: float) -> None:
+        self.value, self._weight = initial, 0.0
 
     def __bool__(self) -> bool:
         """Return whether any number was learned."""

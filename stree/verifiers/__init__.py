@@ -61,7 +61,7 @@ VERIFIERS: dict[str, type[Verifier]] = {
 
 
 def named(verifier: str | Verifier) -> Verifier:
-    """Return a verifier as it is, or that of a name of `VERIFIERS`.
+    """Return a verifier; make one of a name in `VERIFIERS`.
 
     Raises `UsageError` for another name.
     """

@@ -369,7 +369,7 @@ def _path_nodes(
     path, at, listed, num_slots, qk, qk_stride, k_channel, in_d,
     log_decays, steps_stride, updates, updates_stride, p, in_p,
 ):
-    """Return k, u and log-decay of some nodes of a path buffer, of which not all need count."""
+    """Return k, u and log-decay of nodes of a path buffer; those that are not listed are 0."""
     node = load_kept(path + at, listed).to(tl.int32)
     there = listed & (node >= 0) & (node < num_slots)
     k = _rows(qk + k_channel[None, :], qk_stride, node, there, in_d)

@@ -109,7 +109,7 @@ class ReadReport:
         return sum(self.reasons.values())
 
     def skip(self, reason: str, place: str) -> None:
-        """Count a row that is skipped; `place` is where it is, and what is wrong if that helps."""
+        """Count a skipped row; `place` says where it is, and what is wrong if that helps."""
         self.reasons[reason] += 1
         self.first_seen.setdefault(reason, place)
 

@@ -213,7 +213,7 @@ def overview(places: Sequence[Place]) -> Figure:
 
 
 def _arms_of(places: Sequence[Place]) -> list[str]:
-    """List the arms, the last first, as they are drawn from below."""
+    """List the arms in reverse: figures are drawn upwards, and the first arm is on top."""
     names = dict.fromkeys(name for place in places for name in place.cells)
     return [name for name in names if name != AUTOREGRESSIVE][::-1]
 

@@ -82,6 +82,7 @@ def test_a_conversation_reads_each_turn_once(
         assert all(after >= before + 8 for before, after in itertools.pairwise(reused))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("temperature", quick_first([(1.0,)], [(0.0,)]))
 def test_what_a_prefix_holds_is_penalised_though_it_is_not_read(temperature, captured_on_cpu):
     target = tiny_model(1)

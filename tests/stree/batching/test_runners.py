@@ -54,6 +54,7 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
     assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
 
 
+@pytest.mark.costly
 def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu, monkeypatch):
     """A row decodes in the step after its prompt without a value from the device."""
     target, served = tiny_model(1), mixed_requests(8, TREES, seed=1)

@@ -22,7 +22,7 @@ Samples = Mapping[str, Sequence[SampleRow]]  # by what the table calls a method
 
 
 def notes(samples: Samples) -> list[str]:
-    """Return all that there is to say of a table's answers: endings, repeats, marks."""
+    """Return the notes below a table on its answers: endings, repeats, marks."""
     return [*endings(samples), *repeating(samples), *marks(samples)]
 
 
