@@ -141,7 +141,7 @@ def test_a_leak_between_rows_shows(kernels, monkeypatch):
     ("num_nodes", "counts"),
     [
         pytest.param(1, (2, 4, 8, 16) if ON_GPU else (2, 8), id="plain", marks=pytest.mark.costly),
-        pytest.param(4, (2, 4) if ON_GPU else (2,), id="tree"),
+        pytest.param(4, (2, 4) if ON_GPU else (2,), id="tree", marks=pytest.mark.costly),
     ],
 )
 @pytest.mark.parametrize("width", long_in_the_interpreter(32, 1280, quick=[32]))

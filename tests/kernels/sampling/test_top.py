@@ -67,9 +67,10 @@ def sampling_of(temperatures):
 @pytest.mark.parametrize(
     "vocabulary, dtype",
     quick_first(
-        [(5, torch.bfloat16), (1024, torch.float32), (2901, torch.bfloat16)],
+        [(2901, torch.bfloat16)],
         [(vocabulary, dtype) for vocabulary in (5, 1024, 2901)
          for dtype in (torch.float32, torch.bfloat16)],
+        [(5, torch.bfloat16), (1024, torch.float32)],
     ),
 )
 def test_rows_that_sample(vocabulary, dtype):

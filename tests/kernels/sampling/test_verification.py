@@ -40,7 +40,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize(
     ("tree", "relation", "most"),
     [
-        (SIBLINGS, "random", 8), (SIBLINGS, "disjoint", 8),
+        costly(SIBLINGS, "random", 8), (SIBLINGS, "disjoint", 8),
         *(
             pytest.param(tree, relation, 48, marks=pytest.mark.long)
             for tree in (
