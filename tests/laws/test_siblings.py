@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eager import without_graphs
+from eager import by_fused_kernels, without_graphs
 from enumerated import CONTEXT, SETTINGS, assert_targets, block_distribution, chance_of
 from lanes import costly, quick_first
 from toys import TableTarget, choose_by, mixed_requests, right_now_and_then, tiny_model, with_head
@@ -264,8 +264,6 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
     verifier, grafted, siblings, monkeypatch, captured_on_cpu
 ):
     """A greedy row and one that samples have a tree each."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
     target = tiny_model(1, torch.float32, num_layers=2)
     own = right_now_and_then(target)
     drafter = NGram(2, (), own, siblings) if grafted else ModelDrafterSpec(own, siblings)
@@ -274,17 +272,7 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
         Request([5, 6, 7], GenerationConfig(4, temperature=1.0, seed=3), trees[0]),
         Request([9] * 4, GenerationConfig(4), trees[1]),
     ]
-
-    def serve():
-        decoder = BatchDecoder(
-            target, drafter, num_rows=2, max_length=32, max_nodes=7, verifier=verifier
-        )
-        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
-
-    wanted = serve()
-    assert any(sum(accepted) for _, accepted in wanted)
-    monkeypatch.setattr(ops, "fused", lambda *_: True)
-    assert serve() == wanted
+    assert any(by_fused_kernels(monkeypatch, served, target, drafter, verifier=verifier))
 
 
 @pytest.mark.parametrize(

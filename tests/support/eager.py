@@ -1,11 +1,16 @@
-"""Decode without graphs, to compare the results of captured steps with those of plain ones."""
+"""Decode without graphs, or by fused kernels, to compare results with those of other steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import pytest
+import torch
+
+from stree import BatchDecoder
 from stree.batching.runners import EagerRunner
+from stree_kernels import ops
 
 T = TypeVar("T")
 
@@ -23,3 +28,21 @@ def assert_same(got: Iterable[Any], wanted: Iterable[Any]) -> None:
         assert (mine.tokens, mine.finish_reason) == (theirs.tokens, theirs.finish_reason)
         assert mine.stats.accepted_per_call == theirs.stats.accepted_per_call
         assert mine.stats.end_node_per_call == theirs.stats.end_node_per_call
+
+
+def by_fused_kernels(
+    monkeypatch: Any, served: list[Any], *models: Any, **options: Any
+) -> list[int]:
+    """Require that steps of two rows by fused kernels, which Triton's interpreter runs, give what
+    steps of plain PyTorch give; return the number of drafts that each call accepted."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter's; tests/stree/batching/test_graphs.py compares them on a GPU")
+
+    def serve() -> list[Any]:
+        decoder = BatchDecoder(*models, num_rows=2, max_length=32, max_nodes=10, **options)
+        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
+
+    wanted = serve()
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    assert serve() == wanted
+    return [count for _, accepted in wanted for count in accepted]

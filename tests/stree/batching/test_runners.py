@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from captures import Event, NothingWaits, living_captures
-from eager import assert_same, without_graphs
+from eager import assert_same, by_fused_kernels, without_graphs
 from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
@@ -107,26 +107,14 @@ def test_a_prompt_after_which_logits_are_bad_ends_with_its_error(captured_on_cpu
 def test_steps_of_fused_kernels_give_the_same_tokens(
     tree, temperature, verifier, monkeypatch, captured_on_cpu
 ):
-    """Triton's interpreter runs the whole step of two rows."""
-    if torch.cuda.is_available():
-        pytest.skip("tests/stree/batching/test_graphs.py compares them on the GPU itself")
     target = tiny_model(1, torch.float32, num_layers=2)
     drafter = right_now_and_then(target)
     served = [
         Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3), tree or TREES[3]),
         Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4), tree or TREES[1]),
     ]
-
-    def serve():
-        decoder = BatchDecoder(
-            target, drafter, tree, num_rows=2, max_length=32, max_nodes=10, verifier=verifier
-        )
-        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
-
-    wanted = serve()
-    assert len({each for _, accepted in wanted for each in accepted}) > 1
-    monkeypatch.setattr(ops, "fused", lambda *_: True)
-    assert serve() == wanted
+    accepted = by_fused_kernels(monkeypatch, served, target, drafter, tree, verifier=verifier)
+    assert len(set(accepted)) > 1
 
 
 @pytest.mark.parametrize("longest", [8, 32])
