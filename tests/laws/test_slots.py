@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from eager import by_fused_kernels, without_graphs
+from eager import by_fused_kernels, by_graphs
 from enumerated import CONTEXT, RELATIONS, assert_targets, distance, random_case, related_case
 from growing import Growing, Telling
 from lanes import costly, quick_first
@@ -225,17 +225,11 @@ def test_steps_of_models_as_graphs_and_without(verifier, name, monkeypatch, capt
         for seed, (temperature, top_k) in enumerate([(0.0, 0), (0.7, 9), (1.3, 0)])
     ]
     plain = BatchDecoder(target, num_rows=3, max_length=64).generate(served)
-
-    def decode():
-        return BatchDecoder(
-            target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
-        ).generate(served)
-
-    outputs = decode(), without_graphs(monkeypatch, decode)
-    assert [each.tokens for each in outputs[0]] == [each.tokens for each in outputs[1]]
+    options = dict(num_rows=3, verifier=verifier)
+    outputs = by_graphs(monkeypatch, served, target, drafter, tree, **options)
     exact = 3 if verifier == "coupled" else 1
-    assert [e.tokens for e in outputs[0]][:exact] == [e.tokens for e in plain][:exact]
-    assert sum(sum(each.stats.accepted_per_call) for each in outputs[0]) > 12
+    assert [e.tokens for e in outputs][:exact] == [e.tokens for e in plain][:exact]
+    assert sum(sum(each.stats.accepted_per_call) for each in outputs) > 12
 
 
 @pytest.mark.long

@@ -30,6 +30,16 @@ def assert_same(got: Iterable[Any], wanted: Iterable[Any]) -> None:
         assert mine.stats.end_node_per_call == theirs.stats.end_node_per_call
 
 
+def by_graphs(monkeypatch: Any, served: list[Any], *models: Any, **options: Any) -> list[Any]:
+    """Return a batch decoder's outputs by graphs; require that steps without them give the same."""
+    def serve() -> list[Any]:
+        return BatchDecoder(*models, max_length=64, **options).generate(served)
+
+    outputs = serve()
+    assert_same(outputs, without_graphs(monkeypatch, serve))
+    return outputs
+
+
 def by_fused_kernels(
     monkeypatch: Any, served: list[Any], *models: Any, **options: Any
 ) -> list[int]:

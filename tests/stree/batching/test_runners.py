@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from captures import Event, NothingWaits, living_captures
-from eager import assert_same, by_fused_kernels, without_graphs
+from eager import assert_same, by_fused_kernels, by_graphs, without_graphs
 from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
@@ -42,16 +42,9 @@ MAX_KEPT = 4  # fewer than there are, so that it takes no time
 )
 def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, monkeypatch):
     target, served = tiny_model(1), mixed_requests(8, TREES, seed=1)
-    drafter = right_now_and_then(target)
-
-    def serve():
-        return BatchDecoder(
-            target, drafter, num_rows=num_rows, max_length=64, max_nodes=13, verifier=verifier
-        ).generate(served)
-
-    by_graphs, one_by_one = serve(), without_graphs(monkeypatch, serve)
-    assert_same(by_graphs, one_by_one)
-    assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
+    options = dict(num_rows=num_rows, max_nodes=13, verifier=verifier)
+    outputs = by_graphs(monkeypatch, served, target, right_now_and_then(target), **options)
+    assert len({each for out in outputs for each in out.stats.accepted_per_call}) > 2
 
 
 @pytest.mark.costly

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eager import without_graphs
+from eager import by_graphs
 from enumerated import CONTEXT, RELATIONS, TREES, distance, random_case, related_case
 from growing import Growing, GrowingInTurn
 from toys import (
@@ -130,23 +130,15 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
     plain = BatchDecoder(target, num_rows=4, max_length=64).generate(served)
     accepted = 0
     for name in ("beam-2-4-7", "beam-3-3-13", "beam-3-3"):
-        tree = BeamTree.named(name)
-
-        def decode():
-            return BatchDecoder(
-                target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
-            ).generate(served)
-
-        outputs = decode(), without_graphs(monkeypatch, decode)
-        for captured, eager, wanted in zip(*outputs, plain, strict=True):
-            assert captured.tokens == eager.tokens
-            assert captured.stats.accepted_per_call == eager.stats.accepted_per_call
-            if verifier == "coupled" or not wanted.stats:
-                assert eager.tokens == wanted.tokens
-            assert eager.stats.num_nodes == tree.num_nodes * eager.stats.num_calls
-            depths = [tree.shape.depths[end] for end in eager.stats.end_node_per_call]
-            assert depths == eager.stats.accepted_per_call
-            accepted += sum(eager.stats.accepted_per_call)
+        tree, options = BeamTree.named(name), dict(num_rows=3, verifier=verifier)
+        outputs = by_graphs(monkeypatch, served, target, drafter, tree, **options)
+        for got, wanted in zip(outputs, plain, strict=True):
+            if verifier == "coupled":
+                assert got.tokens == wanted.tokens
+            assert got.stats.num_nodes == tree.num_nodes * got.stats.num_calls
+            depths = [tree.shape.depths[end] for end in got.stats.end_node_per_call]
+            assert depths == got.stats.accepted_per_call
+            accepted += sum(got.stats.accepted_per_call)
     assert accepted > 20 or verifier == "naive"
 
 
