@@ -67,7 +67,8 @@ def test_a_drafter_of_another_tokenizer_is_refused(world, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("medusa",)}, "wanted some of"),
+        ({"methods": ("medusa",)}, "wanted some of plain, chain, tree"),
+        ({"methods": ("tree", "stree")}, r"methods are .*, wanted each once"),
         ({"temperatures": (-1.0,)}, r"temperature is -1\.0, wanted 0 \(greedy\) or"),
         ({"temperatures": (0.0, float("nan"))}, "temperature is nan"),
         ({"temperatures": (1e-9,)}, "temperature is 1e-09"),
@@ -80,8 +81,11 @@ def test_a_drafter_of_another_tokenizer_is_refused(world, tmp_path):
     ],
 )
 def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, message):
+    """Methods have the names of tables and those of rows."""
     with pytest.raises(UsageError, match=message):
         settings_for(world, tmp_path, **changes)
+    given = settings_for(world, tmp_path, methods=("plain", "stree"))
+    assert given.methods == ("autoregressive", "stree")
 
 
 def test_what_may_go_beyond_the_target_s_positions_is_refused_at_start(world, tmp_path):
@@ -138,15 +142,6 @@ def test_shipped_configs_are_understood(config, tmp_path):
     with pytest.raises(SystemExit) as refused:
         build_parser().parse_args(["--config", str(wrong)])
     assert refused.value.code == 2
-
-
-def test_methods_have_the_names_of_tables_and_those_of_rows(world, tmp_path):
-    given = settings_for(world, tmp_path, methods=("plain", "stree"))
-    assert given.methods == ("autoregressive", "stree")
-    with pytest.raises(UsageError, match=r"methods are .*, wanted each once"):
-        settings_for(world, tmp_path, methods=("tree", "stree"))
-    with pytest.raises(UsageError, match="wanted some of plain, chain, tree"):
-        settings_for(world, tmp_path, methods=("beam",))
 
 
 def test_progress_says_the_tree_s_figures_first(world, tmp_path):

@@ -108,20 +108,12 @@ LENGTHS = [1, 2, 3, 4, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @torch.no_grad()
-def test_training_forward(reference, precision):
+def test_training_forward_and_prefill_in_one_piece_and_in_several(reference, precision):
     dtype, tolerance = PRECISIONS[precision]
     _, _, tokens, wanted = reference
     model = in_precision(reference, dtype)
     for length in LENGTHS:
         assert_close(model(tokens[None, :length])[0], wanted[:length], tolerance)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_prefill_in_one_piece_and_in_several(reference, precision):
-    dtype, tolerance = PRECISIONS[precision]
-    _, _, tokens, wanted = reference
-    model = in_precision(reference, dtype)
-    for length in LENGTHS:
         for piece in (2048, 5):
             cache = model.new_cache(max_length=32, max_nodes=1)
             logits = model.prefill(tokens[None, :length], cache, chunk=piece)
