@@ -375,6 +375,17 @@ class Scaled:
         return self.values.shape[1] // self.scale.shape[1]
 
 
+@dataclass(frozen=True)
+class Split:
+    """Rows in bf16 as two in e4m3 each, whose sum times the row's unit they are.
+
+    pieces (2, …, D) in e4m3, unit (…,) in fp32.
+    """
+
+    pieces: Tensor
+    unit: Tensor
+
+
 @dataclass
 class Stream:
     """A residual stream before a norm, of Q nodes of B sequences, width D, not yet added up.
@@ -391,6 +402,7 @@ class Stream:
         written: Whether launches of the same step write the nodes (`launch.py`).
         beside: (B, Q, E); the norm is then of [stream, beside], by a scale (D + E,).
         normed: (B, Q, D + E), once it is computed.
+        split: The norm, once a product by 8 bits has asked for it so.
     """
 
     source: Tensor
@@ -402,6 +414,7 @@ class Stream:
     written: bool = False
     beside: Tensor | None = None
     normed: Tensor | None = field(default=None, init=False)
+    split: Split | None = field(default=None, init=False)
 
     @property
     def shape(self) -> tuple[int, int]:

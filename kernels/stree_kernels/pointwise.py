@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Added, CacheState
+from stree_kernels.contracts import Added, CacheState, Split
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
+from stree_kernels.products.split import store_split
 
 # Fastest on an H200, or as fast as the rest
 GATE_BLOCK = 1024  # channels of a gate that a program takes
@@ -21,9 +22,13 @@ GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm t
 
 
 def add_rms_norm(
-    x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
+    x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None,
+    split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `naive.add_rms_norm` in one launch of up to two sums; all tensors contiguous."""
+    """Compute `naive.add_rms_norm` in one launch of up to two sums; all tensors contiguous.
+
+    `split` is filled with the norm, too.
+    """
     added, also = two_sums(added)
     for each in (x, added, also, beside):
         assert each is None or each.is_contiguous()
@@ -31,8 +36,9 @@ def add_rms_norm(
     total = x if added is None else torch.empty_like(x)
     out = x.new_empty(*x.shape[:-1], width)
     norm_kernel[(x.numel() // own, 1)](
-        x, own, added, x.numel(), also, None, 0, beside, weight, total, out, width,
-        width, 1, eps, PARTS=1 if added is None else len(added),
+        x, own, added, x.numel(), also, None, 0, beside, weight, total, out,
+        *((None, None) if split is None else (split.pieces, split.unit)), width,
+        width, 1, eps, BITWISE=x.is_cuda, PARTS=1 if added is None else len(added),
         MORE_PARTS=0 if also is None else len(also),
         GROUPS=1, GATE_AFTER=False, BLOCK=triton.next_power_of_2(width),
         num_warps=warps(width), **overlapping(x),
@@ -69,9 +75,9 @@ def _gated(
     block = triton.next_power_of_2(width)
     together = max(1, min(triton.next_power_of_2(groups), GATED_BLOCK // block))
     norm_kernel[(y.numel() // y.shape[-1], triton.cdiv(groups, together))](
-        y, y.shape[-1], None, 0, None, gate, gate.stride(0), None, weight, None, out, y.shape[-1],
-        width, groups, eps, PARTS=1, MORE_PARTS=0, GROUPS=together, GATE_AFTER=after, BLOCK=block,
-        num_warps=warps(block * together), **overlapping(y),
+        y, y.shape[-1], None, 0, None, gate, gate.stride(0), None, weight, None, out, None, None,
+        y.shape[-1], width, groups, eps, BITWISE=False, PARTS=1, MORE_PARTS=0, GROUPS=together,
+        GATE_AFTER=after, BLOCK=block, num_warps=warps(block * together), **overlapping(y),
     )
     return out
 
@@ -142,8 +148,8 @@ def warps(width: int) -> int:
 @triton.jit
 def norm_kernel(
     x, x_stride, added, part_stride, also, gate, gate_stride, beside, weight,
-    total, out, out_stride, width, groups, eps,
-    PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    total, out, pieces, unit, out_stride, width, groups, eps,
+    BITWISE: tl.constexpr, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr,
     GATE_AFTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     lead(OVERLAPS)  # the product that follows asks for its weight while this one waits
@@ -175,6 +181,8 @@ def norm_kernel(
     if GATE_AFTER:
         y = (y.to(tl.float32) * (z * tl.sigmoid(z))).to(value.dtype)
     tl.store(out + row * out_stride + at, y, mask=mask)
+    if pieces is not None:
+        store_split(y, pieces, unit, at, mask, width, BITWISE)
 
 
 @triton.jit

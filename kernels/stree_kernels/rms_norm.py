@@ -45,8 +45,9 @@ class _RMSNorm(torch.autograd.Function):
         if x.numel():
             norm_kernel[(x.numel() // channels, triton.cdiv(groups, together))](
                 x, channels, None, 0, None, gates, 0 if gates is None else gates.stride(0), None,
-                weight, None, y, channels, width, groups, eps, PARTS=1, MORE_PARTS=0,
-                GROUPS=together, GATE_AFTER=False, BLOCK=block, num_warps=warps(block * together),
+                weight, None, y, None, None, channels, width, groups, eps,
+                BITWISE=False, PARTS=1, MORE_PARTS=0, GROUPS=together, GATE_AFTER=False,
+                BLOCK=block, num_warps=warps(block * together),
                 OVERLAPS=False,
             )
         return y

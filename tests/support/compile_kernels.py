@@ -48,6 +48,7 @@ from stree_kernels.contracts import (
 from stree_kernels.conv import tree_conv
 from stree_kernels.mamba import streamed_scan
 from stree_kernels.naive import TreesToFill
+from stree_kernels.products import scaled as scaled_products
 from stree_kernels.products import tiled as tiled_products
 
 SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
@@ -356,14 +357,19 @@ def main() -> None:
         whole = torch.zeros(2 * 132 * tiled_products.OUTPUTS, config.d_model, dtype=many.dtype)
         ops.linear_swiglu(many, whole)
         head = naive.in_8_bits(model.head_weight)
-        for rows in (1, 8, 16, 64, 65):
+        scaled_products.written_out(head, many.dtype)
+        for rows in (1, 64, 65):
             ops.linear(many[:, :rows], head)
+        for rows in (1, 13):
+            scale = torch.ones(config.d_model, dtype=many.dtype)
+            ops.linear(Stream(many[:, :rows].contiguous(), scale, 1e-5), head)
         in_blocks = Scaled(head.values, head.scale.repeat(1, config.d_model // 128))
         for rows, weight in itertools.product((1, 33), (head, in_blocks)):
             ops.linear_parts(many[:, :rows], weight)
             ops.linear_swiglu(many[:, :rows], weight)
         narrow = naive.in_8_bits(model.head_weight[:, :48].contiguous())  # rows end within a block
         ops.linear(many[:, :1, :48].contiguous(), narrow)
+        ops.linear_swiglu(many, head)
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"^\t[^.\s/].*;", kernel.asm["ptx"], re.MULTILINE)
         line = [name, kernel.metadata.num_warps, len(code), kernel.metadata.shared]

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stree_kernels import gather, pointwise
-from stree_kernels.contracts import Gated, Scaled, Stream
+from stree_kernels.contracts import Gated, Scaled, Split, Stream
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, silu_times, with_parts
 from stree_kernels.products import linear as products
 from stree_kernels.products import scaled
 from stree_kernels.products import tiled as tiled_products
 from stree_kernels.products.linear import device_of, precision_of, product
+from stree_kernels.products.split import new_split, split
 
 MAX_ROWS_SHORT_PRODUCT = 16
 MAX_INPUTS_SHORT_PRODUCT = 1024  # numbers of a weight's row
@@ -39,7 +42,8 @@ SPLIT = 4  # parts of a sum
 def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     """Compute `naive.linear` in one launch if it fits; a weight in 8 bits has its own kernel."""
     if isinstance(weight, Scaled):
-        return scaled.linear(norm(x) if isinstance(x, Stream) else x, weight)
+        rows, halves = _split(x)
+        return scaled.linear(rows, weight, halves)
     x = _as_normed(x)
     if fits(x, weight):
         return _product(x, weight)
@@ -60,7 +64,8 @@ def linear_parts(x: Tensor | Gated, weight: Tensor | Scaled) -> Tensor:
 def linear_swiglu(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     """Compute `naive.linear_swiglu` in one launch if it fits."""
     if isinstance(weight, Scaled):
-        return scaled.linear_swiglu(norm(x) if isinstance(x, Stream) else x, weight)
+        rows, halves = _split(x)
+        return scaled.linear_swiglu(rows, weight, halves)
     x = _as_normed(x)
     if fits(x, weight, gated=True):
         return _product(x, weight, gated=True)
@@ -73,6 +78,19 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
 def norm(stream: Stream) -> Tensor:
     """Compute `naive.norm` in one launch."""
     return stream.norm_by(gather.embed_norm, pointwise.add_rms_norm)
+
+
+def _split(x: Tensor | Stream) -> tuple[Tensor, Split | None]:
+    """Return rows, a stream's norm, as they are and, if they are bf16, split."""
+    if not isinstance(x, Stream):
+        return x, None
+    if x.split is None and x.source.dtype == torch.bfloat16:
+        made = None
+        if x.normed is None and x.tokens is None and x.scale is not None:
+            made = new_split((*x.shape, len(x.scale)), x.source.device)
+        x.norm_by(gather.embed_norm, partial(pointwise.add_rms_norm, split=made))
+        x.split = made or split(norm(x))
+    return norm(x), x.split
 
 
 def _as_normed(x: Tensor | Stream) -> Tensor | Stream:

@@ -1,7 +1,7 @@
 """Products with a weight in 8 bits against fp64: fp32 sums, and one rounding to the stored type.
 
-What e4m3 holds is exact in every type of the inputs, so the tolerances are those of products of the
-inputs' own type (`test_linear.py`).
+What e4m3 holds is exact in every type of the inputs, and two numbers in e4m3 add up to one in bf16,
+so the tolerances are those of products of the inputs' own type (`test_linear.py`).
 """
 
 import math
@@ -10,11 +10,13 @@ import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error
 
-from stree_kernels import naive, ops
+from stree_kernels import naive, ops, pointwise
 from stree_kernels.contracts import Sampling, Scaled, Stream
 from stree_kernels.products import scaled as scaled_products
+from stree_kernels.products import split as split_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+OTHERS = torch.float32, torch.float16  # by which the weight is written out
 ROUNDINGS = 1 if DEVICE == "cuda" else 2  # the interpreter cuts off
 
 
@@ -35,7 +37,7 @@ def in_groups(weight: torch.Tensor, groups: int) -> Scaled:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)],
+    [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -46,7 +48,11 @@ def in_groups(weight: torch.Tensor, groups: int) -> Scaled:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (33,), (1, 70), (260,)], ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [(2, 8), (1, 70), *(pytest.param(rows, marks=pytest.mark.long) for rows in [(33,), (260,)])],
+    ids=str,
+)
 def test_linear(rows, outputs, inputs, groups, dtype):
     """Sizes are odd and even, outputs fewer than a tile, and shares several tiles.
 
@@ -64,6 +70,23 @@ def test_linear(rows, outputs, inputs, groups, dtype):
         assert relative_error(naive.linear(x, weight), wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("width", [48, 1000])
+def test_rows_are_sums_of_two_in_e4m3(width):
+    """Exactly, but for numbers far below the row's largest, also beside a norm in one launch."""
+    x = normal(3, 5, width, dtype=torch.bfloat16)
+    x *= 10.0 ** torch.linspace(-30, 30, 5, device=DEVICE).to(x.dtype)[:, None]
+    x[1, 2] = 0
+    scale = normal(width, seed=2, dtype=torch.bfloat16)
+    made = split_rows.new_split(x.shape, x.device)
+    _, y = pointwise.add_rms_norm(x, None, scale, 1e-5, split=made)
+    for rows, halves in ((x, split_rows.split(x)), (y, made)):
+        got = (halves.pieces.double() * halves.unit.double()[..., None]).sum(0)
+        largest = rows.double().abs().amax(-1, keepdim=True)
+        assert ((got - rows.double()).abs() <= largest * 2**-17).all()
+        large = rows.double().abs() >= largest * 2**-8
+        assert torch.equal(got[large], rows.double()[large])
+
+
 @pytest.mark.parametrize("groups", [1, 6])
 def test_a_weight_is_written_out_exactly(groups):
     """Also one of several whose inputs lie next to each other."""
@@ -74,14 +97,14 @@ def test_a_weight_is_written_out_exactly(groups):
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("rows", [(3,), (17,), (2, 24), (65,)], ids=str)
+@pytest.mark.parametrize("rows", [(3,), (17,), (2, 44), (257,)], ids=str)
 def test_parts_and_swiglu(rows, groups):
     """Parts of a sum begin with their own scales; gate and up have scales of their own."""
     inputs, dtype = 4096, torch.bfloat16
     x = normal(*rows, inputs, dtype=dtype)
     weight = poisoned(in_groups(normal(200, inputs, seed=1), groups * 8))
     parts = scaled_products.linear_parts(x, weight)
-    assert (len(parts) > 1) == (math.prod(rows) <= 64)
+    assert (len(parts) > 1) == (math.prod(rows) <= 256)
     wanted = naive.linear(x.double(), weight)
     assert relative_error(parts.sum(0), wanted) < ROUNDINGS * TOLERANCE[dtype]
     got = scaled_products.linear_swiglu(x, weight)
