@@ -11,8 +11,8 @@ from stree.drafters import Proposal, SiblingSampling
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers.coupled import Coupled
 from stree_kernels import ops
-from stree_kernels.contracts import Drafts
 from stree_kernels.naive import Choose
+from stree_kernels.sampling.drafts import Drafts
 
 
 class RejectionSampling:

@@ -18,8 +18,9 @@ from torch import Tensor
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
-from stree_kernels.contracts import Drafts, Sampling
+from stree_kernels.contracts import Sampling
 from stree_kernels.sampling import verification
+from stree_kernels.sampling.drafts import Drafts
 
 EDGE = 1e-9
 

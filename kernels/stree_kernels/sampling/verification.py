@@ -24,16 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels import contracts as shapes
 from stree_kernels import naive
-from stree_kernels.contracts import Drafts, Sampling
+from stree_kernels.contracts import Sampling
 from stree_kernels.launch import follow, overlapping
+from stree_kernels.sampling import drafts as places
+from stree_kernels.sampling.drafts import Drafts
 from stree_kernels.sampling.uniforms import uniform
 
 PIECE = 4096
 RULES = ("naive", "multi_step", "traversal")
 NAIVE, MULTI_STEP, TRAVERSAL = map(tl.constexpr, range(3))
-ACCEPT, LEVEL, AFTER = map(tl.constexpr, (shapes.ACCEPT, shapes.LEVEL, shapes.AFTER))
+ACCEPT, LEVEL, AFTER = map(tl.constexpr, (places.ACCEPT, places.LEVEL, places.AFTER))
 NO_TOKEN = tl.constexpr(2**31 - 1)
 WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more, some pieces a time
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree_kernels.contracts import ACCEPT, AFTER, LEVEL, Drafts, Sampling
+from stree_kernels.contracts import Sampling
 from stree_kernels.naive.sampling.uniforms import uniforms
+from stree_kernels.sampling.drafts import ACCEPT, AFTER, LEVEL, Drafts
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 
