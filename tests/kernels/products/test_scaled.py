@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error
+from lanes import costly
 
 from stree_kernels import naive, ops, pointwise
 from stree_kernels.contracts import Sampling, Scaled, Stream
@@ -96,8 +97,11 @@ def test_a_weight_is_written_out_exactly(groups):
     assert torch.equal(got, naive.dequantised(weight, torch.float32))
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("rows", [(3,), (17,), (2, 44), (257,)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "groups"),
+    [((3,), 1), ((257,), 4), costly((3,), 4), costly((257,), 1),
+     *(costly(rows, groups) for rows in ((17,), (2, 44)) for groups in (1, 4))],
+)
 def test_parts_and_swiglu(rows, groups):
     """Parts of a sum begin with their own scales; gate and up have scales of their own."""
     inputs, dtype = 4096, torch.bfloat16
