@@ -375,15 +375,15 @@ class Scheduler:
     def _keep(
         self, row: int, sequence: RunningSequence, block: list[int], scores: list[list[float]]
     ) -> StepOutput:
-        kept, sequence.finish_reason = sequence.stop.keep(block)
-        logprobs = sequence.learn_logprobs(kept, scores)
+        tokens, sequence.finish_reason = sequence.stop.keep(block)
+        logprobs = sequence.learn_logprobs(tokens, scores)
         if sequence.finish_reason:
             self._stops.append(row)
         if sequence.tree is None:  # it has the policy's
-            self.tree_policy.learn_tokens(len(kept))
+            self.tree_policy.learn_tokens(len(tokens))
             if sequence.finish_reason:
                 self.tree_policy.learn_answer(*sequence.drafter_s)
-        return StepOutput(row, kept, sequence.finish_reason, logprobs=logprobs)
+        return StepOutput(row, tokens, sequence.finish_reason, logprobs=logprobs)
 
     def _fail(self, row: int, sequence: RunningSequence, who: str = "") -> StepOutput:
         sequence.finish_reason = "error"

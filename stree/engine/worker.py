@@ -234,8 +234,8 @@ class Worker:
         target = self.step.cache.save(save.row, save.most)
         if save.with_drafter and store is not None:
             drafter = store.save(save.row, save.most)
-        kept = None if logits is None else logits.clone()
-        self._saved[save.prefix] = _Saved(target, drafter, kept)
+        copied = None if logits is None else logits.clone()
+        self._saved[save.prefix] = _Saved(target, drafter, copied)
         none = torch.zeros_like(target.length)
         return torch.stack([target.length, none if drafter is None else drafter.length])
 

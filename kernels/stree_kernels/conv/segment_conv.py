@@ -123,8 +123,8 @@ def segment_conv_grad_kernel(
     weight += channel * channel_stride
     own_grad = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
     grad = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-    for ahead in tl.static_range(WIDTH):
-        later = token + ahead
+    for offset in tl.static_range(WIDTH):
+        later = token + offset
         there = _in_one_segment(segments, token, later, tokens)
         at = grad_out + later[:, None] * channels + channel[None, :]
         later_grad = tl.load(at, mask=there[:, None] & mine[None, :], other=0.0).to(tl.float32)
@@ -136,9 +136,9 @@ def segment_conv_grad_kernel(
             opened = tl.sigmoid(y)
             later_grad *= opened * (1.0 + y * (1.0 - opened))
             later_grad = tl.where(there[:, None], later_grad, 0.0)  # y may be NaN elsewhere
-        if ahead == 0:
+        if offset == 0:
             own_grad = later_grad
-        scale = tl.load(weight + (WIDTH - 1 - ahead) * tap_stride, mask=mine, other=0.0)
+        scale = tl.load(weight + (WIDTH - 1 - offset) * tap_stride, mask=mine, other=0.0)
         grad += later_grad * scale.to(tl.float32)[None, :]
     at = grad_inputs + token[:, None] * channels + channel[None, :]
     here = (token < tokens)[:, None] & mine[None, :]

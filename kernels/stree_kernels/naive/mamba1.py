@@ -58,10 +58,10 @@ def selective_scan(
     out_dtype, dtype = x.dtype, accumulation_dtype(x.dtype)
     x, dt, A, B, C = (as_dtype(part, dtype) for part in (x, dt, A, B, C))
     state = x.new_zeros(len(x), *A.shape) if initial_state is None else initial_state.to(dtype)
-    kept = torch.ones_like(dt[:, :, :1])  # 0 where a token begins a segment
+    carried = torch.ones_like(dt[:, :, :1])  # 0 where a token begins a segment
     if segment_ids is not None:
-        kept[:, 1:, 0] = (segment_ids[:, 1:] == segment_ids[:, :-1]).to(dtype)
-    parts = (part.split(CHUNK, dim=1) for part in (dt, dt * x, B, C, kept))
+        carried[:, 1:, 0] = (segment_ids[:, 1:] == segment_ids[:, :-1]).to(dtype)
+    parts = (part.split(CHUNK, dim=1) for part in (dt, dt * x, B, C, carried))
     scan: Any = _scan_chunk
     outputs = []
     if torch.is_grad_enabled():  # keeps states between chunks only
@@ -73,12 +73,12 @@ def selective_scan(
 
 
 def _scan_chunk(
-    state: Tensor, A: Tensor, dt: Tensor, written: Tensor, B: Tensor, C: Tensor, kept: Tensor
+    state: Tensor, A: Tensor, dt: Tensor, written: Tensor, B: Tensor, C: Tensor, carried: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return y (B, T, E) of some tokens, and the state after them."""
     outputs = []
     for t in range(dt.shape[1]):
-        state = advanced_by_token(state * kept[:, t, None], dt[:, t], written[:, t], A, B[:, t])
+        state = advanced_by_token(state * carried[:, t, None], dt[:, t], written[:, t], A, B[:, t])
         outputs.append(torch.einsum("bes,bs->be", state, C[:, t]))
     return torch.stack(outputs, dim=1), state
 

@@ -29,7 +29,7 @@ def draft_ngrams(
     num_nodes, widest = trees.children.shape[1:]
     assert slots.stride(1) == tokens.stride(1) == trees.parents.stride(1) == roots.stride(0) == 1
     assert trees.children.is_contiguous()
-    first = 0 if places is None else places.shape[2]
+    num_places = 0 if places is None else places.shape[2]
     num_barred = 0 if barred is None else barred.shape[2]
     matches = torch.empty(batch, num_nodes, length, dtype=torch.int32, device=slots.device)
     block = min(BLOCK_SLOTS, triton.next_power_of_2(length))
@@ -39,21 +39,21 @@ def draft_ngrams(
         slots, slots.stride(0), length, roots, tokens, tokens.stride(0),
         trees.parents, trees.parents.stride(0), trees.children, num_nodes, widest, matches,
         context, num_excerpts * excerpt, excerpt,
-        None if places is None else places.contiguous(), first,
+        None if places is None else places.contiguous(), num_places,
         None if barred is None else barred.contiguous(), num_barred,
         ORDER=tl.int64 if is_wide else tl.int32, BLOCK=block,
-        BLOCK_K=triton.next_power_of_2(max(widest, first)),
-        BLOCK_T=triton.next_power_of_2(max(widest, first) + num_barred + 1),
+        BLOCK_K=triton.next_power_of_2(max(widest, num_places)),
+        BLOCK_T=triton.next_power_of_2(max(widest, num_places) + num_barred + 1),
         BLOCK_J=triton.next_power_of_2(max(num_barred, 1)),
         num_warps=max(1, min(16, block // 256)), **overlapping(slots),
     )
 
 
 # Bounds of 1 are not made constants: loops over such were once compiled wrongly
-@triton.jit(do_not_specialize=["num_nodes", "widest", "context", "first", "num_barred"])
+@triton.jit(do_not_specialize=["num_nodes", "widest", "context", "num_places", "num_barred"])
 def ngram_kernel(
     slots, slot_stride, length, roots, tokens, token_stride, parents, parent_stride, children,
-    num_nodes, widest, matches, context, base, excerpt, places, first, barred, num_barred,
+    num_nodes, widest, matches, context, base, excerpt, places, num_places, barred, num_barred,
     ORDER: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_J: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -69,7 +69,7 @@ def ngram_kernel(
     of_child, of_barred = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_J)
     root_children, num_root = children, widest
     if places is not None:
-        root_children, num_root = places + row * first, first
+        root_children, num_root = places + row * num_places, num_places
     barred_first = tl.full([BLOCK_J], -1, tl.int64)
     if barred is not None:
         at = barred + row * num_barred + of_barred

@@ -249,13 +249,13 @@ def after_siblings(
     of the node's share.
     """
     temperature = tl.load(rows.temperature + sequence)
-    first = sequence * (rows.num_nodes + rows.num_drawn)
-    token, p, p_sum = weights(rows, first + node, piece, temperature, WIDE, PIECE, PIECES)
+    base = sequence * (rows.num_nodes + rows.num_drawn)
+    token, p, p_sum = weights(rows, base + node, piece, temperature, WIDE, PIECE, PIECES)
     p /= p_sum.to(WIDE)
     row = sequence * rows.num_nodes + node
     q, q_sum = tl.zeros_like(p), p_sum * 0.0
     if rows.drawn is not None:
-        drawn = first + rows.num_nodes + tl.load(trees.drawn_by + row)
+        drawn = base + rows.num_nodes + tl.load(trees.drawn_by + row)
         _, q, q_sum = weights(rows, drawn, piece, temperature, WIDE, PIECE, PIECES)
     for place in range(count):
         child = tl.load(trees.children + row * trees.widest + place)
@@ -355,8 +355,7 @@ def walk_kernel(
                 chance = tl.load(at, mask=child >= 0, other=0.0)
                 kept = uniform(seed, position, place + ACCEPT + LEVEL * step) >= 1.0 - chance
             else:
-                first = tl.min(tl.where((parent == node) & some, number, NODES), axis=0)
-                kept = child == first
+                kept = child == tl.min(tl.where((parent == node) & some, number, NODES), axis=0)
             kept = kept & (child >= 0)
             first = tl.min(tl.where(kept, place, WIDEST), axis=0)
             walking = (first < WIDEST).to(tl.int32)
@@ -402,8 +401,8 @@ def are_finite(
     row = sequence * (rows.num_nodes + rows.num_drawn) + node
     known = (node < num_nodes)[:, None]
     top = tl.full([NODES], -float("inf"), tl.float64)
-    for first in tl.static_range(0, PIECES, BESIDE):
-        piece = first + tl.arange(0, BESIDE)
+    for begin in tl.static_range(0, PIECES, BESIDE):
+        piece = begin + tl.arange(0, BESIDE)
         at = rows.highest + row[:, None] * rows.pieces + piece[None, :]
         high = tl.load(at, mask=known & (piece < rows.pieces)[None, :], other=-float("inf"))
         top = tl.maximum(top, tl.max(high, axis=1))
@@ -429,8 +428,8 @@ def subtrees_that_pass(
         at = row * widest + place
         child = tl.load(trees.children + at, mask=node < num_nodes, other=-1)
         rest = tl.zeros([NODES], tl.float64)
-        for first in tl.static_range(0, PIECES, BESIDE):
-            piece = first + tl.arange(0, BESIDE)
+        for begin in tl.static_range(0, PIECES, BESIDE):
+            piece = begin + tl.arange(0, BESIDE)
             there = (child >= 0)[:, None] & (piece < rows.pieces)[None, :]
             left = trees.left + (at * 2 * rows.pieces)[:, None] + piece[None, :]
             rest += tl.sum(tl.load(left, mask=there, other=0.0), axis=1)
