@@ -206,7 +206,7 @@ def build_parser() -> CommandParser:
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
-        "width=2048, head_dtype=float8, attention, mtp, head=32768+rank=256")
+        "width=2048, head_dtype=float8, attention, mtp, eagle, head=32768+rank=256")
     add("--trees", type=list[str], default=[calls.PAPER],
         help=f"for draft and draft_lengths: {FORMS}")
     add("--target_dtypes", "--target-dtypes", type=list[str], default=["bfloat16"],

@@ -295,7 +295,7 @@ def _match(
 def require_head_ids(model: HybridModel, directory: Path) -> None:
     """Refuse a head over a part of the vocabulary whose tokens are not ascending ids."""
     ids, size = model.head_ids, model.config.vocab_size
-    if ids is None:
+    if ids is None or ids.is_meta:
         return
     ascending = bool((ids[1:] > ids[:-1]).all())
     if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= size:

@@ -347,7 +347,8 @@ def test_drafters_of_other_heads_depths_and_widths():
         ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
         ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
         ("head=200000", "head_vocab_size is 200000, it must be"),
-        ("mtp+layers=3", "or mtp with head, rank or head_dtype=float8"),
+        ("mtp+layers=3", "or mtp or eagle with head, rank or head_dtype=float8"),
+        ("eagle+mtp", "or mtp or eagle with head"),
     ):
         with pytest.raises(UsageError, match=said):
             models.drafter_config("8b", kind)
@@ -361,13 +362,15 @@ def test_random_weights_have_a_loaded_models_types(tiny_published):
     assert dtypes["gated_delta"] == {torch.float32} and dtypes["o_proj"] == {torch.bfloat16}
 
 
-def test_an_mtp_head_of_the_target_drafts(tiny_published, captured_on_cpu):
-    head = models.random_drafter("qwen3_5", CPU, "mtp+head=16+head_dtype=float8")
-    assert head.config.fused_inputs and head.config.head_size == 16
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_a_head_of_the_target_drafts(tiny_published, captured_on_cpu, kind):
+    head = models.random_drafter("qwen3_5", CPU, f"{kind}+head=16+head_dtype=float8")
+    assert head.config.fused_inputs != head.config.eagle_inputs and head.config.head_size == 16
     (row,) = calls.draft(head, ["chain-2"], 8, 2)
     assert row["num_levels"] == 2 and row["us_draft"]["median"] > 0
     width = head.config.d_model
-    assert (width, width) in calls.product_sizes(head, 1)[:2]
+    read = width if kind == "mtp" else 2 * width  # of the first product
+    assert calls.product_sizes(head, 1)[0][1] == read
     target, trees = models.random_target("qwen3_5", CPU), map(as_tree, ("chain-2", "beam-3-3-8"))
     rows = list(batches.steps_of_rows(target, head, list(trees), [1, 2], 8, 2, [0.0, 1.0]))
     assert [(row["num_nodes"], row["temperature"]) for row in rows] == [

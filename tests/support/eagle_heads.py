@@ -74,7 +74,7 @@ class EagleHead(nn.Module):
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         normed = self.norm(hidden)
         own = self.lm_head(normed)
-        logits = own.new_full((*own.shape[:-1], VOCAB), -torch.inf)
+        logits = own.new_full((*own.shape[:-1], self.config.vocab_size), -torch.inf)
         logits[..., self.tokens] = own
         return logits, normed if "norm_output" in self.options else hidden
 
@@ -107,13 +107,14 @@ def save_head(
     layout. whole_head has all tokens, own_embedding brings an embedding with the head.
     """
     width, count = target.config.hidden_size, target.config.num_hidden_layers
+    vocab = target.config.vocab_size
     sizes = dict(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width // 2,
+        vocab_size=vocab, hidden_size=width, intermediate_size=3 * width // 2,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         rms_norm_eps=1e-5, max_position_embeddings=256, attn_implementation="eager",
     )
     config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**sizes)
-    tokens = list(range(VOCAB)) if whole_head else DRAFT_TOKENS
+    tokens = list(range(vocab)) if whole_head else DRAFT_TOKENS
     read = layers or [2, count // 2, count - 3]
     torch.manual_seed(seed)
     head = EagleHead(config, read, width, tokens, options).eval()
@@ -129,12 +130,12 @@ def save_head(
         if not name.startswith("rotary.")
     }
     if own_embedding:
-        head.embedding = [nn.Embedding(VOCAB, width)]
+        head.embedding = [nn.Embedding(vocab, width)]
         stored["embed_tokens.weight"] = head.embedding[0].weight.data
     if not whole_head:
         ids = torch.tensor(tokens)
         stored["d2t"] = ids - torch.arange(len(tokens))
-        stored["t2d"] = torch.isin(torch.arange(VOCAB), ids)
+        stored["t2d"] = torch.isin(torch.arange(vocab), ids)
     if speculators:
         stored = {name.replace("midlayer.", "layers.0."): each for name, each in stored.items()}
     own_keys = dict.fromkeys(options, True)

@@ -29,6 +29,7 @@ OWN = "own"  # the unchanged drafter of a shape
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
 ATTENTION = "attention"  # a Transformer in its place
 MTP = "mtp"  # the target's head for multi-token prediction in its place
+EAGLE = "eagle"  # an EAGLE-3 head of the target in its place
 FLOAT8_HEAD = "head_dtype=float8"  # how a drafter runs, no part of its config
 
 
@@ -46,31 +47,34 @@ def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
 
     kind: changes to it, joined by "+": head=K tokens in the head, rank=R of the head, layers=N,
     width=D with everything in proportion, head_dtype=float8, and attention, for a Transformer of
-    the same numbers; or mtp for an MTP head of the target, with head=K, rank=R or in float8. Raises
-    UsageError for others, and numbers that do not fit together.
+    the same numbers; or mtp or eagle for such a head of the target, with head=K, rank=R or in
+    float8. Raises UsageError for others, and numbers that do not fit together.
     """
     own = shape if shape in OWN_SHAPES else "8b"
     config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
     config = config.replace(vocab_size=target_config(shape).vocab_size)
     parts = kind.split("+")
-    attends, is_mtp = ATTENTION in parts, MTP in parts
-    for word in (FLOAT8_HEAD, MTP if is_mtp else ATTENTION):
+    attends, head_of = ATTENTION in parts, next((w for w in (MTP, EAGLE) if w in parts), None)
+    for word in (FLOAT8_HEAD, head_of or ATTENTION):
         if word in parts:
             parts.remove(word)
     if parts == [OWN]:
         parts = []
     changes = dict(CHANGE.findall(kind))
     changed = [f"{name}={number}" for name, number in changes.items()]
-    if changed != parts or (is_mtp and changes.keys() - {"head", "rank"}):
+    if changed != parts or (head_of and changes.keys() - {"head", "rank"}):
         raise UsageError(
             f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N, width=D, "
-            f"{ATTENTION} and {FLOAT8_HEAD} joined by +, each once; or {MTP} with head, rank or "
-            f"{FLOAT8_HEAD}"
+            f"{ATTENTION} and {FLOAT8_HEAD} joined by +, each once; or {MTP} or {EAGLE} with "
+            f"head, rank or {FLOAT8_HEAD}"
         )
-    if is_mtp:
-        target = target_config(shape)
+    target = target_config(shape)
+    if head_of == MTP:
         *_, mlp = target.layer_type(target.num_layers - 1).split()
         config = target.mtp_head([f"attention {mlp}"])
+    elif head_of == EAGLE:
+        count = target.num_layers
+        config = target.eagle_head(tuple(sorted({1, count // 2 - 1, max(count - 4, 0)})))
     if "width" in changes:
         config = of_width(config, int(changes["width"]))
     if "layers" in changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from eagle_heads import save_head
 from lanes import costly
 from mtp_heads import save_with_head
 from tiny_evaluation import export, quiet, settings_for
@@ -103,9 +104,10 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
-def test_the_targets_own_mtp_head_is_evaluated(world, tmp_path):
+def test_the_targets_own_heads_are_evaluated(world, tmp_path):
     target = tmp_path / "target"
-    save_with_head(target, "qwen3_5", 0, vocab=320)
+    theirs, _ = save_with_head(target, "qwen3_5", 0, vocab=320)
+    save_head(tmp_path / "eagle", theirs, layers=[1, 2])
     load_tokenizer(world / "target").save_pretrained(target)
     chosen = settings_for(world, tmp_path / "out", target=str(target), limit=1)
     evaluation = quiet(chosen)
@@ -115,8 +117,13 @@ def test_the_targets_own_mtp_head_is_evaluated(world, tmp_path):
     parts = memory_of(evaluation, evaluation.plan("float8:mtp")).parts
     config = load_config(target)
     assert parts["heads in 8 bits"] == config.vocab_size * config.d_model and parts["drafter"]
+    for row in evaluation.evaluate(f"eagle:{tmp_path / 'eagle'}"):
+        assert row.lossless is None or row.lossless.share == 1
+    other = quiet(settings_for(world, tmp_path / "other"))
     with pytest.raises(CheckpointRefused, match="no MTP head is known"):
-        quiet(settings_for(world, tmp_path / "other")).plan("mtp")
+        other.plan("mtp")
+    with pytest.raises(CheckpointRefused, match="a head for a target of width 16, this one has"):
+        other.plan(f"eagle:{tmp_path / 'eagle'}")
 
 
 def test_a_target_in_8_bits_has_rows_of_its_own(world, tmp_path):
