@@ -12,9 +12,13 @@ import pytest
 import torch
 from families import VOCAB, random_reference
 from lanes import costly
+from mtp_heads import save_with_head
 from safetensors.torch import load_file, save_file
+from watched import watch
 
+import stree
 from stree.checkpoints import load_save
+from stree.checkpoints.heads.mtp import load_mtp
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import CheckpointRefused
 from stree.models.layers.packed_linear import ScaledLinear
@@ -74,15 +78,18 @@ def in_8_bits(weight: torch.Tensor, block: tuple | int | None) -> tuple[torch.Te
     return values.clamp(-448, 448).to(FLOAT8), scale
 
 
-def write(theirs, folder, form: str) -> set[str]:
-    """Save a checkpoint in a format, and its numbers next to it; return the names in 8 bits."""
+def write(save, folder, form: str, in_16_bits: str = "$") -> set[str]:
+    """Save a checkpoint in a format, and its numbers next to it; return the names in 8 bits.
+
+    `save` writes it in 16 bits to a folder, and so stay the names that begin with `in_16_bits`.
+    """
     place, table, block = FORMATS[form]
-    theirs.save_pretrained(folder / "stored")
+    save(folder / "stored")
     shutil.copytree(folder / "stored", folder / "plain")
     plain, stored, in_bits = load_file(folder / "stored" / "model.safetensors"), {}, set()
     for name, weight in list(plain.items()):
         is_weight = weight.ndim == 2 and name.endswith(".weight")
-        if not is_weight or KEPT_AS_THEY_ARE.fullmatch(name):
+        if not is_weight or KEPT_AS_THEY_ARE.fullmatch(name) or name.startswith(in_16_bits):
             stored[name] = weight
             continue
         in_bits.add(name)
@@ -123,7 +130,7 @@ def write(theirs, folder, form: str) -> set[str]:
 )
 @torch.no_grad()
 def test_it_is_the_checkpoint_of_its_numbers(family, form, tmp_path):
-    in_bits = write(random_reference(family, 2).float(), tmp_path, form)
+    in_bits = write(random_reference(family, 2).float().save_pretrained, tmp_path, form)
     plain, tokens = load_model(tmp_path / "plain"), torch.randint(VOCAB, (2, 9))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -141,6 +148,41 @@ def test_it_is_the_checkpoint_of_its_numbers(family, form, tmp_path):
     assert all(re.search("lm_head|in_proj_[ab]$", name) for name in others), others
     said = [str(each.message) for each in told if "in 8 bits" in str(each.message)]
     assert len(said) == any("experts" in name for name in in_bits), said
+
+
+@pytest.mark.parametrize(
+    ("of", "form", "in_16_bits"),
+    [
+        (("qwen3_5", 0), "fp8-small-blocks", "$"), (("qwen3_5", 0), "fp8", "mtp."),
+        (("qwen3_next", 1), "fp8-small-blocks", "mtp.fc"), (("qwen3_5", 1), "channel", "$"),
+        (("nemotron", 0), "modelopt", "$"), (("nemotron", 0), "modelopt", "mtp."),
+    ],
+    ids=str,
+)
+def test_its_own_mtp_head_drafts(of, form, in_16_bits, tmp_path):
+    """The head's tensors may be in 8 bits or, as `modules_to_not_convert` says, not."""
+    in_bits = write(lambda folder: save_with_head(folder, *of), tmp_path, form, in_16_bits)
+    assert any(name.startswith("mtp.") for name in in_bits) == (in_16_bits != "mtp.")
+    drafts, texts = [], []
+    for name in ("stored", "plain"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of experts, and of what projects the hidden state
+            target, drafter = load_model(tmp_path / name), load_mtp(tmp_path / name)
+        drafter.share_ends(target)
+        layer = [each for each in drafter.model.layers.modules() if isinstance(each, ScaledLinear)]
+        assert bool(layer) == (name == "stored" and in_16_bits != "mtp.")
+        watched = watch(drafter, 1, 64, 4)
+        decoder = stree.Decoder(target, watched, stree.TokenTree.chain(3), max_length=64)
+        out = decoder.generate([7, 3, 0, 1, 5, 5, 2], max_new_tokens=12, ignore_eos=True)
+        plain = stree.Decoder(target, max_length=64)
+        assert out.tokens == plain.generate(
+            [7, 3, 0, 1, 5, 5, 2], max_new_tokens=12, ignore_eos=True
+        ).tokens
+        drafts.append(torch.stack([logits for *_, logits in watched.drafts]))
+        texts.append(out)
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[0].stats.accepted_per_call == texts[1].stats.accepted_per_call
+    torch.testing.assert_close(*drafts, rtol=1e-4, atol=1e-4)
 
 
 OTHER_FORMATS = {
@@ -213,7 +255,7 @@ def _with_another_scale(tensors):
     ],
 )
 def test_scales_that_do_not_fit_are_refused(change, line, tmp_path):
-    write(random_reference("llama", 2), tmp_path, "fp8")
+    write(random_reference("llama", 2).save_pretrained, tmp_path, "fp8")
     path = tmp_path / "stored" / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -235,7 +277,7 @@ def test_blocks_are_two_whole_numbers(size, tmp_path):
 @torch.no_grad()
 def test_what_a_layout_mixes_is_written_out(tmp_path):
     """GPT-NeoX's norms have means and biases, which are parts of the weights here."""
-    write(random_reference("gpt_neox", 2).float(), tmp_path, "tensor")
+    write(random_reference("gpt_neox", 2).float().save_pretrained, tmp_path, "tensor")
     with pytest.warns(UserWarning, match=r"weights in 8 bits, .* cannot be multiplied so here"):
         model = load_model(tmp_path / "stored")
     tokens = torch.randint(VOCAB, (2, 9))
@@ -245,7 +287,7 @@ def test_what_a_layout_mixes_is_written_out(tmp_path):
 
 @torch.no_grad()
 def test_on_a_gpu_without_them_they_are_written_out(tmp_path, monkeypatch):
-    write(random_reference("qwen3_5", 2).float(), tmp_path, "fp8")
+    write(random_reference("qwen3_5", 2).float().save_pretrained, tmp_path, "fp8")
     monkeypatch.setattr(load_save, "has_products_in_8_bits", lambda device: False)
     with pytest.warns(UserWarning, match="weights in 8 bits, .* will take the memory of float32"):
         model = load_model(tmp_path / "stored")
@@ -257,7 +299,7 @@ def test_on_a_gpu_without_them_they_are_written_out(tmp_path, monkeypatch):
 @torch.no_grad()
 def test_what_is_stored_in_bf16_is_rounded_if_that_is_asked_for(tmp_path):
     """The head is; weights that are stored in 8 bits keep the scales that they have."""
-    write(random_reference("llama", 2).float(), tmp_path, "fp8-small-blocks")
+    write(random_reference("llama", 2).float().save_pretrained, tmp_path, "fp8-small-blocks")
     asked, stored = load_model(tmp_path / "stored", in_8_bits=True), load_model(tmp_path / "stored")
     assert isinstance(asked.head, Scaled) and not isinstance(stored.head, Scaled)
     for name, each in stored.named_modules():
