@@ -59,21 +59,25 @@ class PackedModel(HeadedModel):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def put_in_8_bits(self) -> None:
+    def put_in_8_bits(self, head: bool = True, rounds_inputs: bool = False) -> None:
         """Hold the weights of a step's products in fp8 e4m3 from now on, with one scale an output.
 
-        These are the projections of attention, recurrent layers, convolutions and MLPs, and the
-        head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings, norms, convolutions,
-        A, D, dt's bias, biases, low-rank adapters, routers, experts, and what Mamba-1 selects by
-        stay as they are. Such a model can neither be trained nor saved.
+        These are the projections of attention, recurrent layers, convolutions and MLPs, and with
+        `head` the head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings, norms,
+        convolutions, A, D, dt's bias, biases, low-rank adapters, routers, experts, and what Mamba-1
+        selects by stay as they are. With `rounds_inputs` inputs of many rows are rounded, too, in
+        passes over whole sequences. Such a model can neither be trained nor saved.
 
         Raises `UsageError` for a GPU without float8.
         """
         require_products_in_8_bits(self.device, "load the target without target_dtype")
         for name, each in self.projections().items():
-            if not isinstance(each, ScaledLinear):
-                self.set_submodule(name, ScaledLinear(naive.in_8_bits(each.weight), each.bias))
-        self.put_head_in_8_bits()
+            if not isinstance(each, ScaledLinear) and (head or name != "lm_head"):
+                scaled = ScaledLinear(naive.in_8_bits(each.weight), each.bias)
+                scaled.rounds_inputs = rounds_inputs
+                self.set_submodule(name, scaled)
+        if head:
+            self.put_head_in_8_bits()
 
     def plain_state(self) -> dict[str, Tensor]:
         """Return the state dict, weights in 8 bits as numbers of the model's dtype."""

@@ -52,11 +52,13 @@ from stree_kernels.naive.pointwise import (
 )
 from stree_kernels.naive.products import (
     dequantised,
+    fits_rounded,
     in_8_bits,
     laid,
     linear,
     linear_adapted,
     linear_parts,
+    linear_rounded,
     linear_swiglu,
     linear_wide,
 )

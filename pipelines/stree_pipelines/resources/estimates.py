@@ -31,7 +31,6 @@ from stree.models.model import HybridModel
 from stree_pipelines.resources.disk import itemised
 from stree_pipelines.training.losses.distillation_loss import chunk_rows
 from stree_pipelines.training.optimization import OptimizerKind, num_moments
-from stree_pipelines.training.parallel.float8 import round_products
 from stree_pipelines.training.parallel.precision import AUTOCAST
 
 GRADIENT_BYTES = 4  # per weight
@@ -145,11 +144,11 @@ def training_memory(
 
 
 def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
-    """Count the bytes of a frozen target's weights; `round_products` leaves some in bf16."""
+    """Count the bytes of a frozen target's weights; in 8 bits those of its products are."""
     model = _without_data(target)
     if dtype.itemsize > 1:
         return dtype.itemsize * model.num_parameters()
-    round_products(model.bfloat16())
+    model.bfloat16().put_in_8_bits(head=False)
     return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
 
 

@@ -20,7 +20,12 @@ class ScaledLinear(nn.Linear):
     """A projection in 8 bits: weight (E, D) in fp8 e4m3, scale (E, G) in fp32 (`Scaled`).
 
     Inputs keep their dtype, sums are fp32. It is not trained; gradients go through it.
+
+    Attributes:
+        rounds_inputs: Whether inputs of many rows are rounded to 8 bits, too, for a frozen target.
     """
+
+    rounds_inputs = False
 
     def __init__(self, weight: Scaled, bias: nn.Parameter | None = None) -> None:
         outputs, inputs = weight.shape
@@ -32,7 +37,11 @@ class ScaledLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = (naive if torch.is_grad_enabled() else ops).linear(x, Scaled(self.weight, self.scale))
+        weight = Scaled(self.weight, self.scale)
+        if self.rounds_inputs and naive.fits_rounded(x, weight):
+            y = naive.linear_rounded(x, weight)
+        else:
+            y = (naive if torch.is_grad_enabled() else ops).linear(x, weight)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stree.common.errors import UsageError
 from stree.models.hidden_states import HiddenStateTap
+from stree.models.layers.part import require_products_in_8_bits
 from stree.models.model import HybridModel
-from stree_pipelines.training.parallel.float8 import FLOAT8, require_float8, round_products
 from stree_pipelines.training.parallel.sharding import shard
 
 Placement = Literal["replicated", "sharded"]
@@ -20,7 +20,7 @@ TargetDtype = Literal["float32", "bfloat16", "float8"]
 
 def held_dtype(dtype: TargetDtype) -> torch.dtype:
     """Return the dtype in which the target's projections are held."""
-    return FLOAT8 if dtype == "float8" else getattr(torch, dtype)
+    return torch.float8_e4m3fn if dtype == "float8" else getattr(torch, dtype)
 
 
 def loaded_dtype(dtype: TargetDtype) -> torch.dtype:
@@ -47,12 +47,12 @@ class FrozenTarget:
         self.placement = placement
         self.in_float8 = dtype == "float8"
         if self.in_float8:
-            round_products(self.model)
+            self.model.put_in_8_bits(head=False, rounds_inputs=True)
 
     def place(self, device: torch.device, num_ranks: int) -> None:
         """Move the target to this process's device, or its part where `num_ranks` share it."""
         if self.in_float8:
-            require_float8(device)
+            require_products_in_8_bits(device, "take model.target_dtype bfloat16")
         if self.placement == "sharded" and num_ranks > 1:
             shard(self.model, init_device_mesh(device.type, (num_ranks,)))
         else:
