@@ -31,6 +31,8 @@ python pipelines/stree_lab/bench_decode.py runs/bench/joint.jsonl --shape \\
     "[png-6-1,png-6-2]"
 python pipelines/stree_lab/bench_decode.py runs/bench/beams.jsonl --shape \\
     mamba2-2.7b --what "[beams]"
+python pipelines/stree_lab/bench_decode.py runs/bench/copied.jsonl --what \\
+    "[copied]" --trees "[expand-3-2-2-1-1,chain-5]"
 python pipelines/stree_lab/bench_decode.py runs/bench/orders.jsonl --what "[orders]"
 python pipelines/stree_lab/bench_decode.py runs/bench/prompts.jsonl --shape \\
     chat,8b --what "[prompts]"
@@ -141,6 +143,7 @@ OF_TARGETS: dict[str, Measurement] = {
 }
 OF_PAIRS: dict[str, Measurement] = {
     "draft": lambda bench, o: calls.draft(bench.drafter, o.trees, o.context, o.repeats),
+    "copied": lambda bench, o: calls.copied(bench.drafter, o.trees, o.context, o.repeats),
     "steps": lambda bench, o: steps.decode_at(
         bench.target, bench.drafter, o.taus, o.context, o.num_steps, 3
     ),
@@ -208,7 +211,7 @@ def build_parser() -> CommandParser:
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
         "width=2048, head_dtype=float8, attention, mtp, eagle, head=32768+rank=256")
     add("--trees", type=list[str], default=[calls.PAPER],
-        help=f"for draft and draft_lengths: {FORMS}")
+        help=f"for draft, copied and draft_lengths: {FORMS}")
     add("--target_dtypes", "--target-dtypes", type=list[str], default=["bfloat16"],
         help=f"of the weights of the target's products: {', '.join(TARGET_DTYPES)}")
     add("--row_trees", "--row-trees", type=list[str], default=["chain-2", calls.PAPER],

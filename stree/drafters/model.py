@@ -12,6 +12,7 @@ from torch import Tensor
 from stree.batching.state import BatchState
 from stree.drafters import FeatureDrafter, Proposal, SiblingSampling
 from stree.engine.row_store import RowStore, SavedRow
+from stree.models.cache import HybridCache
 from stree.models.chunk_pass import PrefillScratch
 from stree.models.hidden_states import DraftInputs
 from stree.models.layer_caches import Which
@@ -228,7 +229,7 @@ class ModelDrafter(FeatureDrafter):
             asked = rows.asked._replace(sampled=False, filtered=False)
             rows, keep_logits = replace(rows, asked=asked), False
         independent = self.siblings is SiblingSampling.INDEPENDENT
-        cache, width = self.cache.narrow(0, batch), model.config.d_conv
+        cache = self.cache.narrow(0, batch)
         bound = min(bound + max(longest_block, tree_batch.num_drawn_from), cache.num_slots)
         chains = self._chains_of(batch, longest_block)
         block = rows.block[:, : 1 + longest_block]
@@ -256,13 +257,9 @@ class ModelDrafter(FeatureDrafter):
             count = level.nodes.shape[1]
             if number:
                 tree_batch.grow(number)
-                inner = tree_batch.inner_topology(width)
                 if inputs is not None:
                     inputs = self._inputs_of_drafts(self._own(hidden), tree_batch, number)
-                call = model.tree_call(
-                    tokens, inner, cache, read, bound, level.nodes, inputs=inputs
-                )
-                hidden = model.tree_stream(call)
+                hidden = self._read_level(tokens, tree_batch, number, cache, read, bound, inputs)
                 read += count
             chosen = (
                 level.noise_at(keep_logits), None if independent else rows.sampling, level.places,
@@ -291,6 +288,19 @@ class ModelDrafter(FeatureDrafter):
         if independent or (keep_logits and self.temperatures is not None):
             points = (given == 0)[:, None].repeat(1, tree_batch.num_nodes)
         return Proposal(tree_batch.finish(tokens), finite, all_logits, points, independent)
+
+    def _read_level(
+        self, tokens: Tensor, tree_batch: TreeBatch, number: int, cache: HybridCache, read: int,
+        bound: int, inputs: Tensor | None,
+    ) -> Tensor | Stream:
+        """Read a level's nodes (B, n), after `read` nodes of the levels above.
+
+        Returns their hidden states (B, n, D), or the stream before the final norm.
+        """
+        inner = tree_batch.inner_topology(self.model.config.d_conv)
+        nodes = tree_batch.levels[number].nodes
+        call = self.model.tree_call(tokens, inner, cache, read, bound, nodes, inputs=inputs)
+        return self.model.tree_stream(call)
 
     def _draw_each(
         self, logits: Tensor, level: Level, rows: BatchState, sampling: Sampling, tokens: Tensor,

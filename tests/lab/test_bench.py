@@ -37,7 +37,7 @@ from stree_pipelines.resources.estimates import num_parameters
 def test_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_decode, "ORDER_NODES", [5])
     options = SimpleNamespace(
-        what=["orders", "calls", "draft", "unrolled", "beams", "memory", "offloaded"],
+        what=["orders", "calls", "draft", "copied", "unrolled", "beams", "memory", "offloaded"],
         nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
         trees=["paper", "beam-2-3-6"],
     )
@@ -49,9 +49,11 @@ def test_rows(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
         *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
-        *("unrolled",) * 5, *("beams",) * 12, "memory", *("offloaded call",) * 4, *("draft",) * 4,
+        *("unrolled",) * 5, *("beams",) * 12, "memory", *("offloaded call",) * 4,
+        *(("draft",) * 2 + ("copied",) * 2) * 2,
     ]
-    drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"]) for line in lines[-4:]]
+    drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"])
+              for line in lines if line.get("what") == "draft"]
     other = "head=16+rank=4"
     assert drafts == [(kind, tree, size) for kind in (None, other)
                       for tree, size in ((None, 13), ("beam-2-3-6", 6))]

@@ -31,11 +31,12 @@ from stree_lab.benches.steps import (
     accepted_for,
     graphs_alone_us,
     graphs_of,
-    launcher,
 )
 from stree_lab.benches.timing import Row, interleave, peak_field, side_by_side, us_fields
+from stree_lab.papers.draft_rows import JointRows, ReplayRows
 from stree_pipelines.evaluation.answering import gc_freeze
 
+DECODED_FOR_PEAK = 12  # tokens
 TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 
@@ -82,7 +83,8 @@ def joint_of_rows(
     Under replay the accepted path is replayed, under `joint` it is fed again; both are interleaved
     with plain decoding. The row also has the products of each one's rows, the bytes of weights,
     of each one's cache, and of what each keeps there apart from states and keys, and on CUDA the
-    peak of memory of each, when n-grams draft, from its buffers to the end of a step.
+    peak of memory of each, when n-grams draft, from its buffers through the prompts to the end of
+    a few steps.
     """
     peaks = {
         (count, tree): _peaks_of_ways(target, tree, count, context)
@@ -122,20 +124,32 @@ def joint_of_rows(
 def _peaks_of_ways(
     target: HybridModel, tree: StepTree, count: int, context: int
 ) -> dict[str, int]:
-    """Return the peaks of memory of both ways to backtrack and of plain decoding, as fields."""
-    target.pack()
-    peaks: dict[str, int] = {}
-    for way in (*BACKTRACKING, "plain"):
+    """Return the peaks of memory of both ways to backtrack and of plain decoding, as fields.
 
-        def step(way: str = way) -> None:
+    For a target without attention also those of either way when each draft is a row of the batch
+    with a state of its own, as in Snakes and Ladders. Each reads prompts and decodes a few tokens.
+    """
+    target.pack()
+    leaves = sum(not nodes for nodes in tree.shape.children)
+    ways: dict[str, tuple[Any, str]] = {name: (target, name) for name in BACKTRACKING}
+    if not target.config.attn_layers and target.config.num_ssm_heads:
+        ways["replay_rows"] = ReplayRows(target, leaves), "replay"
+        ways["joint_rows"] = JointRows(target, leaves), "replay"
+    peaks: dict[str, int] = {}
+    for way in (*ways, "plain"):
+
+        def decode(way: str = way) -> None:
+            model, backtracking = ways.get(way, (target, "replay"))
             plain = way == "plain"
             decoder = BatchDecoder(
-                target, None if plain else NGram(), PLAIN if plain else tree, num_rows=count,
-                max_length=context + 64, backtracking="replay" if plain else way,
+                model, None if plain else NGram(), PLAIN if plain else tree, num_rows=count,
+                max_length=context + 64, backtracking=backtracking,
             )
-            launcher(decoder, context)()
+            vocab_size = target.config.vocab_size
+            prompts = [tokens_of_row(row, context, vocab_size) for row in range(count)]
+            decoder.generate(prompts, GenerationConfig(DECODED_FOR_PEAK, ignore_eos=True))
 
-        peaks |= peak_field(f"peak_bytes_{way}", step, target.device, weight_bytes(target))
+        peaks |= peak_field(f"peak_bytes_{way}", decode, target.device, weight_bytes(target))
     return peaks
 
 

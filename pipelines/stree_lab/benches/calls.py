@@ -33,6 +33,7 @@ from stree.trees.token_tree import MAX_CHILDREN, StepTree, TokenTree, as_tree, b
 from stree_kernels import naive, ops
 from stree_lab.benches.profiles import profile_call
 from stree_lab.benches.timing import Row, interleave, peak_field, side_by_side, us_fields
+from stree_lab.papers.copied_states import CopyingDrafter
 
 PAPER = "paper"  # the tree whose drafts the bars are about; its rows do not name it
 REMEMBERED = ("keys", "values", "state")  # fields of a cache's layers for committed tokens
@@ -117,6 +118,31 @@ def draft(
         yield row if name == PAPER else {**row, "tree": name}
 
 
+def copied(
+    drafter: HybridModel, trees: Sequence[str], context: int, repeats: int
+) -> Iterator[Row]:
+    """Time one greedy draft of each tree in µs, by tree calls and as batch generation.
+
+    The latter copies states to children (`copied_states`); rows have the bytes of these states.
+    Drafters that read features of the target have no rows.
+    """
+    for name in trees if not drafter.config.feature_layers else ():
+        tree = as_tree(name)
+        levels = make_tree_batch([tree], drafter.device).levels
+        width = max(level.nodes.shape[1] for level in levels)
+        copying = CopyingDrafter(drafter, 1, context + MORE, tree.num_nodes, width)
+        functions = {
+            "draft": _drafts(drafter, tree, context)["draft"],
+            "draft_copied": _drafts(drafter, tree, context, copying)["draft"],
+        }
+        times = side_by_side(functions, drafter.device, repeats)
+        yield dict(
+            what="copied", tree=name, num_nodes=tree.num_nodes, num_levels=tree.max_depth,
+            width=width, context=context, copied_bytes=cache_bytes(copying.copies),
+            **us_fields(times),
+        )
+
+
 def draft_lengths(
     drafters: Mapping[str, HybridModel], trees: Sequence[str], lengths: Sequence[int], repeats: int
 ) -> Iterator[Row]:
@@ -190,10 +216,12 @@ def _read_anew(model: HybridModel, tokens: Tensor) -> None:
     model.prefill(tokens[None], model.new_cache(len(tokens), 1))
 
 
-def _drafts(drafter: HybridModel, tree: StepTree, context: int) -> dict[str, Callable[[], object]]:
+def _drafts(
+    drafter: HybridModel, tree: StepTree, context: int, model: ModelDrafter | None = None
+) -> dict[str, Callable[[], object]]:
     """Return calls that draft a tree after `context` tokens, greedy and sampled; "read" reads
-    these anew."""
-    model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
+    these anew. A `ModelDrafter` drafts unless another `model` is given."""
+    model = model or ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     tokens = _tokens(drafter, 1, context)[0]
 
     def read() -> None:

@@ -231,6 +231,15 @@ def snakes_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
                 some.append(f"{mine:.2f} ({mine / plain:.2f}×)" if mine and plain else MISSING)
                 none.append(figure(plain))
         lines += [(f"{told}, {OURS}", "6", *some), (f"{told}, {OURS}", "0", *none)]
+    if any("peak_bytes_joint_rows" in row for row in rows.values()):
+        cells = []
+        for row in map(rows.get, SNAKES_4_SHAPES):
+            plain = _gb(row, "peak_bytes_plain")
+            for way in ("replay", "joint"):
+                peak = (row or {}).get(f"peak_bytes_{way}_rows")
+                over = peak and plain and f"{peak / 1e9:.2f} ({peak / 1e9 / plain:.2f}×)"
+                cells.append(over or MISSING)
+        lines.append((f"Memory, drafts as rows, {OURS}", "6", *cells))
     return lines, rows.values()
 
 

@@ -126,11 +126,11 @@ class Mamba2(Mixer):
         seen = torch.cat([cache.conv_state, inputs], dim=1)
         values, B, C = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
         y, state = chunk_scan(
-            values, dt, self.A, B, C, self.D,
+            values, context.steps_of(dt), self.A, B, C, self.D,
             chunk_size=self.chunk_size, initial_state=cache.state,
         )
         cache.state.copy_(state)
-        cache.conv_state = seen[:, -self.shape.tail :]
+        cache.conv_state = context.last_inputs(seen, self.shape.tail)
         return self._finish(y, z)
 
     def mix(

@@ -133,6 +133,14 @@ class PrefillPass(TrainingPass):
         if self.features is not None:
             self.features.take(layer - 1, x)
 
+    def steps_of(self, dt: Tensor) -> Tensor:
+        """Return Mamba-2's steps dt (B, T, H); a pass with no-op tokens makes theirs 0."""
+        return dt
+
+    def last_inputs(self, seen: Tensor, count: int) -> Tensor:
+        """Return the last `count` inputs (B, count, C) of a conv, given seen (B, count + T, C)."""
+        return seen[:, -count:]
+
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         if slot is None:
             return part(x, self, *adapters)

@@ -211,9 +211,11 @@ def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
     assert plain == ["0", *nothing, "2.00", "2.00", *nothing, "4.00", "4.00"]
     assert memory[3:5] == ["1.10 (1.10×)", "1.30 (1.30×)"] and least[3:5] == ["1.00"] * 2
     peaks = {"replay": 12 * 10**8, "joint": 15 * 10**8, "plain": 10**9}
+    peaks |= {"replay_rows": 11 * 10**8, "joint_rows": 16 * 10**8}
     measured = {**one, **{f"peak_bytes_{name}": size for name, size in peaks.items()}}
     text = printed(capsys, "snakes-table-4", "--rows", rows_of(tmp_path, measured))
     assert "| 1.20 (1.20×)  | 1.50 (1.50×)" in text  # the peak, not the formula
+    assert "| 1.10 (1.10×)  | 1.60 (1.60×)" in text
 
 
 def test_updates_by_batch_and_length(tmp_path, capsys):
