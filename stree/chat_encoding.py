@@ -37,6 +37,7 @@ from stree.checkpoints.tokenizer import refusing_panics
 from stree.common.errors import BadData, UsageError
 
 Message = tuple[str, str] | Mapping[str, Any]  # (role, text), or as `transformers` has it
+PLAIN_TEXT = "text"  # role of a text that is learnt as it is, without a chat template
 
 
 class Piece(NamedTuple):
@@ -123,6 +124,9 @@ class ChatEncoder:
     ) -> list[list[EncodedChat] | BadData]:
         """Encode many conversations in parallel, each with the numbers of its turns without loss.
 
+        A conversation may also be a single (PLAIN_TEXT, text): its sample is the text and the
+        end-of-text token, and all of it is learnt.
+
         Returns the samples of each conversation: one, or one an answer where the template rewrites
         earlier turns. A conversation has an error instead when the template refuses it, or does not
         print its answers.
@@ -132,7 +136,7 @@ class ChatEncoder:
         numbers: list[int] = []  # of the samples' conversations
         for number, (messages, unlearnt) in enumerate(conversations):
             try:
-                found = self._samples(messages, unlearnt=unlearnt)
+                found = self._plain(messages) or self._samples(messages, unlearnt=unlearnt)
             except BadData as error:
                 outcomes.append(error)
                 continue
@@ -149,9 +153,18 @@ class ChatEncoder:
                 continue
             tokens = np.concatenate([np.asarray(each, np.int32) for each in ids])
             assistant = np.repeat([piece.assistant for piece in pieces], [len(i) for i in ids])
+            assistant[:1] = False  # nothing stands before the first token of a plain text
             lacks = any(answer.lacks_thought for answer in sample.answers if answer.is_learnt)
             chats.append(EncodedChat(tokens, assistant, lacks))
         return outcomes
+
+    def _plain(self, messages: Sequence[Message]) -> list[Sample]:
+        """Return the sample of a plain text, [] for a conversation."""
+        first = messages[0] if len(messages) == 1 else None
+        if not isinstance(first, tuple) or first[0] != PLAIN_TEXT:
+            return []
+        whole = (text := first[1]) + self.eos
+        return [Sample(whole, [Answer(0, 0, len(whole))], [(0, len(text))])]
 
     def encode_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a prompt: those of `messages`, and of an assistant turn's opening.

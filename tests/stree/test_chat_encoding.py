@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stree.chat_encoding import ChatEncoder
+from stree.chat_encoding import PLAIN_TEXT, ChatEncoder
 from stree.common.errors import BadData
 
 END = "{{- '<|end|>' -}}"
@@ -123,6 +123,16 @@ def test_each_answer_is_learnt_behind_its_prompt(tokenizer, template, turns, wan
     for number in (len(turns) - 3, len(turns) - 1):
         prompt = encoder.encode_prompt(turns[:number])
         assert any(each.tokens[: len(prompt)].tolist() == prompt for each in samples)
+
+
+def test_a_plain_text_is_learnt_as_it_is(tokenizer):
+    """No template stands around it, and a control token that it spells is text."""
+    encoder, text = ChatEncoder(tokenizer, OPENED), "a list <|end|> a set"
+    (sample,) = encoder.encode([(PLAIN_TEXT, text)])
+    assert tokenizer.decode(sample.tokens) == text + encoder.eos
+    specials = [token for token in sample.tokens.tolist() if token in tokenizer.all_special_ids]
+    assert specials == ([tokenizer.eos_token_id] if encoder.eos else [])
+    assert not sample.assistant[0] and sample.assistant[1:].all()
 
 
 def test_a_closed_thought_is_context_and_no_loss(tokenizer):

@@ -86,6 +86,8 @@ def _messages_of(
     conversations, _ = read_conversations(source, limit=limit)
     for conversation in conversations:
         roles = [role for role, _ in conversation.turns]
+        if "assistant" not in roles:  # a plain text
+            continue
         end = roles.index("assistant") if turn == "first" else len(roles) - 1
         yield conversation.id, messages_of(conversation, encoder)[:end]
 

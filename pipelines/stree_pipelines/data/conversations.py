@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from stree.chat_encoding import PLAIN_TEXT
 from stree.common.errors import BadData
 from stree_pipelines.data.raw_rows import (
     EMPTY_TEXT,
@@ -36,7 +37,7 @@ from stree_pipelines.data.raw_rows import (
 
 # Names in a report: how many differ, how many are said, and how long one may be.
 MAX_NAMES_COUNTED, NUM_SHOWN, MAX_NAME_CHARS = 1000, 8, 40
-Turn = tuple[str, str]  # (role, text), role one of "system", "user", "assistant"
+Turn = tuple[str, str]  # (role, text), role one of "system", "user", "assistant", PLAIN_TEXT
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -71,7 +72,7 @@ TOOL_PARTS = ("tool_use", "tool_result", "tool_call")
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Accepted row: an optional system turn, then user and assistant in turn, ending with the
-    assistant.
+    assistant; or a plain text, as the only turn, whose role is `PLAIN_TEXT`.
 
     turns: (role, text). masked: numbers of turns that carry no loss. thoughts: numbers of turns,
     each with the thought that the row has beside the turn's text. place: the row's file and line.
@@ -203,8 +204,8 @@ def _unknown_keys(row: Any) -> list[str]:
     """Return the keys of a row, and of its turns as `turn.KEY`, that have no effect."""
     if not isinstance(row, dict):
         return []
-    names = set(row) - KNOWN_KEYS
     turns = _turns_in(row)
+    names = set(row) - KNOWN_KEYS - ({"text"} if turns is None else set())
     for turn in turns if isinstance(turns, list) else []:
         names |= {f"turn.{key}" for key in set(turn) - KNOWN_TURN_KEYS if turn[key] is not None}
     return [ascii(name[:MAX_NAME_CHARS])[1:-1] for name in sorted(names)]
@@ -219,7 +220,10 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         row = {"messages": row}
     if not isinstance(row, dict):
         raise BadRow(WRONG_TYPES, f"a row must be an object, got {type(row).__name__}")
-    turns = _turns_in(row)
+    turns, name = _turns_in(row), row.get("id")
+    name = str(name) if isinstance(name, str | int) else place
+    if turns is None and isinstance(text := row.get("text"), str):
+        return Conversation(name, ((PLAIN_TEXT, _plain_text(text)),), place=place), []
     if turns is None:
         raise BadRow(NO_TURNS, f"none of {', '.join(TURN_KEYS)} holds a turn")
     if not isinstance(turns, list):
@@ -263,9 +267,8 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         notes.append("assistant turns without loss")
     if isinstance(row, RepeatedKeys) or any(isinstance(turn, RepeatedKeys) for turn in turns):
         notes.append("duplicate keys, the last counts")
-    name = row.get("id")
     return Conversation(
-        str(name) if isinstance(name, str | int) else place,
+        name,
         tuple(parsed[old] for old in kept),
         masked,
         tuple(
@@ -274,6 +277,16 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         ),
         place,
     ), notes
+
+
+def _plain_text(text: str) -> str:
+    """Return the text of a row without turns. Raises `BadRow` for one that cannot be learnt."""
+    if not text.strip():
+        raise BadRow(EMPTY_TEXT, "the row's text says nothing")
+    if len(text) > MAX_CHARS:
+        raise BadRow(HUGE, f"{len(text):,} characters, the limit is {MAX_CHARS:,}")
+    _require_unicode(text, "the row's text")
+    return text
 
 
 def _turns_in(row: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from stree.checkpoints.load_save import load_model
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
@@ -256,10 +257,11 @@ class TargetTraining(Training):
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
         activation_checkpointing: bool = False,
+        start_from: str | None = None,
     ) -> None:
         """
         Args:
-            architecture: of the target, random weights.
+            architecture: of the target, random weights unless start_from names others.
             loss_on: the assistant's tokens only, or all tokens of a conversation.
             optimizer: AdamW or Muon, with a learning rate that is a function of the step.
             chunk_tokens: tokens whose logits exist at once; null chooses.
@@ -267,6 +269,8 @@ class TargetTraining(Training):
                 a GPU).
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
+            start_from: folder of a model of this architecture whose weights to begin with, as
+                fine-tuning on chats after training on plain text; take its tokenizer, too.
         """
         loss_spec = LossSpec(
             None, ce_weight=1.0, chunk_tokens=chunk_tokens, compiled=compile_layers
@@ -279,6 +283,8 @@ class TargetTraining(Training):
                 "needs all of its vocabulary, only drafters do with less; leave it out"
             )
         self.exported = HybridModel(architecture)
+        if start_from is not None:
+            _begin_with(self.exported, start_from)
 
     def counted_mask(self, batch: Batch) -> Tensor:
         if self.loss_on == "assistant":
@@ -299,6 +305,22 @@ class TargetTraining(Training):
             hidden, self.exported.head_weight, shift_left(batch["tokens"]),
             counted_rows(mask, hidden), self.loss_spec, normalizer,
         )
+
+
+def _begin_with(model: HybridModel, folder: str) -> None:
+    """Give a model the weights of a folder. Raises UsageError for another architecture."""
+    begun = load_model(folder, torch.device("cpu"), torch.float32)
+    sizes, others = (
+        {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
+        for each in (model, begun)
+    )
+    if sizes != others:
+        name = next(name for name in [*sizes, *others] if sizes.get(name) != others.get(name))
+        raise UsageError(
+            f"model.start_from {folder} is of another architecture than model.architecture: "
+            f"{name} has the shape {others.get(name)} there, and {sizes.get(name)} here"
+        )
+    model.load_state_dict(begun.state_dict())
 
 
 def shift_left(values_BT: Tensor) -> Tensor:

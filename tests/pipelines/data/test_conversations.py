@@ -7,6 +7,7 @@ import random
 import pytest
 from chat_rows import GOOD, GPT, HUMAN, PAIR, TURNS, row, write
 
+from stree.chat_encoding import PLAIN_TEXT
 from stree.common.errors import BadData
 from stree_pipelines.data.conversations import Conversation, read_conversations
 from stree_pipelines.data.raw_rows import REASONS
@@ -21,6 +22,9 @@ BAD_ROWS = {
     "half-surrogate": (row({"from": "human", "value": "\ud83d"}, GPT), "invalid UTF-8"),
     "no-key": (b'{"id": "x"}', "no turns"),
     "null-turns": (b'{"conversations": null}', "no turns"),
+    "number-text": (b'{"text": 3}', "no turns"), "no-text": (b'{"text": " "}', "empty text"),
+    "huge-text": (b'{"text": "' + b"x" * 200_001 + b'"}', "huge"),
+    "half-text": (rb'{"text": "\ud83d"}', "invalid UTF-8"),
     "empty-list": (row(), "no turns"),
     "unknown-role": (row({"from": "narrator", "value": "x"}, GPT), "wrong roles"),
     "tool-role": (row({"from": "tool", "value": "x"}, GPT), "tools"),
@@ -50,6 +54,16 @@ BAD_ROWS = {
     "long-text": (row({"from": "human", "value": "x" * 200_001}, GPT), "huge"),
     "long-line": (row(HUMAN, GPT, junk="x" * 1_300_000), "huge"),
 }
+
+
+def test_a_plain_text_is_a_turn_of_its_own(tmp_path):
+    """Turns go first where a row has both; the key `text` is then passed over."""
+    both = row(HUMAN, GPT, text="x")
+    path = write(tmp_path / "a.jsonl", [b'{"text": "Once.", "id": 7, "url": "u"}', both])
+    found, report = read_conversations(path)
+    plain, chat = found
+    assert (plain.id, plain.turns) == ("7", ((PLAIN_TEXT, "Once."),)) and len(chat.turns) == 2
+    assert report.passed_over == {"url": 1, "text": 1}
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)

@@ -71,6 +71,15 @@ def test_loss_on_all_skips_padding_and_the_first_token_of_a_segment():
     assert module.counted_mask(batch) is batch["loss_mask"]
 
 
+def test_a_target_goes_on_from_another_s_weights(tmp_path, workspace):
+    module = TargetTraining(TINY, start_from=str(workspace / "target"))
+    wanted, found = load_model(workspace / "target").state_dict(), module.exported.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    wider = TINY.replace(intermediate_size=2 * TINY.intermediate_size)
+    with pytest.raises(UsageError, match=r"another architecture .*has the shape"):
+        TargetTraining(wider, start_from=str(workspace / "target"))
+
+
 def test_the_loss_predicts_the_next_token(workspace):
     """The loss equals the definition, token by token, from full logits."""
     module = Distillation(str(workspace / "target"))
