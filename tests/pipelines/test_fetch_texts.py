@@ -56,8 +56,10 @@ def test_documents_are_cut_to_a_number_of_tokens(tmp_path, name):
     main([name, "--out", str(tmp_path), "--rows", rows, *options])
     tokenizer = load_tokenizer(TOKENIZER)
     for length in (64, 128):
-        text = prompts(tmp_path, f"{name}-{length}")[-1].turns[0]
-        assert length - 8 <= _num_tokens(text, tokenizer) <= length
+        prompt = prompts(tmp_path, f"{name}-{length}")[-1]
+        text = prompt.turns[0]
+        assert prompt.plain == (name == "c4")  # no chat template stands around it
+        assert length - 8 <= _num_tokens(text, tokenizer, prompt.plain) <= length
         head, _, document = text.partition("\n\n")
         assert WORDS.startswith(head if name == "c4" else document) and head
         assert bool(document) == (name != "c4")

@@ -53,6 +53,7 @@ class TextSource:
         prompt_of: Makes a prompt of a row.
         skips_longer: Whether a document that is longer than the longest prompt is left out, instead
             of cut (Mamba Drafters, A.1: LongBench's over 8k tokens are).
+        plain: Whether prompts are texts to go on with, without a chat template.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TextSource:
     licence: str
     prompt_of: Callable[[Mapping[str, Any]], TextPrompt]
     skips_longer: bool = False
+    plain: bool = False
 
 
 def _instruction(row: Mapping[str, Any]) -> TextPrompt:
@@ -102,8 +104,11 @@ TEXT_SOURCES = {
             _summary("article"),
         ),
         # Of DySpec, whose prompts are the first 128 tokens
-        TextSource("c4", {"text": "allenai/c4/en:validation"}, "ODC-BY", _beginning),
-        TextSource("openwebtext", {"text": "Skylion007/openwebtext:train"}, "CC0-1.0", _beginning),
+        TextSource("c4", {"text": "allenai/c4/en:validation"}, "ODC-BY", _beginning, plain=True),
+        TextSource(
+            "openwebtext", {"text": "Skylion007/openwebtext:train"}, "CC0-1.0", _beginning,
+            plain=True,
+        ),
         _long_bench("longbench_single", "narrativeqa", "qasper", "multifieldqa_en"),
         _long_bench("longbench_multi", "hotpotqa", "2wikimqa", "musique"),
     )
@@ -121,8 +126,8 @@ def prompts_of(
         limit: Prompts of all categories together, alike of each.
         rows: A file of the rows, or a folder with a file named as each category; None takes them
             from the hub.
-        lengths: Tokens of a prompt, chat template included: longer documents are cut to it. () is
-            one entry of whole documents, under None.
+        lengths: Tokens of a prompt, chat template included unless it is plain: longer documents are
+            cut to it. () is one entry of whole documents, under None.
         tokenizer: Whose tokens are counted; needed for `lengths`.
 
     Raises:
@@ -139,7 +144,10 @@ def prompts_of(
         lines = [
             {
                 "id": f"{source.name}-{category}-{prompt.id or number}", "category": category,
-                "turns": [prompt.text if length is None else _cut(prompt, length, tokenizer)],
+                "turns": [
+                    prompt.text if length is None else _cut(prompt, length, tokenizer, source.plain)
+                ],
+                **({"plain": True} if source.plain else {}),
             }
             for category, prompts in found.items()
             for number, prompt in prompts
@@ -185,26 +193,28 @@ def _fitting(
         except (KeyError, TypeError, AttributeError) as error:
             raise BadData(f"{where} is no row of {source.name}: {error!r}") from error
         skips = source.skips_longer and lengths
-        if not skips or _num_tokens(prompt.text, tokenizer) <= max(lengths):
+        if not skips or _num_tokens(prompt.text, tokenizer, source.plain) <= max(lengths):
             yield number, prompt
 
 
-def _num_tokens(text: str, tokenizer: Any) -> int:
+def _num_tokens(text: str, tokenizer: Any, plain: bool = False) -> int:
+    if plain:
+        return len(tokenizer(text).input_ids)
     return len(chat_encoder(tokenizer).encode_prompt([("user", text)]))
 
 
-def _cut(prompt: TextPrompt, length: int, tokenizer: Any) -> str:
+def _cut(prompt: TextPrompt, length: int, tokenizer: Any, plain: bool) -> str:
     """Return the prompt with as much of its document's beginning as `length` tokens have room for.
 
     Raises BadData when the prompt without a document is longer.
     """
-    if _num_tokens(prompt.text, tokenizer) <= length:
+    if _num_tokens(prompt.text, tokenizer, plain) <= length:
         return prompt.text
     document = encode_text(tokenizer, prompt.document)
     kept = min(len(document), length)
     while kept >= 0:
         text = prompt.before + tokenizer.decode(document[:kept]) + prompt.after
-        excess = _num_tokens(text, tokenizer) - length
+        excess = _num_tokens(text, tokenizer, plain) - length
         if excess <= 0:
             return text
         kept -= excess

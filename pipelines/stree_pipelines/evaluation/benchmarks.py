@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from stree.common.errors import BadData, NotFound, UsageError
 from stree.common.plain_data import parse_json
@@ -26,7 +33,8 @@ PROMPT_FORMAT = (
     'a line is {"id": "q1", "turns": ["What the user says first", "then"]}; "category" may be given'
 )
 # Also: "history", the earlier texts of user and assistant in turn, and "reference_answer", the
-# data's answer to the first of the turns. `ask_conversations.py --lengths` writes both.
+# data's answer to the first of the turns. `ask_conversations.py --lengths` writes both. With
+# "plain": true the turn is a text to go on with; `fetch_benchmarks.py c4` writes such prompts.
 
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -38,6 +46,7 @@ class BenchmarkPrompt(BaseModel):
     Attributes:
         history: (role, text) of both speakers before, ending with an answer.
         reference_answer: the data's own answer to the first turn; "" without one.
+        plain: whether the only turn is a text to go on with, without a chat template.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,6 +56,13 @@ class BenchmarkPrompt(BaseModel):
     turns: Annotated[tuple[Text, ...], Field(min_length=1)]
     history: tuple[tuple[str, Text], ...] = ()
     reference_answer: str = ""
+    plain: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_text(self) -> Self:
+        if self.plain and (len(self.turns) > 1 or self.history or self.reference_answer):
+            raise ValueError("plain: wanted a single turn, without history and reference_answer")
+        return self
 
     @field_validator("id", mode="before")
     @classmethod
@@ -69,7 +85,8 @@ class BenchmarkPrompt(BaseModel):
     def content(self) -> list[Any]:
         """Everything in the prompt, as JSON values."""
         more = [[list(turn) for turn in self.history], self.reference_answer]
-        return [self.id, list(self.turns), *(more if any(more) else ())]
+        plain = ["plain"] if self.plain else []
+        return [self.id, list(self.turns), *(more if any(more) else ()), *plain]
 
 
 @dataclass(frozen=True)

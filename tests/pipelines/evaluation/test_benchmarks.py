@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import BadData, UsageError
+from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, load_benchmark
 
 ROWS = [
@@ -124,3 +127,22 @@ def test_invalid_utf8_and_empty_files_are_refused(tmp_path):
     path.write_text("\n")
     with pytest.raises(BadData, match="no prompts"):
         load_benchmark(str(path))
+
+
+def test_a_plain_prompt_is_given_without_a_chat_template(tmp_path):
+    """Its prompts have a hash of their own, and its ids are the text's alone."""
+    asked = {"id": "a", "turns": ["Once upon a time"]}
+    chat, plain = (
+        load_benchmark(str(write(tmp_path / f"{number}.jsonl", [row])))
+        for number, row in enumerate((asked, {**asked, "plain": True}))
+    )
+    assert chat.prompts_hash != plain.prompts_hash and not chat.prompts[0].plain
+    tokenizer = load_tokenizer("checkpoints/python-docs-hybrid")
+    decoders = SimpleNamespace(tokenizer=tokenizer, settings=SimpleNamespace(chat_template=None))
+    texts = [
+        tokenizer.decode(Decoders.prompt_ids(decoders, each.prompts[0])) for each in (chat, plain)
+    ]
+    assert texts[1] == "Once upon a time" and texts[1] in texts[0] != texts[1]
+    two = write(tmp_path / "two.jsonl", [{**asked, "turns": ["a", "b"], "plain": True}])
+    with pytest.raises(BadData, match="wanted a single turn"):
+        load_benchmark(str(two))

@@ -13,7 +13,7 @@ from stree.batching.sequences import Request
 from stree.batching.step_timing import length_to_time
 from stree.chat_encoding import encode_prompt
 from stree.checkpoints.load_save import load_config, load_model
-from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
+from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer, refusing_panics
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
 from stree.decoder import Decoder
@@ -144,7 +144,13 @@ class Decoders:
             )
 
     def prompt_ids(self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = ()) -> list[int]:
-        """Return the ids of the conversation after these turns, up to the user's next one."""
+        """Return the ids of the conversation after these turns, up to the user's next one.
+
+        Those of a plain prompt are its text's, as the tokenizer begins a text.
+        """
+        if prompt.plain:
+            with refusing_panics():
+                return list(self.tokenizer(prompt.turns[0]).input_ids)
         conversation = [*prompt.history, ("user", prompt.turns[0])]
         for answer, question in zip(turns, prompt.turns[1:], strict=False):
             conversation += [("assistant", answer.text), ("user", question)]
