@@ -342,11 +342,14 @@ def test_other_families_have_no_head_that_is_known(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["mtp", "float8:mtp", "top:mtp", "temperature=0.6:mtp", "mtp+ngram:3"]
+    "name", ["mtp", "float8:mtp", "top:mtp", "temperature=0.6:mtp", "mtp+ngram:3", "eagle"]
 )
 def test_both_entrances_take_it_by_its_name(name, tmp_path, monkeypatch):
-    """The head lies apart here, in mtp.safetensors."""
+    """The MTP head lies apart here, in mtp.safetensors."""
     theirs, _ = save_with_head(tmp_path, *DENSE, apart=True)
+    if name == "eagle":
+        eagle_heads.save_head(tmp_path / "head", theirs, layers=[1, 2])
+        name = f"eagle:{tmp_path / 'head'}"
     monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
     decoder = stree.load(tmp_path, name, tree=CHAIN, device="cpu", max_length=64)
     wanted = theirs.generate(
