@@ -73,7 +73,9 @@ def test_a_cut_run_has_the_plain_step_and_no_arm(tmp_path):
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     pages(tmp_path)
-    trees_pay.main(["--docs", str(tmp_path), "--times", str(tmp_path / "rows.jsonl")])
+    own = tmp_path / "results/own-heads"
+    timed = ["--times", str(tmp_path / "rows.jsonl"), "--pairs", str(own)]
+    trees_pay.main(["--docs", str(tmp_path), *timed])
     said = [" ".join((tmp_path / name).read_text().split())
             for name in (trees_pay.PAGE, trees_pay.FAMILIES_PAGE)]
     assert "| plain step, ms | – | – | 4.90 | – |" in said[0]
@@ -82,4 +84,4 @@ def test_a_cut_run_has_the_plain_step_and_no_arm(tmp_path):
     assert "| MambaInLlama | 8b | no | – | – |" in said[1]
     (tmp_path / trees_pay.PAGE).write_text("no mark")
     with pytest.raises(UsageError, match="has no line <!-- made by"):
-        trees_pay.main(["--docs", str(tmp_path), "--times", str(tmp_path / "rows.jsonl")])
+        trees_pay.main(["--docs", str(tmp_path), *timed])

@@ -10,6 +10,7 @@ times: computed, not measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from stree_lab.bench_report import rows_of_file
 from stree_lab.benches.models import FLOAT8_HEAD, MTP, OWN, PUBLISHED, published
 from stree_lab.papers.projection import Place, read_places
 from stree_pipelines.console.command_line import PlainParser, input_path
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.tables.tables import MISSING, Table
 
 PAGE, FAMILIES_PAGE = "do-trees-pay.md", "results/own-heads/README.md"
@@ -50,7 +52,8 @@ class Steps:
     def label(self, arm: Arm) -> str:
         """Return the words of an arm."""
         kind, tree, temperature = arm
-        return f"{DRAFTERS[kind]}, `{tree}` ({self.num_nodes[tree]} nodes), T = {temperature:g}"
+        drafter, nodes = DRAFTERS.get(kind, kind), self.num_nodes[tree]
+        return f"{drafter}, `{tree}` ({nodes} nodes), T = {temperature:g}"
 
     def needed(self, arm: Arm) -> dict[int, float]:
         """Return the τ from which an arm is faster than plain decoding, by number of sequences."""
@@ -144,13 +147,39 @@ def families_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
+def quality_table(pair: Path) -> Table:
+    """Make a column for each evaluation of a pair: its perplexity and τ by the target's dtype.
+
+    Perplexity is of the data's own answers, over all of their tokens; τ is the geometric mean over
+    benchmarks, with each prompt's calls counted alike.
+    """
+    stores = [ResultStore(each) for each in sorted(pair.iterdir()) if each.is_dir()]
+    lines: dict[str, list[str]] = {}
+    for number, store in enumerate(stores):
+        found: dict[str, list[float]] = {}
+        if readings := store.readings():
+            tokens = sum(each.num_tokens for each in readings)
+            loss = sum(each.target_loss for each in readings) / tokens
+            found[f"perplexity, {tokens:,} tokens"] = [math.exp(loss)]
+        for row in store.results():
+            if row.tree is not None and row.acceptance_length:
+                name = f"τ, `{row.tree.name}`, T = {row.temperature:g}"
+                found.setdefault(name, []).append(row.acceptance_length)
+        for name, values in found.items():
+            cells = lines.setdefault(name, [MISSING] * len(stores))
+            cells[number] = f"{geometric_mean(values):.2f}"
+    heads = ("", *(store.directory.name for store in stores))
+    rows = ((name, *cells) for name, cells in lines.items())
+    return Table(f"What 8 bits change: {pair.name}", (heads, *rows))
+
+
 def _family(shape: str) -> str:
     return published(shape).layout.name if shape in PUBLISHED else "MambaInLlama"
 
 
 def _order(key: tuple[str, float]) -> tuple[float, int]:
     kind, temperature = key
-    return temperature, list(DRAFTERS).index(kind)
+    return temperature, [*DRAFTERS, kind].index(kind)
 
 
 def _cells(values: Mapping[int, float], bold: Sequence[float] = ()) -> list[str]:
@@ -168,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--docs", default="docs", help="folder with the two pages (default: docs)")
     add("--times", nargs="+", default=TIMES, help="files and folders of timed steps")
     add("--accepted", default=ACCEPTED, help=f"folder of a comparison (default: {ACCEPTED})")
+    add("--pairs", default=TIMES[0], help=f"folder of evaluated pairs (default: {TIMES[0]})")
     options = parser.parse_args(arguments)
     files = [
         file for each in map(Path, map(input_path, options.times))
@@ -176,7 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [row for file in files for row in rows_of_file(file) if "what" in row]
     taus = recorded_taus(read_places(Path(input_path(options.accepted))))
     paying = [table for each in read_steps(rows) for table in tables_of(each, taus)]
-    for name, tables in ((PAGE, paying), (FAMILIES_PAGE, [families_table(rows)])):
+    pairs = [each for each in sorted(Path(input_path(options.pairs)).iterdir()) if each.is_dir()]
+    known = [families_table(rows), *map(quality_table, pairs)]
+    for name, tables in ((PAGE, paying), (FAMILIES_PAGE, known)):
         page = Path(input_path(options.docs), name)
         before, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
         if not mark:
