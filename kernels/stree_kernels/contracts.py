@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class ScanShape(NamedTuple):
     heads_a_x: int
     heads_a_b: int
     heads_a_c: int
-    b_channel: int  # of `Derived.xb`, at which B begins
+    b_channel: int  # of `Derived.convolved`, at which B begins
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,6 @@ class GatedDeltaShape:
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.d_inner
 
-    xbc_dims = conv_dims
-    dt_limit: ClassVar[tuple[float, float]] = (0.0, math.inf)
-    scan: ClassVar[ScanShape] = ScanShape(1, 1, 1, 1, 1, 0)  # the conv's launch replays nothing
-
     @property
     def num_channels(self) -> int:
         """Channels of q, k and v together."""
@@ -233,27 +229,28 @@ class Mamba1Held(NamedTuple):
 class NodeArgs(NamedTuple):
     """`Derived` as kernels take it; Any is a tensor on the host and a pointer on the device."""
 
-    xb: Any
-    xb_strides: Any  # of halves, sequences and nodes
-    steps: Any
-    steps_strides: Any  # of halves, sequences, dt or log-decay, and nodes
+    convolved: Any
+    convolved_strides: Any  # of halves, sequences and nodes
+    decays: Any
+    decays_strides: Any  # of halves, sequences, dt or log-decay, and nodes
 
 
 @dataclass(frozen=True)
 class Derived:
     """Values that the fused kernels keep of a tree's nodes with their raw inputs, double-buffered.
 
-    xb (2, B, N, Cx + Cb), silu(conv) of x and B, or of q and k; steps (2, B, 2, N, H) fp32, dt and
-    then the log-decay from the root (included). Replay and later levels read them; plain PyTorch
-    does not.
+    convolved (2, B, N, Cx + Cb), silu(conv) of x and B, or of q and k; decays (2, B, 2, N, H) fp32,
+    dt and then the log-decay from the root (included). Replay and later levels read them; plain
+    PyTorch does not.
     """
 
-    xb: Tensor
-    steps: Tensor
+    convolved: Tensor
+    decays: Tensor
 
     @functools.cached_property
     def args(self) -> NodeArgs:
-        return NodeArgs(self.xb, self.xb.stride()[:3], self.steps, self.steps.stride()[:4])
+        convolved, decays = self.convolved, self.decays
+        return NodeArgs(convolved, convolved.stride()[:3], decays, decays.stride()[:4])
 
 
 class TreeArgs(NamedTuple):

@@ -20,7 +20,6 @@ from stree.engine.row_store import SavedRow
 from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
 from stree.models.layer_caches import (
-    CACHES,
     EACH,
     KEYS,
     NODES,
@@ -30,6 +29,7 @@ from stree.models.layer_caches import (
     Which,
     fill,
 )
+from stree.models.layers.layer import MIXER_CLASSES
 from stree.models.layers.rotary import rotary_angles
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree
@@ -97,7 +97,7 @@ class HybridCache:
         self.layers: list[LayerCache] = []
         alike: dict[str, Any] = {}
         for kind in chain.from_iterable(map(config.mixers, range(config.num_layers))):
-            layer = CACHES[kind].of(config, sizes)
+            layer = MIXER_CLASSES[kind].cache_class.of(config, sizes)
             if self.last_tree is not None:
                 layer = layer.sharing(alike.setdefault(kind, layer))
             self.layers.append(layer)

@@ -11,7 +11,6 @@ Shapes: T tokens of a chunk, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from stree.models.cache import HybridCache
 from stree.models.layer_caches import AttentionCache, LayerCache
-from stree.models.layers.part import TreePass
+from stree.models.layers.part import Mixer, Nodes, TreePass
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import topology_of
 from stree_kernels.contracts import CacheState, Topology
@@ -88,15 +87,15 @@ class ChunkPass(TreePass):
         )
 
     def over_nodes(
-        self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
+        self, mixer: Mixer, projected: Tensor, cache: Any, out: Tensor | None = None
     ) -> Tensor:
         if isinstance(cache, AttentionCache):  # keys lie where they belong
-            return op(x, out, self.topology, self.cache_state, 0)
+            return super().over_nodes(mixer, projected, cache, out)
         cache.begin_joint()
-        y = op(x, out, self.topology, self.cache_state, 0)
+        y = super().over_nodes(mixer, projected, cache, out)
         # The outputs of this tree are not used: it only advances the states. With a single node,
         # the gated delta rule would advance node by node
-        op(x[:, :2], None, self.pair, self.after, 0)
+        mixer.over_nodes(projected[:, :2], cache, Nodes(self.pair, self.after, 0, self.bound), None)
         cache.end_joint()
         return y
 

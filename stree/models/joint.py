@@ -11,7 +11,6 @@ Shapes: B sequences, P nodes of the longest path, N of the tree, K slots of a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stree.common.errors import UsageError
-from stree.models.layers.part import TreePass, rows_of
+from stree.models.layers.part import Mixer, Nodes, TreePass, rows_of
 from stree_kernels.contracts import CacheState, Stream, Topology
 
 BACKTRACKING = ("replay", "joint")
@@ -119,16 +118,18 @@ class JointPass(TreePass):
         )
 
     def over_nodes(
-        self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
+        self, mixer: Mixer, projected: Tensor, cache: Any, out: Tensor | None = None
     ) -> Tensor:
         cache.begin_joint()
-        path, tree = x[:, : self.path_nodes], x[:, self.path_nodes :]
-        to_path, to_tree = None, None
-        if out is not None:
-            to_path, to_tree = out[:, : self.path_nodes], out[:, self.path_nodes :]
         y = [
-            op(path, to_path, self.chain, self.before, 0),
-            op(tree, to_tree, self.topology, self.cache_state, 0),
+            mixer.over_nodes(
+                projected[:, part], cache, Nodes(*trees, 0, self.bound),
+                None if out is None else out[:, part],
+            )
+            for part, trees in (
+                (slice(self.path_nodes), (self.chain, self.before)),
+                (slice(self.path_nodes, None), (self.topology, self.cache_state)),
+            )
         ]
         cache.end_joint()
         return torch.cat(y, dim=1) if out is None else out

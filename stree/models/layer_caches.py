@@ -326,18 +326,15 @@ class RecurrentCache(ConvCache):
 
     Attributes:
         state: (B, …), fp32 or fp64.
-        xb: Values of nodes that the kernels keep for the replay (`Derived`), or None.
-        steps: The same.
         shape: Dimensions of the mixer.
+
+    A subclass names the two buffers of nodes in which the kernels keep for the replay what they
+    compute of the inputs (`Derived`); these are None where plain PyTorch serves.
     """
 
-    BUFFERS: ClassVar = {
-        **ConvCache.BUFFERS,
-        "state": Buffer(STATES), "xb": Buffer(NODES, 1, 2), "steps": Buffer(NODES, 1, 3),
-    }
+    BUFFERS: ClassVar = {**ConvCache.BUFFERS, "state": Buffer(STATES)}
+    DERIVED: ClassVar[tuple[str, str]]
     state: Tensor
-    xb: Tensor | None
-    steps: Tensor | None
     shape: Any
 
     @classmethod
@@ -348,13 +345,18 @@ class RecurrentCache(ConvCache):
         return cls(
             max_nodes=sizes.max_nodes, rows=rows, parity=sizes.parity, shape=shape,
             state=sizes.new_state(*shape.state_dims),
-            xb=derived.xb if derived else None, steps=derived.steps if derived else None, **more,
+            **dict(zip(
+                cls.DERIVED, (derived.convolved, derived.decays) if derived else (None, None),
+                strict=True,
+            )),
+            **more,
         )
 
     @functools.cached_property
     def derived(self) -> Derived | None:
         """Buffers of nodes as the kernels take them."""
-        return None if self.xb is None or self.steps is None else Derived(self.xb, self.steps)
+        convolved, decays = (getattr(self, name) for name in self.DERIVED)
+        return None if convolved is None else Derived(convolved, decays)
 
     def conv_state_shape(self) -> tuple[int, int]:
         return self.shape.tail, self.shape.num_channels
@@ -362,7 +364,20 @@ class RecurrentCache(ConvCache):
 
 @dataclass(kw_only=True)
 class MambaCache(RecurrentCache):
-    """Cache of a Mamba-2 layer: a state (B, H, P, S), conv inputs and dt."""
+    """Cache of a Mamba-2 layer: a state (B, H, P, S), conv inputs and dt.
+
+    Attributes:
+        x_and_B: (2, B, N, Cx + Cb), after the conv.
+        dt_and_decay: (2, B, 2, N, H), dt and the log-decay from the root.
+    """
+
+    DERIVED: ClassVar = "x_and_B", "dt_and_decay"
+    BUFFERS: ClassVar = {
+        **RecurrentCache.BUFFERS,
+        "x_and_B": Buffer(NODES, 1, 2), "dt_and_decay": Buffer(NODES, 1, 3),
+    }
+    x_and_B: Tensor | None
+    dt_and_decay: Tensor | None
 
     @classmethod
     def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
@@ -376,10 +391,22 @@ class MambaCache(RecurrentCache):
 
 @dataclass(kw_only=True)
 class GatedDeltaCache(RecurrentCache):
-    """Cache of a gated delta layer: state (B, H, K, V), conv inputs, a, and the tree's updates."""
+    """Cache of a gated delta layer: state (B, H, K, V), conv inputs, a, and the tree's updates.
 
-    BUFFERS: ClassVar = {**RecurrentCache.BUFFERS, "updates": Buffer(NODES)}
-    updates: Tensor  # (B, N, H, V)
+    Attributes:
+        q_and_k: (2, B, N, 2·G·K), after the conv.
+        gate_and_decay: (2, B, 2, N, H), a after its softplus and the log-decay from the root.
+        updates: (B, N, H, V).
+    """
+
+    DERIVED: ClassVar = "q_and_k", "gate_and_decay"
+    BUFFERS: ClassVar = {
+        **RecurrentCache.BUFFERS, "q_and_k": Buffer(NODES, 1, 2),
+        "gate_and_decay": Buffer(NODES, 1, 3), "updates": Buffer(NODES),
+    }
+    q_and_k: Tensor | None
+    gate_and_decay: Tensor | None
+    updates: Tensor
 
     @classmethod
     def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
@@ -439,8 +466,3 @@ class Mamba1Cache(LayerCache):
         """Advance state and conv state along the accepted path."""
         naive.mamba1_replay(self.held, mixer.weights, mixer.shape, cache_state)
 
-
-CACHES: dict[str, type[LayerCache]] = {
-    "attention": AttentionCache, "mamba": MambaCache, "short_conv": ShortConvCache,
-    "gated_delta": GatedDeltaCache, "mamba1": Mamba1Cache,
-}  # of each kind of mixer

@@ -412,7 +412,8 @@ def test_what_was_not_accepted_is_invisible(as_chain):
     for poison in (0.0, torch.nan):
         case = make(shape, 4, torch.float32, batch=1, as_chain=as_chain)
         case.call(0, shape, topology, cache_state_of([0], [[]], 1, 4, parity=1))
-        kept = case.updates[:, 2:4], case.derived.xb[0, :, 2:4], case.derived.steps[0, :, :, 2:4]
+        derived = case.derived
+        kept = case.updates[:, 2:4], derived.convolved[0, :, 2:4], derived.decays[0, :, :, 2:4]
         for each in (*kept, case.rows[0, :, shape.tail + 2 : shape.tail + 4]):
             each += poison
         cache_state = cache_state_of([0], [[0, 1, 2, 3]], 1, 4, parity=0)

@@ -116,8 +116,9 @@ def test_what_callers_keep_and_read_follows_from_the_kernels(monkeypatch):
     for shape, channels in zip(shapes, (2 * 8 + 6, 2 * 3 + 2 * 3), strict=True):
         derived = ops.new_derived(shape, rows)
         assert derived is not None
-        assert derived.xb.shape == (2, 3, 5, channels) and derived.xb.dtype == rows.dtype
-        assert derived.steps.shape == (2, 3, 2, 5, 4) and derived.steps.dtype == torch.float32
+        assert derived.convolved.shape == (2, 3, 5, channels)
+        assert derived.convolved.dtype == rows.dtype
+        assert derived.decays.shape == (2, 3, 2, 5, 4) and derived.decays.dtype == torch.float32
     assert ops.bucket(1000, rows.device, rows.dtype) == 1000
     files = list(Path(stree.__file__).parent.rglob("*.py"))
     assert len(files) > 50

@@ -16,6 +16,7 @@ The last tree's inputs are still read while the new tree's are written: hence tw
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from stree_kernels.contracts import (
     GatedDeltaWeights,
     MixerShape,
     MixerWeights,
+    ScanShape,
     Topology,
 )
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
@@ -70,9 +72,25 @@ class ConvBlock(NamedTuple):
     HEAD: int  # such blocks of a head
 
 
+class ConvDims(NamedTuple):
+    """Dimensions of a mixer's conv.
+
+    Attributes:
+        columns: Channels of x, B and C, or of q, k and v, in the raw inputs.
+        channels: The same after the conv: a group of x or B may be repeated before it.
+        dt_limit: Bounds of dt.
+        scan: Dimensions of the state that the launch advances; none is advanced by default.
+    """
+
+    columns: tuple[int, int, int]
+    channels: tuple[int, int, int]
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    scan: ScanShape = ScanShape(1, 1, 1, 1, 1, 0)
+
+
 def convolve(
     kept: Tensor, rows: Tensor, derived: Derived, state: Tensor | None,
-    weights: MixerWeights | GatedDeltaWeights, shape: MixerShape | GatedDeltaShape,
+    weights: MixerWeights | GatedDeltaWeights, shape: MixerShape | GatedDeltaShape, dims: ConvDims,
     topology: Topology, cache_state: CacheState, first: int,
 ) -> Tensor:
     """Replay the accepted path into a state, if any, and convolve nodes first … first + Q − 1.
@@ -82,19 +100,19 @@ def convolve(
     places of x, B and C, and a in dt's. Returns C (B, Q, Gc·S), or v (B, Q, H·V).
     """
     batch, num_new, _ = kept.shape
-    x_channels, b_channels, c_channels = shape.conv_dims
-    x_columns, b_columns, _ = shape.xbc_dims
+    x_channels, b_channels, c_channels = dims.channels
+    x_columns, b_columns, _ = dims.columns
     num_channels = x_channels + b_channels + c_channels
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
     block_q, block_c = BLOCK_NODES, BLOCK_CHANNELS
     if batch >= MIN_ROWS_WIDE_BLOCKS:
         block_q = min(block_q, triton.next_power_of_2(num_new))
         block_c = min(MAX_BLOCK_CHANNELS, block_c * BLOCK_NODES // block_q)
-    block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.scan.head_dim)))
+    block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(dims.scan.head_dim)))
     num_blocks, head_blocks = (
-        triton.cdiv(num_channels, block_c), triton.cdiv(shape.scan.head_dim, block_p)
+        triton.cdiv(num_channels, block_c), triton.cdiv(dims.scan.head_dim, block_p)
     )
-    xb, steps, heads = derived.xb, derived.steps, shape.num_heads
+    xb, steps, heads = derived.convolved, derived.decays, shape.num_heads
     assert kept.stride(2) == rows.stride(3) == xb.stride(3) == steps.stride(4) == 1
     assert state is None or state.stride(3) == 1
     assert min(xb.shape[2], steps.shape[3]) >= first + num_new
@@ -108,15 +126,15 @@ def convolve(
         weights.conv, weights.conv.stride(), weights.conv_bias, weights.dt_bias, weights.A_log,
         topology.args, cache_state.args,
         first, num_new, min(xb.shape[2], steps.shape[3]), num_replays, num_blocks,
-        SCAN=shape.scan,
+        SCAN=dims.scan,
         CONV=ConvShape(
             heads, x_channels // x_columns, b_channels // b_columns,
             x_columns, x_columns + b_columns, shape.num_channels,
-            x_channels, x_channels + b_channels, num_channels, *shape.dt_limit,
+            x_channels, x_channels + b_channels, num_channels, *dims.dt_limit,
         ),
         BLOCK=ConvBlock(
             block_c, block_q, BLOCK_NODES, max(16, triton.next_power_of_2(heads)), block_p,
-            max(16, triton.next_power_of_2(shape.scan.d_state)), head_blocks,
+            max(16, triton.next_power_of_2(dims.scan.d_state)), head_blocks,
         ),
         WIDTH=shape.width, REPLAY=first == 0, READY=cache_state.ready,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
@@ -143,8 +161,8 @@ def replay_conv_kernel(
     variant = load_kept(cache.variants + batch)
     projected += batch * projected_strides[0]
     rows += batch * rows_strides[1]
-    xb = nodes.xb + batch * nodes.xb_strides[1]
-    steps = nodes.steps + batch * nodes.steps_strides[1]
+    xb = nodes.convolved + batch * nodes.convolved_strides[1]
+    steps = nodes.decays + batch * nodes.decays_strides[1]
     old = rows + parity * rows_strides[0]
     path = cache.path + batch * cache.path_stride
     if REPLAY:
@@ -159,8 +177,8 @@ def replay_conv_kernel(
             head = program // BLOCK.HEAD
             replay(
                 state + batch * state_strides[0] + head * state_strides[1], state_strides[2],
-                xb + parity * nodes.xb_strides[0], nodes.xb_strides[2],
-                steps + parity * nodes.steps_strides[0] + head, nodes.steps_strides[3],
+                xb + parity * nodes.convolved_strides[0], nodes.convolved_strides[2],
+                steps + parity * nodes.decays_strides[0] + head, nodes.decays_strides[3],
                 A_log + head, path, cache.path_size, path_length, num_slots,
                 (program % BLOCK.HEAD) * BLOCK.P, (head // SCAN.heads_a_x) * SCAN.head_dim,
                 SCAN.b_channel + (head // SCAN.heads_a_b) * SCAN.d_state,
@@ -172,8 +190,8 @@ def replay_conv_kernel(
         if block == num_blocks:
             _keep_steps(
                 projected, projected_strides[1], old, new, rows_strides[2],
-                steps + half * nodes.steps_strides[0],
-                nodes.steps_strides[2], nodes.steps_strides[3], dt_bias, A_log,
+                steps + half * nodes.decays_strides[0],
+                nodes.decays_strides[2], nodes.decays_strides[3], dt_bias, A_log,
                 tree.ancestors + variant * tree.size * tree.size, tree.size,
                 path, path_length, tile, first, num_new,
                 CONV, BLOCK, WIDTH, REPLAY, OVERLAPS,
@@ -181,7 +199,7 @@ def replay_conv_kernel(
         else:
             _keep_channels(
                 projected, projected_strides[1], old, new, rows_strides[2],
-                xb + half * nodes.xb_strides[0], nodes.xb_strides[2],
+                xb + half * nodes.convolved_strides[0], nodes.convolved_strides[2],
                 C + batch * C_strides[0], C_strides[1], weight, weight_strides, conv_bias,
                 tree.windows + variant * tree.size * WIDTH,
                 path, path_length, block, tile, first, num_new,

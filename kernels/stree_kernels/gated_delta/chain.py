@@ -52,9 +52,9 @@ def gated_delta_chain_kernel(
     k_channel = SHAPE.k_channel + q_channel
     value = head * SHAPE.value_dim + p
     A = -tl.exp(load_kept(A_log + head).to(tl.float32))
-    qk = nodes.xb + batch * nodes.xb_strides[1]
-    steps = nodes.steps + (batch * nodes.steps_strides[1] + head)
-    qk_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
+    qk = nodes.convolved + batch * nodes.convolved_strides[1]
+    steps = nodes.decays + (batch * nodes.decays_strides[1] + head)
+    qk_stride, steps_stride = nodes.convolved_strides[2], nodes.decays_strides[3]
     updates = rule.updates + (batch * rule.updates_strides[0] + head * rule.updates_strides[2] + p)
     # The first launch waited for all before it: the last tree and the cache state are complete
     # already, and no other program uses the state
@@ -62,8 +62,8 @@ def gated_delta_chain_kernel(
     path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
     for step in range(0, path_length):
         node = load_kept(cache.path + batch * cache.path_stride + step).to(tl.int32)
-        decay = _decay(steps + half * nodes.steps_strides[0] + node * steps_stride, A)
-        at_k = qk + half * nodes.xb_strides[0] + node * qk_stride + k_channel
+        decay = _decay(steps + half * nodes.decays_strides[0] + node * steps_stride, A)
+        at_k = qk + half * nodes.convolved_strides[0] + node * qk_stride + k_channel
         k = _unit(at_k, in_d, SHAPE.eps)
         u = load_kept(updates + node * rule.updates_strides[1], in_p)
         state = decay * state + k[:, None] * u[None, :]
@@ -71,8 +71,8 @@ def gated_delta_chain_kernel(
         tl.store(at_state, state.to(rule.state.dtype.element_ty), mask=in_state)
     follow(OVERLAPS)
     tl.debug_barrier()  # all threads have read the last tree's u: the new ones may be written
-    qk += (1 - half) * nodes.xb_strides[0]
-    steps += (1 - half) * nodes.steps_strides[0]
+    qk += (1 - half) * nodes.convolved_strides[0]
+    steps += (1 - half) * nodes.decays_strides[0]
     to_v = rule.v + (batch * rule.v_strides[0] + value)
     to_b = rule.b + (batch * rule.b_strides[0] + head)
     to_y = rule.y + (batch * rule.y_strides[0] + value)

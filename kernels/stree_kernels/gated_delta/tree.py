@@ -31,7 +31,7 @@ from stree_kernels.contracts import (
     GatedDeltaWeights,
     Topology,
 )
-from stree_kernels.conv.tree_conv import PATH_BLOCK, convolve
+from stree_kernels.conv.tree_conv import PATH_BLOCK, ConvDims, convolve
 from stree_kernels.gated_delta.chain import advance_chain
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.naive.gated_delta import NORM_EPS
@@ -64,7 +64,8 @@ def gated_delta_tree(
     if as_chain is None:
         as_chain = topology.comes_in_steps(first)
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
-    v = convolve(kept, rows, derived, None, weights, shape, topology, cache_state, first)
+    conv = ConvDims(shape.conv_dims, shape.conv_dims)
+    v = convolve(kept, rows, derived, None, weights, shape, conv, topology, cache_state, first)
     y = torch.empty_like(v)
     assert state.stride(3) == updates.stride(3) == 1
     assert updates.shape[1] >= first + projected.shape[1]
@@ -89,7 +90,7 @@ class RuleShape(NamedTuple):
     key_dim: int
     value_dim: int
     heads_a_key: int
-    k_channel: int  # of `Derived.xb`, at which k begins
+    k_channel: int  # of `Derived.convolved`, at which k begins
     scale: float  # of the queries
     eps: float  # of the norm of keys and queries
     negative: bool
@@ -120,7 +121,7 @@ def _advance_tree(
     gated_delta_kernel[(triton.cdiv(dims.value_dim, block_v), num_heads, batch)](
         derived.args, args, pairs, 0 if pairs is None else pairs.stride(0), topology.args,
         cache_state.args, first, num_new,
-        min(derived.xb.shape[2], derived.steps.shape[3], args.updates.shape[1]),
+        min(derived.convolved.shape[2], derived.decays.shape[3], args.updates.shape[1]),
         BLOCK_V=block_v, BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(args.y.dtype),
         num_warps=2 if num_new <= MAX_NODES_TWO_WARPS else 4, **rule,
     )
@@ -165,10 +166,10 @@ def pairs_kernel(
     depth = load_kept(tree.depths + variant * tree.size + node, known)
     q_channel = (head // SHAPE.heads_a_key) * SHAPE.key_dim + d
     k_channel = SHAPE.k_channel + q_channel
-    qk = nodes.xb + (half * nodes.xb_strides[0] + batch * nodes.xb_strides[1])
-    decays = half * nodes.steps_strides[0] + batch * nodes.steps_strides[1]
-    log_decays = nodes.steps + (decays + nodes.steps_strides[2] + head)
-    qk_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
+    qk = nodes.convolved + (half * nodes.convolved_strides[0] + batch * nodes.convolved_strides[1])
+    decays = half * nodes.decays_strides[0] + batch * nodes.decays_strides[1]
+    log_decays = nodes.decays + (decays + nodes.decays_strides[2] + head)
+    qk_stride, steps_stride = nodes.convolved_strides[2], nodes.decays_strides[3]
     follow(OVERLAPS)
     k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)
     q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
@@ -221,9 +222,9 @@ def gated_delta_kernel(
     q_channel = (head // SHAPE.heads_a_key) * SHAPE.key_dim + d
     k_channel = SHAPE.k_channel + q_channel
     value = head * SHAPE.value_dim + p
-    qk = nodes.xb + batch * nodes.xb_strides[1]
-    log_decays = nodes.steps + (batch * nodes.steps_strides[1] + nodes.steps_strides[2] + head)
-    qk_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
+    qk = nodes.convolved + batch * nodes.convolved_strides[1]
+    log_decays = nodes.decays + (batch * nodes.decays_strides[1] + nodes.decays_strides[2] + head)
+    qk_stride, steps_stride = nodes.convolved_strides[2], nodes.decays_strides[3]
     updates = rule.updates + (batch * rule.updates_strides[0] + head * rule.updates_strides[2])
     updates_stride = rule.updates_strides[1]
     # The first launch waited for all before it: the last tree and the cache state are complete
@@ -233,16 +234,16 @@ def gated_delta_kernel(
     if REPLAY:
         path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
         state = _replay(
-            state, qk + half * nodes.xb_strides[0], qk_stride, k_channel, in_d,
-            log_decays + half * nodes.steps_strides[0], steps_stride,
+            state, qk + half * nodes.convolved_strides[0], qk_stride, k_channel, in_d,
+            log_decays + half * nodes.decays_strides[0], steps_stride,
             updates, updates_stride, p, in_p, cache.path + batch * cache.path_stride,
             cache.path_size, path_length, num_slots, SHAPE.eps, PRECISION, MIXED,
         )
         if path_length > 0:
             tl.store(at_state, state.to(rule.state.dtype.element_ty), mask=in_state)
         half = 1 - half
-    qk += half * nodes.xb_strides[0]
-    log_decays += half * nodes.steps_strides[0]
+    qk += half * nodes.convolved_strides[0]
+    log_decays += half * nodes.decays_strides[0]
     ancestors = tree.ancestors + variant * tree.size * tree.size
     depths = tree.depths + variant * tree.size
     follow(OVERLAPS)

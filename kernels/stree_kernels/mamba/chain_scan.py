@@ -46,21 +46,21 @@ def chain_scan_kernel(
     D = load_kept(scan.D + head).to(tl.float32)
     # The first launch waited for all before it: the cache state is complete already
     parity = load_kept(parities)
-    xb = nodes.xb + batch * nodes.xb_strides[1]
-    steps = nodes.steps + (batch * nodes.steps_strides[1] + head)
+    xb = nodes.convolved + batch * nodes.convolved_strides[1]
+    steps = nodes.decays + (batch * nodes.decays_strides[1] + head)
     to_state = scan.state + (batch * scan.state_strides[0] + head * scan.state_strides[1])
     follow(OVERLAPS)
     state = tl.load(
         to_state + p[:, None] * scan.state_strides[2] + s[None, :],
         mask=in_p[:, None] & in_s[None, :], other=0.0,
     ).to(tl.float32)
-    xb += (1 - parity) * nodes.xb_strides[0]
-    steps += (1 - parity) * nodes.steps_strides[0]
+    xb += (1 - parity) * nodes.convolved_strides[0]
+    steps += (1 - parity) * nodes.decays_strides[0]
     dtype = scan.y.dtype.element_ty
     for node in range(0, num_new):
-        dt = load_kept(steps + node * nodes.steps_strides[3])
-        x = load_kept(xb + node * nodes.xb_strides[2] + x_channel, in_p).to(tl.float32)
-        B = load_kept(xb + node * nodes.xb_strides[2] + b_channel, in_s).to(tl.float32)
+        dt = load_kept(steps + node * nodes.decays_strides[3])
+        x = load_kept(xb + node * nodes.convolved_strides[2] + x_channel, in_p).to(tl.float32)
+        B = load_kept(xb + node * nodes.convolved_strides[2] + b_channel, in_s).to(tl.float32)
         at_C = scan.C + batch * scan.C_strides[0] + node * scan.C_strides[1] + c_channel
         C = tl.load(at_C, mask=in_s, other=0.0).to(tl.float32)
         state = tl.exp(dt * A) * state + (dt * x)[:, None] * B[None, :]  # (P, S)

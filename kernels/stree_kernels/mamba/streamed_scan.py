@@ -74,7 +74,7 @@ def scan_streamed(
         stages = 1
     streamed_scan_kernel[(shape.num_heads, batch)](
         derived.args, scan, topology.args, cache_state.args, num_new,
-        min(derived.xb.shape[2], derived.steps.shape[3]),
+        min(derived.convolved.shape[2], derived.decays.shape[3]),
         SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=block_s,
         BLOCK_Q=MAX_NODES_CROWDED if num_new <= MAX_NODES_CROWDED else MAX_STREAMED_NODES,
         STAGES=stages, CHAIN=num_new if as_chain else 0,
@@ -119,13 +119,14 @@ def streamed_scan_kernel(
     # The first launch waited for all before it: the cache state is complete already, and so are the
     # values that the last call left
     parity = load_kept(cache.parities)
-    xb = nodes.xb + batch * nodes.xb_strides[1]
-    steps = nodes.steps + (batch * nodes.steps_strides[1] + head)
-    xb_stride, steps_stride = nodes.xb_strides[2], nodes.steps_strides[3]
+    xb = nodes.convolved + batch * nodes.convolved_strides[1]
+    steps = nodes.decays + (batch * nodes.decays_strides[1] + head)
+    xb_stride, steps_stride = nodes.convolved_strides[2], nodes.decays_strides[3]
     to_state = scan.state + (batch * scan.state_strides[0] + head * scan.state_strides[1])
     path = cache.path + batch * cache.path_stride
     path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
-    old, old_steps = xb + parity * nodes.xb_strides[0], steps + parity * nodes.steps_strides[0]
+    old = xb + parity * nodes.convolved_strides[0]
+    old_steps = steps + parity * nodes.decays_strides[0]
     k = tl.arange(0, PATH_BLOCK)
     node, there, old_dt, old_B = path_inputs(
         path, k, k < cache.path_size, num_slots, old, xb_stride, old_steps, steps_stride,
@@ -135,8 +136,8 @@ def streamed_scan_kernel(
     decay, after = path_weights(A, old_dt, accepted)
     old_B = tl.where(accepted[:, None], old_B, 0.0)
     follow(OVERLAPS)
-    xb += (1 - parity) * nodes.xb_strides[0]
-    steps += (1 - parity) * nodes.steps_strides[0]
+    xb += (1 - parity) * nodes.convolved_strides[0]
+    steps += (1 - parity) * nodes.decays_strides[0]
     to_C = scan.C + (batch * scan.C_strides[0] + (head // SHAPE.heads_a_c) * SHAPE.d_state + s)
     to_y = scan.y + (batch * scan.y_strides[0] + head * SHAPE.head_dim)
     dtype = scan.y.dtype.element_ty
@@ -152,7 +153,7 @@ def streamed_scan_kernel(
         B = load_kept(xb + q[:, None] * xb_stride + b_channel[None, :], in_nodes)
         C = tl.load(to_C[None, :] + q[:, None] * scan.C_strides[1], mask=in_nodes, other=0.0)
         dt = load_kept(steps + q * steps_stride, known)
-        to_decay = steps + nodes.steps_strides[2]
+        to_decay = steps + nodes.decays_strides[2]
         log_decay = tl.load(to_decay + q * steps_stride, mask=known, other=0.0)
         scores = pair_scores(q, q, above, C, log_decay, B, dt, log_decay, D, PRECISION)  # (Q, Q)
         fade = tl.exp(log_decay)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
-from stree_kernels.conv.tree_conv import convolve
+from stree_kernels.conv.tree_conv import ConvDims, convolve
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.mamba.chain_scan import scan_chain
 from stree_kernels.mamba.streamed_scan import gated_by_silu, pair_scores, scan_streamed, streams
@@ -48,7 +48,8 @@ def mamba_tree(
         as_chain = topology.comes_in_steps(first)
     streamed, kept = streams(state, num_new, first), projected[..., shape.d_inner :]
     replayed = None if streamed else state  # else the scan advances the state
-    C = convolve(kept, rows, derived, replayed, weights, shape, topology, cache_state, first)
+    dims = ConvDims(shape.xbc_dims, shape.conv_dims, shape.dt_limit, shape.scan)
+    C = convolve(kept, rows, derived, replayed, weights, shape, dims, topology, cache_state, first)
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     scan = ScanArgs(
@@ -95,11 +96,11 @@ def _nodes(
     """Load x (N, P), B (N, S), dt and log-decay (N,) of a block of nodes."""
     node = start + tl.arange(0, BLOCK_N)
     there = node < num_nodes
-    at = xb + node[:, None] * nodes.xb_strides[2]
+    at = xb + node[:, None] * nodes.convolved_strides[2]
     x = load_kept(at + x_channel[None, :], there[:, None] & in_p[None, :])
     B = load_kept(at + b_channel[None, :], there[:, None] & in_s[None, :])
-    dt = load_kept(steps + node * nodes.steps_strides[3], there)
-    at = steps + nodes.steps_strides[2] + node * nodes.steps_strides[3]
+    dt = load_kept(steps + node * nodes.decays_strides[3], there)
+    at = steps + nodes.decays_strides[2] + node * nodes.decays_strides[3]
     return x, B, dt, tl.load(at, mask=there, other=0.0)
 
 
@@ -145,15 +146,15 @@ def tree_scan_kernel(
     parity = load_kept(parities)
     ancestors = tree.ancestors + load_kept(variants + batch) * tree.size * tree.size
     half = 1 - parity if NEW_HALF else parity
-    xb = nodes.xb + batch * nodes.xb_strides[1]
-    steps = nodes.steps + (batch * nodes.steps_strides[1] + head)
+    xb = nodes.convolved + batch * nodes.convolved_strides[1]
+    steps = nodes.decays + (batch * nodes.decays_strides[1] + head)
     to_state = scan.state + (batch * scan.state_strides[0] + head * scan.state_strides[1])
     # Parents come before their children: nothing after these nodes is above them
     num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
         above = _above(ancestors, tree.size, node, known, 0, num_nodes, BLOCK_N)
-    xb += half * nodes.xb_strides[0]
-    steps += half * nodes.steps_strides[0]
+    xb += half * nodes.convolved_strides[0]
+    steps += half * nodes.decays_strides[0]
     follow(OVERLAPS)
     in_nodes = known[:, None] & in_s[None, :]
     to_C = scan.C + batch * scan.C_strides[0] + q[:, None] * scan.C_strides[1]
@@ -162,8 +163,8 @@ def tree_scan_kernel(
         to_state + p[:, None] * scan.state_strides[2] + s[None, :],
         mask=in_p[:, None] & in_s[None, :], other=0.0,
     ).to(tl.float32)
-    to_decay = steps + nodes.steps_strides[2]
-    log_decay = tl.load(to_decay + node * nodes.steps_strides[3], mask=known, other=0.0)
+    to_decay = steps + nodes.decays_strides[2]
+    log_decay = tl.load(to_decay + node * nodes.decays_strides[3], mask=known, other=0.0)
     if ONE_TILE:
         x, B, dt, other_decay = _nodes(
             0, num_nodes, xb, steps, nodes, x_channel, in_p, b_channel, in_s, BLOCK_N

@@ -14,6 +14,7 @@ from stree.models.layer_caches import AttentionCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.part import (
     Mixer,
+    Nodes,
     PrefillPass,
     TrainingPass,
     TreePass,
@@ -21,7 +22,7 @@ from stree.models.layers.part import (
 )
 from stree.models.multi_step import MultiStepPass, attended_ahead
 from stree_kernels import naive, ops
-from stree_kernels.contracts import CacheState, Stream, Topology
+from stree_kernels.contracts import Stream
 
 Adapters = Sequence[nn.Module] | None  # terms added to q, k and v
 
@@ -31,6 +32,8 @@ class Attention(Mixer):
 
     d_input is the width of its input, d_model unless given; its output is d_model wide.
     """
+
+    cache_class = AttentionCache
 
     def __init__(self, config: HybridConfig, d_input: int | None = None) -> None:
         super().__init__()
@@ -101,9 +104,9 @@ class Attention(Mixer):
         projected = read.linear(x)
         if adapters is not None:
             projected = projected + torch.cat([own(ops.norm(x)) for own in adapters], dim=-1)
-        return last.parts(self.mix(projected, cache, call))
+        return last.parts(self.between(projected, cache, call))
 
-    def mix(
+    def between(
         self, projected: Tensor, cache: AttentionCache, call: TreePass, out: Tensor | None = None
     ) -> Tensor:
         qkv = projected
@@ -111,20 +114,20 @@ class Attention(Mixer):
             qkv, gate = projected.split([self.width, projected.shape[-1] - self.width], dim=-1)
         if self.normed:
             qkv = self._norm(qkv, cache.keys.shape[1])
-
-        def attend(
-            nodes: Tensor, to: Tensor | None, topology: Topology, state: CacheState, first: int
-        ) -> Tensor:
-            if self.normed and state.ready == "all":  # the norm is the previous launch
-                state = replace(state, ready="memory")
-            return ops.attend_tree(
-                nodes, cache.keys, cache.values, cache.rotary,
-                topology, state, first, call.bound, self.scale, to, self.window,
-            )
-
         if not self.gated:
-            return call.over_nodes(cache, attend, qkv, out)
-        return put(ops.sigmoid_gated(call.over_nodes(cache, attend, qkv), gate), out)
+            return call.over_nodes(self, qkv, cache, out)
+        return put(ops.sigmoid_gated(call.over_nodes(self, qkv, cache), gate), out)
+
+    def mix(
+        self, advanced: Tensor, cache: AttentionCache, nodes: Nodes, out: Tensor | None
+    ) -> Tensor:
+        state = nodes.cache_state
+        if self.normed and state.ready == "all":  # the norm is the previous launch
+            state = replace(state, ready="memory")
+        return ops.attend_tree(
+            advanced, cache.keys, cache.values, cache.rotary,
+            nodes.topology, state, nodes.first, nodes.bound, self.scale, out, self.window,
+        )
 
     def _norm(self, qkv: Tensor, num_k: int) -> Tensor:
         """Norm q and k (B, Q, …) of heads side by side, with `num_k` heads of keys."""

@@ -6,8 +6,6 @@ C conv channels.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +15,9 @@ from stree.models.layers.norm import RMSNorm
 from stree.models.layers.packed_linear import lay_channels_together
 from stree.models.layers.part import (
     Mixer,
+    Nodes,
     PrefillPass,
     TrainingPass,
-    TreePass,
     put,
 )
 from stree_kernels import naive, ops
@@ -29,6 +27,9 @@ from stree_kernels.gated_delta.scan import gated_delta_scan
 
 class GatedDeltaNet(Mixer):
     """Gated delta mixer: q, k, v → conv, SiLU → delta rule → norm of heads, silu(z) → out."""
+
+    cache_class = GatedDeltaCache
+    gates_after = True
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -83,13 +84,14 @@ class GatedDeltaNet(Mixer):
         return self._finish(y, x)
 
     def mix(
-        self, projected: Tensor, cache: GatedDeltaCache, call: TreePass, out: Tensor | None = None
+        self, advanced: Tensor, cache: GatedDeltaCache, nodes: Nodes, out: Tensor | None
     ) -> Tensor:
-        def rule(nodes: Tensor, to: None, *where: Any) -> Tensor:
-            kept = (cache.rows, cache.derived, cache.updates, cache.state)
-            return ops.gated_delta_tree(nodes, *kept, self.weights, self.shape, *where)
+        return ops.gated_delta_tree(
+            advanced, cache.rows, cache.derived, cache.updates, cache.state, self.weights,
+            self.shape, nodes.topology, nodes.cache_state, nodes.first,
+        )
 
-        y = call.over_nodes(cache, rule, projected)
+    def gate(self, y: Tensor, projected: Tensor, out: Tensor | None) -> Tensor:
         z = projected[..., : self.shape.d_inner]
         return put(ops.gate_normed(y, z, self.norm.weight, self.norm.eps), out)
 

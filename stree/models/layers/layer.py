@@ -14,12 +14,17 @@ from stree.models.layers.mamba1 import Mamba1
 from stree.models.layers.mlp import MLP, Experts
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.parallel import SideBySide
-from stree.models.layers.part import TrainingPass
+from stree.models.layers.part import Mixer, TrainingPass
 from stree.models.layers.short_conv import ShortConv
 from stree_kernels.contracts import Stream
 
 NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
 PART_NAMES = {"attention": "self_attn"}  # Llama's; others are called what they are
+
+MIXER_CLASSES: dict[str, type[Mixer]] = {
+    "attention": Attention, "mamba": Mamba2, "mamba1": Mamba1, "short_conv": ShortConv,
+    "gated_delta": GatedDeltaNet,
+}
 
 
 def make_part(kind: str, config: HybridConfig, d_input: int | None = None) -> nn.Module:
@@ -30,11 +35,7 @@ def make_part(kind: str, config: HybridConfig, d_input: int | None = None) -> nn
         return MLP(config, config.intermediate_size)
     if kind == "shared_mlp":
         return MLP(config, config.shared_intermediate_size, gated=config.shared_gate)
-    classes = {
-        "mamba": Mamba2, "mamba1": Mamba1, "short_conv": ShortConv, "gated_delta": GatedDeltaNet,
-        "experts": Experts,
-    }
-    return classes[kind](config)
+    return Experts(config) if kind == "experts" else MIXER_CLASSES[kind](config)
 
 
 class Adapter(nn.Module):

@@ -6,8 +6,6 @@ differ in the two ops in the middle.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,9 +16,9 @@ from stree.models.layers.norm import RMSNorm
 from stree.models.layers.packed_linear import lay_channels_together
 from stree.models.layers.part import (
     Mixer,
+    Nodes,
     PrefillPass,
     TrainingPass,
-    TreePass,
     put,
 )
 from stree.models.multi_step import MultiStepPass, Scanned, convolved, scanned_ahead
@@ -31,6 +29,8 @@ from stree_kernels.mamba.chunk_scan import chunk_scan
 
 class Mamba2(Mixer):
     """Mamba-2's mixer with its own number of groups for x, B and C."""
+
+    cache_class = MambaCache
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class Mamba2(Mixer):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.ones(heads))
         self.gated_norm = config.gated_norm
-        if self.gated_norm != "gate":
+        self.gates_after = self.gated_norm != "gate"  # else the scan gates: see `MixerShape`
+        if self.gates_after:
             self.norm = RMSNorm(config.d_inner, config.gated_norm_eps, config.gated_norm_groups)
         self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=config.mamba_out_bias)
 
@@ -134,16 +135,14 @@ class Mamba2(Mixer):
         return self._finish(y, z)
 
     def mix(
-        self, projected: Tensor, cache: MambaCache, call: TreePass, out: Tensor | None = None
-    ) -> Tensor | Gated:
-        def scan(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
-            kept = (cache.rows, cache.derived, cache.state)
-            rest: tuple[Any, ...] = (self.weights, self.shape, *where, to)
-            return ops.mamba_tree(nodes, *kept, *rest)
+        self, advanced: Tensor, cache: MambaCache, nodes: Nodes, out: Tensor | None
+    ) -> Tensor:
+        return ops.mamba_tree(
+            advanced, cache.rows, cache.derived, cache.state, self.weights, self.shape,
+            nodes.topology, nodes.cache_state, nodes.first, out,
+        )
 
-        if self.gated_norm == "gate":  # the scan's own: see `MixerShape`
-            return call.over_nodes(cache, scan, projected, out)
-        y = call.over_nodes(cache, scan, projected)
+    def gate(self, y: Tensor, projected: Tensor, out: Tensor | None) -> Tensor | Gated:
         z, norm = projected[..., : self.shape.d_inner], self.norm
         if self._gates_first:
             gated = Gated(y, z, norm.weight, norm.eps, norm.groups)

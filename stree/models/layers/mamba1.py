@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import Mamba1Cache
 from stree.models.layers.packed_linear import lay_channels_together, lay_for_products
-from stree.models.layers.part import Mixer, PrefillPass, TrainingPass, TreePass
+from stree.models.layers.part import Mixer, Nodes, PrefillPass, TrainingPass
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Mamba1Weights
 from stree_kernels.mamba.chunk_scan import uncompiled
@@ -29,6 +29,8 @@ from stree_kernels.mamba.chunk_scan import uncompiled
 
 class Mamba1(Mixer):
     """Mamba-1's mixer, or FalconMamba's and Jamba's, which norm dt, B and C."""
+
+    cache_class = Mamba1Cache
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -102,19 +104,26 @@ class Mamba1(Mixer):
         cache.conv_state.copy_(seen[:, -self.shape.tail :])
         return y
 
-    def mix(
-        self, projected: Tensor, cache: Mamba1Cache, call: TreePass, out: Tensor | None = None
-    ) -> Tensor:
-        def op(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
-            rest: tuple[Any, ...] = (cache.held, self.weights, self.shape, *where)
-            inputs, gate = nodes.chunk(2, dim=-1)
-            x = ops.mamba1_advance(inputs, *rest)
-            selected = ops.linear(x, self.x_proj.weight)
-            dt = ops.linear(selected[..., : self.shape.dt_rank], self.dt_proj.weight)
-            rest = (*rest, to)
-            return ops.mamba1_scan(x, selected, dt, gate, *rest)
+    def advance(self, projected: Tensor, cache: Mamba1Cache, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """Return the conv's output x and the gate, (B, Q, E) each."""
+        inputs, gate = projected.chunk(2, dim=-1)
+        x = ops.mamba1_advance(
+            inputs, cache.held, self.weights, self.shape,
+            nodes.topology, nodes.cache_state, nodes.first,
+        )
+        return x, gate
 
-        return call.over_nodes(cache, op, projected, out)
+    def mix(
+        self, advanced: tuple[Tensor, Tensor], cache: Mamba1Cache, nodes: Nodes,
+        out: Tensor | None,
+    ) -> Tensor:
+        x, gate = advanced
+        selected = ops.linear(x, self.x_proj.weight)
+        dt = ops.linear(selected[..., : self.shape.dt_rank], self.dt_proj.weight)
+        return ops.mamba1_scan(
+            x, selected, dt, gate, cache.held, self.weights, self.shape,
+            nodes.topology, nodes.cache_state, nodes.first, out,
+        )
 
 
 @uncompiled  # The compiler would unroll the tokens.

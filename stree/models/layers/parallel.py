@@ -41,7 +41,7 @@ class SideBySide:
         for (mixer, slot), own, out in zip(
             self.mixers, projected.split(widths, dim=-1), y.split(inner, dim=-1), strict=True
         ):
-            mixer.mix(own, call.caches[slot], call, out)
+            mixer.between(own, call.caches[slot], call, out)
             call = call.after_a_mixer()
         return last.parts(y)
 

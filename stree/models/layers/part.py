@@ -10,19 +10,20 @@ that continues a cache (`PrefillPass`), or over nodes of token trees (`TreePass`
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.common.errors import UsageError
+from stree.models.layer_caches import LayerCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.packed_linear import PackedLinear, weight_of
 from stree_kernels import ops
-from stree_kernels.contracts import Added, CacheState, Stream, Topology
+from stree_kernels.contracts import Added, CacheState, Gated, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.hidden_states import HiddenStateTap, NormedEmbeddings
@@ -147,11 +148,22 @@ class PrefillPass(TrainingPass):
         return part.extend(x, self.caches[slot], self, *adapters)  # type: ignore[operator]
 
 
+class Nodes(NamedTuple):
+    """Nodes that one call of a mixer's ops is over; the fields are `TreePass`'s."""
+
+    topology: Topology
+    cache_state: CacheState
+    first: int
+    bound: int
+
+
 @dataclass
 class TreePass:
     """Values that all layers share in one call over tree nodes; streams are (B, Q, D).
 
-    Outputs that are still to be added to a stream come as `Added`, parts of sums (S, B, Q, D).
+    Outputs that are still to be added to a stream come as `Added`, parts of sums (S, B, Q, D): the
+    product that reads the stream adds them up and norms them in its own launch. Adding them here
+    would be a launch more for each block.
 
     Attributes:
         topology: The trees.
@@ -262,13 +274,11 @@ class TreePass:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
 
     def over_nodes(
-        self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
+        self, mixer: Mixer, projected: Tensor, cache: Any, out: Tensor | None = None
     ) -> Tensor:
-        """Return the output (B, Q, …) of a mixer's op for the nodes.
-
-        op is called with (x, out, topology, cache_state, first), and writes to `out` if given.
-        """
-        return op(x, out, self.topology, self.cache_state, self.first)
+        """Return a mixer's output (B, Q, …) at the nodes, written to `out` if given."""
+        nodes = Nodes(self.topology, self.cache_state, self.first, self.bound)
+        return mixer.over_nodes(projected, cache, nodes, out)
 
     def after_a_mixer(self) -> TreePass:
         """Return a copy of the pass for the next of several mixers side by side.
@@ -351,23 +361,57 @@ class Part(nn.Module):
 class Mixer(Part):
     """A part with a cache, which `extend(x, cache, context)` continues by more tokens.
 
-    The first of its products reads the input, the last gives the output. `mix` has what lies
-    between: conv and replay, products by `inner_products` if any, and the scan or attention.
+    Over trees the first of its products reads the input (`project`), and the last gives the output.
+    Between the two, `advance` runs the conv and replays the accepted path, and `mix` runs the rest:
+    `inner_products`, and the scan or attention. Where no product comes between, one op does both in
+    `mix`, since its scan reads what its conv has written. A gate or norm for all nodes is last.
+
+    Attributes:
+        cache_class: Class of its caches.
+        gates_after: Whether `gate` follows `mix`.
     """
+
+    cache_class: ClassVar[type[LayerCache]]
+    gates_after = False
 
     def inner_products(self) -> list[nn.Linear]:
         """Return projections that `mix` applies."""
         return []
 
     def tree(self, x: Stream, cache: Any, call: TreePass) -> Tensor:
-        read, last = self.packed
-        return last.parts(self.mix(read.linear(x), cache, call))
+        return self.packed[-1].parts(self.between(self.project(x), cache, call))
 
-    def mix(self, projected: Tensor, cache: Any, call: TreePass, out: Tensor | None = None) -> Any:
-        """Return the mixed nodes between the two products, written to out (B, Q, C) if given.
+    def project(self, x: Stream) -> Tensor:
+        """Return the product (B, Q, …) of the input."""
+        return self.packed[0].linear(x)
+
+    def between(
+        self, projected: Tensor, cache: Any, call: TreePass, out: Tensor | None = None
+    ) -> Tensor | Gated:
+        """Return the nodes (B, Q, C) between the two products, written to `out` if given.
 
         Without `out` the tensor is new, and may lack its gate and norm (`Gated`).
         """
+        if not self.gates_after:
+            return call.over_nodes(self, projected, cache, out)
+        return self.gate(call.over_nodes(self, projected, cache), projected, out)
+
+    def over_nodes(
+        self, projected: Tensor, cache: Any, nodes: Nodes, out: Tensor | None
+    ) -> Tensor:
+        """Return the mixed nodes (B, Q, …) of one call of the ops, written to `out` if given."""
+        return self.mix(self.advance(projected, cache, nodes), cache, nodes, out)
+
+    def advance(self, projected: Tensor, cache: Any, nodes: Nodes) -> Any:
+        """Run the conv, and replay the accepted path; return what `mix` reads."""
+        return projected
+
+    def mix(self, advanced: Any, cache: Any, nodes: Nodes, out: Tensor | None) -> Tensor:
+        """Return the scan's or attention's output (B, Q, …), written to `out` if given."""
+        raise NotImplementedError
+
+    def gate(self, y: Tensor, projected: Tensor, out: Tensor | None) -> Tensor | Gated:
+        """Gate and norm the output of `mix`, if `gates_after`."""
         raise NotImplementedError
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,9 +9,9 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import ShortConvCache
 from stree.models.layers.part import (
     Mixer,
+    Nodes,
     PrefillPass,
     TrainingPass,
-    TreePass,
     put,
 )
 from stree_kernels import ops
@@ -21,6 +19,8 @@ from stree_kernels import ops
 
 class ShortConv(Mixer):
     """Short convolution as a mixer (LFM2), as wide as the model."""
+
+    cache_class = ShortConvCache
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -48,10 +48,9 @@ class ShortConv(Mixer):
         return self.out_proj(C * y)
 
     def mix(
-        self, projected: Tensor, cache: ShortConvCache, call: TreePass, out: Tensor | None = None
+        self, advanced: Tensor, cache: ShortConvCache, nodes: Nodes, out: Tensor | None
     ) -> Tensor:
-        def conv(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
-            weights = (self.conv.weight[:, 0], self.conv.bias)
-            return put(ops.short_conv_tree(nodes, cache.rows, *weights, *where), to)
-
-        return call.over_nodes(cache, conv, projected, out)
+        return put(ops.short_conv_tree(
+            advanced, cache.rows, self.conv.weight[:, 0], self.conv.bias,
+            nodes.topology, nodes.cache_state, nodes.first,
+        ), out)
