@@ -24,7 +24,8 @@ class Running:
     def __init__(self, **options) -> None:
         settings = {"num_rows": 4, "max_length": 256, "num_prefixes": 8, **options}
         waiting, key = settings.pop("max_waiting", 64), settings.pop("api_key", None)
-        self.decoder = load_quietly(TARGET, settings.pop("drafter", "ngram:3"), **settings)
+        drafter = settings.pop("drafter", "ngram:3")
+        self.decoder = settings.pop("decoder", None) or load_quietly(TARGET, drafter, **settings)
         link, link_of_engine = socket.socketpair()
         self.end = EngineEnd(self.decoder, waiting, link_of_engine)
         self.engine = self.end.engine

@@ -16,10 +16,14 @@ import signal
 import socket
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
@@ -32,6 +36,9 @@ from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.evaluation.options import add_pair
+
+if TYPE_CHECKING:
+    from stree_pipelines.serving.app import Server
 
 MAX_PREFIXES = 1024  # that a prompt is compared with
 STOP_S = 10.0  # after which an engine's process that does not end is killed
@@ -59,13 +66,23 @@ def build_parser() -> PlainParser:
         help="the model's name in requests (default: the target's folder)")
     add("--api_key", "--api-key", help="that requests must bring (default: none)")
     add("--timeout_s", "--timeout-s", type=float, help="an answer is given up after it")
+    add("--replicas", type=int, help="servers on Ray Serve, each on a GPU of its own, or on a CPU "
+        "core (default: one without Ray)")
+    add("--max_replicas", "--max-replicas", type=int, help="replicas under load at most (default: "
+        "as many as --replicas)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help=DTYPE_HELP)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    serve(build_parser().parse_args(arguments), decoder_of)
+    options = build_parser().parse_args(arguments)
+    if options.replicas is None and options.max_replicas is None:
+        serve(options, decoder_of)
+    else:
+        from stree_pipelines.serving.replicas import serve_replicas
+
+        serve_replicas(options, partial(loaded, make_decoder=decoder_of))
 
 
 def serve(options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder]) -> None:
@@ -77,29 +94,11 @@ def serve(options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder])
     """
     import uvicorn
 
-    from stree_pipelines.serving.app import Server, make_app
-    from stree_pipelines.serving.engine_client import EngineClient
-    from stree_pipelines.serving.messages import received
+    from stree_pipelines.serving.app import make_app
 
     listener = listening(options.host, options.port)
-    link, link_of_engine = socket.socketpair()
-    process = get_context("spawn").Process(
-        target=run_engine, args=(options, make_decoder, link_of_engine)
-    )
-    process.start()
-    link_of_engine.close()
-    is_loaded = False
-    try:
-        try:
-            facts = received(link.makefile("rb"))
-        except EOFError:
-            raise InvariantBroken("the engine's process has ended before it was ready") from None
-        if isinstance(facts, Exception):
-            raise facts
-        is_loaded = True
-        engine = EngineClient(link, facts)
-        name = options.served_model_name or Path(options.target).name
-        server = Server(engine, name, options.api_key, options.timeout_s)
+    with loaded(options, make_decoder) as (server, process):
+        engine = server.engine
 
         class Draining(uvicorn.Server):
             """Takes no more requests after a first signal, and stops at once after a second."""
@@ -116,6 +115,7 @@ def serve(options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder])
         running = Draining(uvicorn.Config(make_app(server), log_level="warning", access_log=False))
         engine.on_end = running.end
         host, port = listener.getsockname()[:2]
+        name = server.name
         say(f"{name} is served at http://{host}:{port}/v1, a page to chat at http://{host}:{port}")
         gc.freeze()
         running.run(sockets=[listener])
@@ -125,6 +125,34 @@ def serve(options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder])
                 f"the engine's process has ended by itself (exit code {process.exitcode}): start "
                 "the server again"
             )
+
+
+@contextmanager
+def loaded(
+    options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder]
+) -> Iterator[tuple[Server, BaseProcess]]:
+    """Load the models in a process that ends with the block; yield what speaks to it, and it."""
+    from stree_pipelines.serving.app import Server
+    from stree_pipelines.serving.engine_client import EngineClient
+    from stree_pipelines.serving.messages import received
+
+    link, link_of_engine = socket.socketpair()
+    process = get_context("spawn").Process(
+        target=run_engine, args=(options, make_decoder, link_of_engine)
+    )
+    process.start()
+    link_of_engine.close()
+    is_loaded = False
+    try:
+        try:
+            facts = received(link.makefile("rb"))
+        except EOFError:
+            raise InvariantBroken("the engine's process has ended before it was ready") from None
+        if isinstance(facts, Exception):
+            raise facts
+        is_loaded = True
+        name = options.served_model_name or Path(options.target).name
+        yield Server(EngineClient(link, facts), name, options.api_key, options.timeout_s), process
     finally:
         link.close()  # the engine's process ends then
         process.join(STOP_S if is_loaded else 0)
@@ -153,7 +181,7 @@ def run_engine(
 
 def decoder_of(options: Namespace) -> BatchDecoder:
     """Load and warm up the decoder, and say what it is."""
-    from stree_pipelines.serving.speculation import speculation_lines
+    from stree_pipelines.serving.engine_end import speculation_lines
 
     target, memory = input_path(options.target), options.prefix_memory
     if memory is not None and not 0 <= memory < math.inf:

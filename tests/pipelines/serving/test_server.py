@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import random
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +16,12 @@ from contextlib import suppress
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
-from running_server import Running
+from running_server import TARGET, Running
+from toys import tiny_model
+from transformers import AutoTokenizer
 
 import stree
 
@@ -321,3 +326,59 @@ def test_a_request_may_name_its_tree(running):
         ).json()["usage"]
         details = usage["completion_tokens_details"]
         assert sum(details.values()) == drafts * usage["num_spec_steps"]
+
+
+def test_a_dead_engine_is_said_by_health_and_by_every_answer():
+    made = Running(num_rows=1, num_prefixes=0)
+    answers = []
+    body = dict(prompt="a", max_tokens=200, temperature=0, ignore_eos=True)
+    launch = made.decoder.worker.runner.launch
+    made.decoder.worker.runner.launch = lambda *given: (time.sleep(0.02), launch(*given))[1]
+    try:
+        assert made.client.get("/health").status_code == 200
+        client = threading.Thread(
+            target=lambda: answers.append(made.post("/v1/completions", **body))
+        )
+        client.start()
+        wait_until(lambda: made.engine.num_running == 1)
+        made.end.link.shutdown(socket.SHUT_RDWR)  # as its process's end does
+        client.join(60)
+        answers.append(made.post("/v1/completions", **body))
+        for each in answers:
+            assert each.status_code == 500
+            assert "the engine's process has ended" in each.json()["error"]["message"]
+        assert made.client.get("/health").status_code == 503
+    finally:
+        made.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_many_thousand_requests_leave_no_memory_behind():
+    tiny = stree.BatchDecoder(
+        tiny_model(), num_rows=4, max_length=64, num_prefixes=8,
+        tokenizer=AutoTokenizer.from_pretrained(TARGET),
+    )
+    running, process, count = Running(decoder=tiny), psutil.Process(), 20_000
+    bodies = [
+        dict(prompt=[5 + number % 50], max_tokens=1 + number % 2, stream=number % 3 == 0,
+             temperature=0.0) for number in range(count)
+    ]
+
+    def ask(some: list[dict]) -> None:
+        with httpx.Client(base_url=running.url, timeout=120) as client:
+            for body in some:
+                assert client.post("/v1/completions", json=body).status_code == 200
+
+    def ask_all(some: list[dict]) -> int:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, [some[place::4] for place in range(4)]))
+        gc.collect()
+        return process.memory_info().rss
+
+    before = ask_all(bodies[: count // 5])
+    after = ask_all(bodies[count // 5 :])
+    running.close()
+    told = [f"{each / 2**20:.1f} MiB" for each in (before, after)]
+    print(f"{told[0]} after {count // 5} requests, {told[1]} after {count}")
+    assert after - before < 24 * 2**20
