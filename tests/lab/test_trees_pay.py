@@ -7,7 +7,7 @@ import pytest
 from bench_reports import MADE_BY
 
 from stree.common.errors import UsageError
-from stree_lab import trees_pay
+from stree_lab.benches import trees_pay
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def test_the_pages_are_what_the_command_writes(tmp_path):
     trees_pay.main(["--docs", str(tmp_path)])
     for name in (trees_pay.PAGE, trees_pay.FAMILIES_PAGE):
         made, committed = (each / name for each in (tmp_path, REPOSITORY / "docs"))
-        assert made.read_text() == committed.read_text(), "run trees_pay.py"
+        assert made.read_text() == committed.read_text(), "run benches/trees_pay.py"
 
 
 def test_a_cut_run_has_the_plain_step_and_no_arm(tmp_path):

@@ -30,8 +30,8 @@ from stree_lab import (
     paper_tables,
     project_speed,
     study,
-    trees_pay,
 )
+from stree_lab.benches import trees_pay
 from stree_pipelines.commands import (
     ask_conversations,
     benchmark_checkpoint,

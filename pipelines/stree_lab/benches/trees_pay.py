@@ -1,6 +1,6 @@
 """Make the tables of two pages: the τ from which trees pay, and what is known of each family.
 
-    python pipelines/stree_lab/trees_pay.py   # from the committed rows
+    python pipelines/stree_lab/benches/trees_pay.py   # from the committed rows
 
 The pages are docs/do-trees-pay.md and docs/results/own-heads/README.md. A step's time is measured
 (rows of bench_decode.py --what "[rows]"). Its ratio to a plain step's is the τ that it needs. Where
