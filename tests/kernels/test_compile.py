@@ -40,15 +40,13 @@ def test_all_kernels_compile(tmp_path):
     assert all(int(instructions) > 10 for _, _, instructions, *_ in lines)
     # What does not fit the registers goes to memory and back: a few words of it were faster on an
     # H200 than twice as many warps (2 against 4 at 32 nodes: 18.7 µs against 21.7), or than one
-    # program less a multiprocessor (of 16 nodes), or than smaller tiles (of SwiGLU by 8 bits over
-    # 208 rows on an H100: 144 µs against 373)
+    # program less a multiprocessor (of 16 nodes)
     spilled = defaultdict(int)
     for name, warps, _, _, *stores in lines:
         if stores:
             spilled[name, int(warps)] = max(spilled[name, int(warps)], int(stores[0]))
     assert spilled.pop(("gated_delta_kernel", 2)) <= 32
     assert spilled.pop(("streamed_scan_kernel", 4)) <= 32
-    assert spilled.pop(("scaled_kernel", 8)) <= 16
     assert set(spilled.values()) == {0}, spilled
     # Of 255 siblings, too: code that grows with a tree's width takes minutes to compile
     tops = [int(line[2]) for line in lines if line[0] in ("piece_kernel", "merge_kernel")]
