@@ -25,7 +25,7 @@ from stree_lab import (
     bench_training,
     paper_tables,
 )
-from stree_lab.benches import batches, calls, command, models, steps, timing
+from stree_lab.benches import batches, calls, command, floor, models, steps, timing
 from stree_lab.benches.buffers import OpCall
 from stree_lab.papers import order_bench as orders
 from stree_pipelines.resources import estimates
@@ -286,16 +286,14 @@ def test_a_floor_reads_every_weight_that_a_call_reads(tiny_published, name):
             read += module.up.numel() + module.down.numel()
     if model.config.num_shared_blocks:  # of which each use reads them again
         uses = [block.shared for layer in model.model.layers for block in layer.blocks]
-        read = head + sum(
-            each.weight.numel() for each in model.model.layers.modules()
-            if isinstance(each, nn.Linear)
-        ) + sum(
+        own = (each for each in model.model.layers.modules() if isinstance(each, nn.Linear))
+        read = head + sum(each.weight.numel() for each in own) + sum(
             each.weight.numel() for used in uses if used is not None
             for each in model.model.shared[used].modules() if isinstance(each, nn.Linear)
         )
-    sizes = calls.product_sizes(model, 1000)
+    sizes = floor.product_sizes(model, 1000)
     assert sum(rows * columns for rows, columns in sizes) == read
-    one_token = sum(rows * columns for rows, columns in calls.product_sizes(model, 1))
+    one_token = sum(rows * columns for rows, columns in floor.product_sizes(model, 1))
     assert (one_token < read) == (model.config.num_experts > 0)
 
 
@@ -304,8 +302,8 @@ def test_experts_that_tokens_choose_at_random():
     torch.manual_seed(0)
     drawn = torch.rand(2000, 16, config.num_experts).topk(config.experts_per_token).indices
     distinct = [len(set(tokens.flatten().tolist())) for tokens in drawn]
-    assert calls.chosen_experts(config, 16) == pytest.approx(np.mean(distinct), rel=0.01)
-    assert calls.chosen_experts(config, 1) == pytest.approx(6)
+    assert floor.chosen_experts(config, 16) == pytest.approx(np.mean(distinct), rel=0.01)
+    assert floor.chosen_experts(config, 1) == pytest.approx(6)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +370,7 @@ def test_a_head_of_the_target_drafts(tiny_published, captured_on_cpu, kind):
     assert row["num_levels"] == 2 and row["us_draft"]["median"] > 0
     width = head.config.d_model
     read = width if kind == "mtp" else 2 * width  # of the first product
-    assert calls.product_sizes(head, 1)[0][1] == read
+    assert floor.product_sizes(head, 1)[0][1] == read
     target, trees = models.random_target("qwen3_5", CPU), map(as_tree, ("chain-2", "beam-3-3-8"))
     rows = list(batches.steps_of_rows(target, head, list(trees), [1, 2], 8, 2, [0.0, 1.0]))
     assert [(row["num_nodes"], row["temperature"]) for row in rows] == [
@@ -486,11 +484,8 @@ def test_no_number_when_red(tmp_path, monkeypatch):
 
 
 def test_each_benchmark_names_tests_that_are_there():
-    named = {
-        *bench_decode.TESTS,
-        *bench_kernels.TESTS,
-        *itertools.chain(*bench_training.TESTS.values()),
-    }
+    of_training = itertools.chain(*bench_training.TESTS.values())
+    named = {*bench_decode.TESTS, *bench_kernels.TESTS, *of_training}
     assert len(named) > 8
     assert [each for each in named if not (command.ROOT / "tests" / each).exists()] == []
 

@@ -25,7 +25,8 @@ from stree.models.model import HybridModel
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import StepTree, TokenTree
-from stree_lab.benches.calls import Floor, cache_bytes, kept_bytes, weight_bytes
+from stree_lab.benches.calls import cache_bytes, kept_bytes, weight_bytes
+from stree_lab.benches.floor import Floor
 from stree_lab.benches.steps import (
     GivenAcceptance,
     accepted_for,
