@@ -27,6 +27,7 @@ EXTRA_OF = {
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "llguidance": "serve",
+    "ray": "ray",
     "deepspeed": "deepspeed",
 }
 _LONGEST_REASON = 2000

@@ -19,6 +19,7 @@ def make_tree_batch(trees: Sequence[StepTree], device: torch.device) -> TreeBatc
         device: The device of the tensors.
 
     Example:
+        >>> from stree.trees.token_tree import TokenTree
         >>> make_tree_batch([TokenTree.chain(2)], torch.device("cpu")).parents.tolist()
         [[-1, 0, 1]]
     """

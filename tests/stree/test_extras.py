@@ -28,7 +28,7 @@ def named(requirements: list[str]) -> set[str]:
     return {Requirement(text).name.replace("-", "_") for text in requirements}
 
 
-BASE = named(bare_environment.PROJECT["dependencies"]) - {"pyyaml"} | {"yaml"}
+BASE = named(bare_environment.PROJECT["dependencies"]) - {"pyyaml"} | {"yaml", "pydantic_core"}
 
 
 def imported(folder: Path) -> Iterator[tuple[str, str]]:

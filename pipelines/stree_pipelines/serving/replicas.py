@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
@@ -26,7 +27,6 @@ from ray.serve.exceptions import (
     RayServeException,
     ReplicaUnavailableError,
 )
-from starlette.requests import Request as HttpRequest
 
 from stree.common.errors import InvariantBroken, UsageError
 from stree_pipelines.serving.app import LARGEST_BODY, Refused, Server, make_app
