@@ -14,7 +14,7 @@ from stree_kernels.naive.pointwise import activated, gated_rms_norm, swiglu
 ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: larger ones go in parts
 LARGEST = 448.0  # of e4m3
 MIN_ROUNDED_ROWS = 128  # from which inputs are rounded, too, where a model asks for that
-ROUNDED_MULTIPLE = 16  # of both sizes of such a product's weight
+MULTIPLE = 16  # of both sizes of a weight that tensor cores of 8 bits take
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # which a row of zeros has
 
 
@@ -53,13 +53,15 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
-def fits_rounded(x: Tensor, weight: Scaled) -> bool:
-    """Return whether `linear_rounded` serves for x (…, D): many rows, and one scale an output.
+def suits_tensor_cores(weight: Scaled) -> bool:
+    """Return whether PyTorch's product in 8 bits takes a weight: by its sizes and scales."""
+    aligned = all(size % MULTIPLE == 0 for size in weight.shape)
+    return aligned and weight.scale.shape[1] == 1
 
-    Tensor cores want sizes that are multiples of 16.
-    """
-    aligned = all(size % ROUNDED_MULTIPLE == 0 for size in weight.shape)
-    return x.numel() >= MIN_ROUNDED_ROWS * x.shape[-1] and weight.scale.shape[1] == 1 and aligned
+
+def fits_rounded(x: Tensor, weight: Scaled) -> bool:
+    """Return whether `linear_rounded` serves for x (…, D): many rows, and one scale an output."""
+    return x.numel() >= MIN_ROUNDED_ROWS * x.shape[-1] and suits_tensor_cores(weight)
 
 
 def linear_rounded(x: Tensor, weight: Scaled) -> Tensor:

@@ -1,16 +1,13 @@
 """Matrix products of some rows with a weight in 8 bits, by tensor cores of 8 bits (Triton).
 
-A row of bf16 numbers is divided by a power of two, its unit, and becomes two rows of e4m3: each
-number rounded, and what is left of it. bf16 has 8 significant bits and e4m3 has 4, so the two add
-up to the number, except where it is less than 2⁻¹⁰ of the largest one that shares its unit: there
-at most 2⁻¹⁸ of the largest is lost. So tensor cores read the weights from shared memory as they
-lie in memory. Converting the weights in registers took a multiprocessor as long as they take to
-arrive. Tensor cores of 8 bits keep about 14 bits of a sum; so sums over one tile's inputs are added
-up in fp32.
+Rows of bf16 are split into two rows of e4m3 that add up to them (`split.py`), so that tensor cores
+read the weights from shared memory as they lie in memory. Converting the weights in registers took
+a multiprocessor as long as they take to arrive. Tensor cores of 8 bits keep about 14 bits of a sum;
+so sums over one tile's inputs are added up in fp32.
 
-A row's unit comes from its largest number. The norm before a product divides the row into the two
-(`pointwise.py`), else `split_kernel` does. A product that follows no norm, over few rows, does so
-itself, a tile's inputs with a unit of their own: that takes less time than another launch.
+The norm before a product splits its rows (`pointwise.py`), else `split_kernel` does. A product that
+follows no norm, over few rows, splits them itself, a tile's inputs with a unit of their own: that
+takes less time than another launch.
 
 A program has an equal share of the outputs, and of the inputs if the norm that follows adds up the
 parts (`linear_parts`). `scaled_kernel` goes through the share tile by tile, in one loop over all
@@ -35,6 +32,7 @@ from torch import Tensor
 
 from stree_kernels.contracts import Scaled, Split
 from stree_kernels.launch import follow, overlapping
+from stree_kernels.naive.products import suits_tensor_cores
 from stree_kernels.pointwise import activated, silu_times
 from stree_kernels.products.linear import STAGE_BYTES, device_of
 from stree_kernels.products.split import in_two, split
@@ -61,9 +59,8 @@ class Tiling:
     parts: int = 1
 
 
-CAPABILITY = (8, 9)  # from which tensor cores multiply numbers of 8 bits
 MAX_ROWS_ALIKE = 16  # rows
-MAX_ROWS = 256  # by tiles; more are multiplied in the inputs' own type
+MAX_ROWS = 256  # by tiles
 MAX_BLOCK_ROWS = 64  # of a program
 MIN_BLOCK_OUTPUTS = 64  # that a tensor core's instruction has
 MAX_WRITTEN_OUT = 32768  # outputs of a weight that are written out at a time
@@ -138,19 +135,13 @@ def _fits(x: Tensor, weight: Scaled) -> bool:
     assert x.shape[-1] == weight.shape[1]
     in_order = weight.values.is_contiguous() and weight.scale.is_contiguous()
     few = x.numel() <= MAX_ROWS * x.shape[-1]
-    return few and in_order and _splits(x) and _step_of(weight) >= MIN_GROUP
-
-
-def _splits(x: Tensor) -> bool:
-    """Return whether rows are split, which takes bf16 and tensor cores of 8 bits."""
-    multiplies = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= CAPABILITY
-    return x.dtype == torch.bfloat16 and multiplies
+    return few and in_order and x.dtype == torch.bfloat16 and _step_of(weight) >= MIN_GROUP
 
 
 def _suits_library(x: Tensor, weight: Scaled) -> bool:
-    """Return whether PyTorch multiplies many rows: a weight's sizes are multiples of 16."""
-    aligned = weight.values.is_contiguous() and not any(size % 16 for size in weight.shape)
-    return x.is_cuda and _splits(x) and aligned and weight.scale.shape[1] == 1
+    """Return whether PyTorch multiplies many rows by a weight."""
+    suits = weight.values.is_contiguous() and suits_tensor_cores(weight)
+    return x.is_cuda and x.dtype == torch.bfloat16 and suits
 
 
 def _by_library(x: Tensor, weight: Scaled, halves: Split) -> Tensor:

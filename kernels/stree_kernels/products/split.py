@@ -60,7 +60,10 @@ def store_split(values, pieces, unit, k, mine, width, BITWISE: tl.constexpr):
 
 @triton.jit
 def in_two(x, BITWISE: tl.constexpr):
-    """Return numbers (rows, inputs) as two e4m3 in units (rows,); NaN for what is not finite."""
+    """Split numbers (rows, inputs): return both numbers in e4m3, and the units (rows,).
+
+    The unit of a row that holds a number which is not finite is NaN.
+    """
     bits = tl.max((x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), axis=1)
     exponent = tl.maximum(bits >> 7, 16)  # of the largest, which becomes 128 to 255
     into = ((261 - exponent) << 23).to(tl.float32, bitcast=True).to(tl.bfloat16)[:, None]

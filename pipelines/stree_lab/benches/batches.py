@@ -127,8 +127,8 @@ def _peaks_of_ways(
 ) -> dict[str, int]:
     """Return the peaks of memory of both ways to backtrack and of plain decoding, as fields.
 
-    For a target without attention also those of either way when each draft is a row of the batch
-    with a state of its own, as in Snakes and Ladders. Each reads prompts and decodes a few tokens.
+    A target without attention is also measured as in Snakes and Ladders, where each draft is a row
+    of the batch with a state of its own. Each measurement reads prompts and decodes a few tokens.
     """
     target.pack()
     leaves = sum(not nodes for nodes in tree.shape.children)

@@ -116,7 +116,7 @@ def tokenizer_of_numbers(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def alone(decoder: BatchDecoder, bodies: Sequence[Body], concurrency: int) -> float:
-    """Return the tokens a second of a batch decoder that has so many requests under way."""
+    """Return tokens/s of the batch decoder alone, with a given number of requests under way."""
 
     def requests() -> Iterator[stree.Request | None]:
         for each in bodies:

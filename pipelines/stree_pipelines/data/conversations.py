@@ -243,9 +243,7 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         is_learnt.insert(0, True)
     elif system is not None and not isinstance(system, str):
         raise BadRow(WRONG_TYPES, f"`system` must be a text, got {type(system).__name__}")
-    num_chars = sum(len(text) for _, text in parsed) + sum(map(len, thoughts))
-    if num_chars > MAX_CHARS:
-        raise BadRow(HUGE, f"{num_chars:,} characters, the limit is {MAX_CHARS:,}")
+    _require_size(sum(len(text) for _, text in parsed) + sum(map(len, thoughts)))
     roles = [role for role, _ in parsed]
     first = int(roles[0] == "system")
     stop = len(roles)
@@ -283,10 +281,14 @@ def _plain_text(text: str) -> str:
     """Return the text of a row without turns. Raises `BadRow` for one that cannot be learnt."""
     if not text.strip():
         raise BadRow(EMPTY_TEXT, "the row's text says nothing")
-    if len(text) > MAX_CHARS:
-        raise BadRow(HUGE, f"{len(text):,} characters, the limit is {MAX_CHARS:,}")
+    _require_size(len(text))
     _require_unicode(text, "the row's text")
     return text
+
+
+def _require_size(num_chars: int) -> None:
+    if num_chars > MAX_CHARS:
+        raise BadRow(HUGE, f"{num_chars:,} characters, the limit is {MAX_CHARS:,}")
 
 
 def _turns_in(row: dict[str, Any]) -> Any:

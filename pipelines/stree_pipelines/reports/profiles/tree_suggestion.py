@@ -48,9 +48,9 @@ class AcceptanceRates:
     def of(cls, measured: Iterable[MeasuredEnds]) -> AcceptanceRates:
         """Count from trees with their `end_nodes` and `open_ends`."""
         measured = list(measured)
-        depth = max((tree.max_depth for tree, *_ in measured), default=0)
+        deepest = max((tree.max_depth for tree, *_ in measured), default=0)
         widest = max((tree.widest for tree, *_ in measured), default=0)
-        reached, accepted = np.zeros((2, depth, widest), dtype=np.int64)
+        reached, accepted = np.zeros((2, deepest, widest), dtype=np.int64)
         for tree, ends, open_ends in measured:
             visits = [ends.get(node, 0) for node in range(tree.num_nodes)]
             for node in range(tree.num_nodes - 1, 0, -1):
