@@ -9,6 +9,7 @@ LICENSE.txt the terms.
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 from stree.common.files import write_atomically
@@ -41,4 +42,5 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = unpack_corpus(options.out)
     said = ", ".join(f"{rows[name]:,} {what}" for name, what in FILES.items())
-    print(f"{said} -> {options.out} (licences: {SHIPPED / 'LICENSE.txt'})")
+    licences = os.path.relpath(SHIPPED / "LICENSE.txt")
+    print(f"{said} -> {options.out} (licences: {licences})")
