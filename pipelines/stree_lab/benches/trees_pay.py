@@ -206,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     rows = [row for file in files for row in rows_of_file(file) if "what" in row]
     taus = recorded_taus(read_places(Path(input_path(options.accepted))))
-    whole, partial = [], []  # shapes with all counts of sequences stand on the first page
+    whole: list[Table] = []
+    partial: list[Table] = []  # of shapes that were not measured with each number of sequences
     for each in read_steps(rows):
         complete = all(times.keys() == set(COUNTS) for times in each.plain.values())
         (whole if complete else partial).extend(tables_of(each, taus))
