@@ -37,3 +37,19 @@ def imports_stay_frozen():
         if decoders := sys.modules.get("stree_pipelines.evaluation.answering.decoders"):
             patch.setattr(decoders, "gc_freeze", SimpleNamespace(collect=gc.collect))
         yield
+
+
+@pytest.fixture
+def drawn():
+    """Let matplotlib draw a test's figures; without this fixture they are blank."""
+
+
+@pytest.fixture(autouse=True)
+def blank_figures(request, monkeypatch):
+    """Leave figures blank, whose drawing takes most of a report's time."""
+    plots = sys.modules.get("stree_pipelines.reports.plots")
+    if plots and "drawn" not in request.fixturenames:
+        blank = {"svg": "<svg></svg>", "pdf": b"%PDF"}
+        monkeypatch.setattr(
+            plots.Figure, "savefig", lambda _, file, format, **options: file.write(blank[format])
+        )

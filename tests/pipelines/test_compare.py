@@ -231,7 +231,7 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(world, done, tmp_path, c
     assert "rows: 26" in printed and "26 are there" in printed and "answers: 0 to go" in printed
 
 
-def test_what_the_command_says_goes_before_the_file(world, tmp_path):
+def test_what_the_command_says_goes_before_the_file(world, tmp_path, drawn):
     given = content(world, tmp_path / "file", target="absent", ignore_eos=False)
     path = str(written(tmp_path, {**given, "arms": given["arms"][3:4]}))
     more = {

@@ -255,7 +255,9 @@ def written(folders, tmp_path_factory):
 
 
 @pytest.mark.costly
-def test_the_same_files_are_written_each_time_without_out_beside_the_first_run(written, folders):
+def test_the_same_files_are_written_each_time_without_out_beside_the_first_run(
+    written, folders, drawn
+):
     assert {path.name for path in written.iterdir()} == MADE
     main([*map(str, folders)])
     for path in written.iterdir():

@@ -29,6 +29,8 @@ from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore, w
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import open_results
 
+LAST = "drafter/step-00010000"
+
 
 def give_drafters(folder, steps=(100, 1000, 10000)):
     """Write folders as exports are, and let the run's rows be about them."""
@@ -57,6 +59,25 @@ def made(tmp_path_factory):
 @pytest.fixture
 def run(made, tmp_path):
     return shutil.copytree(made, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def profiled(made, tmp_path_factory):
+    """Return the last drafter's folder with its profile."""
+    folder = shutil.copytree(made, tmp_path_factory.mktemp("profiled") / "run")
+    main([str(folder)])
+    return folder / LAST
+
+
+@pytest.fixture
+def profile_path(profiled, tmp_path):
+    return shutil.copytree(profiled, tmp_path / "drafter") / PROFILE_NAME
+
+
+def profile_last(run):
+    """Profile the run's last drafter alone, and return its folder."""
+    main([str(run), "--drafter", str(run / LAST)])
+    return run / LAST
 
 
 def test_each_export_gets_the_figures_of_its_own_rows(run):
@@ -93,12 +114,11 @@ def test_the_output_advises_on_the_last_drafter_alone(run, capsys):
 
 
 def test_a_loaded_machine_changes_no_recommendation_and_the_card_says_so(run, capsys):
-    main([str(run)])
-    folder = run / "drafter/step-00010000"
+    folder = profile_last(run)
     before = load_profile(folder)
     slow_down(run, {1000: 2.5})
     capsys.readouterr()
-    main([str(run)])
+    profile_last(run)
     after = load_profile(folder)
     assert after.recommendations == before.recommendations != ()
     assert after.measurements == before.measurements
@@ -112,7 +132,7 @@ def test_a_loaded_machine_changes_no_recommendation_and_the_card_says_so(run, ca
 def test_text_of_rows_is_printed_without_control_characters(run, capsys):
     results = run / "eval/results.jsonl"
     results.write_text(results.read_text().replace('"float32"', '"float32\\u001b[2J"'))
-    main([str(run)])
+    profile_last(run)
     assert "cuda, float32\ufffd[2J, T = 0: " in capsys.readouterr().out
 
 
@@ -148,12 +168,12 @@ def test_plain_decoding_s_speed_is_the_one_beside_this_drafter(tmp_path):
 
 
 def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
-    folder = run / "drafter/step-00001000"
+    folder = run / LAST
     identity, before = checkpoint_sha256(folder), verify_manifest(folder)
-    main([str(run)])
+    profile_last(run)
     after = verify_manifest(folder)
     assert checkpoint_sha256(folder) == identity
-    assert after["step"] == 1000
+    assert after["step"] == 10000
     assert {name: after["files"][name] for name in before["files"]} == before["files"]
     assert {PROFILE_NAME, "README.md", "tau_vs_step.svg"} <= after["files"].keys()
     load_model(folder)
@@ -161,7 +181,7 @@ def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
     dead = run / "drafter/.tmp-of-someone-killed"
     dead.mkdir()
     os.utime(dead, (0, 0))
-    main([str(run)])
+    profile_last(run)
     assert not dead.exists()
     assert (folder / PROFILE_NAME).read_bytes() == content
 
@@ -215,14 +235,14 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
         if row.method == "wide"
     ]
     write_rows(store.directory / RESULTS_NAME, tried + rows)
-    main([str(run)])
+    folder = profile_last(run)
     assert "T = 1: Use the arm wide. wide is" in capsys.readouterr().out
-    profile = load_profile(run / "drafter/step-00010000")
+    profile = load_profile(folder)
     for won in profile.recommendations:
         assert (won.method, won.tree, won.verifier) == ("wide", TREES["stree"], "traversal")
     measured = {(each.method, each.verifier) for each in profile.measurements}
     assert measured == {("autoregressive", None), ("narrow", "naive"), ("wide", "traversal")}
-    card = (run / "drafter/step-00010000/README.md").read_text()
+    card = (folder / "README.md").read_text()
     assert f"| wide, {TREES['stree'].name}, traversal |" in " ".join(card.split())
     # An evaluation's method has one verifier
     mixed = [relabelled(store, row, method="stree") if row.tree else row for row in rows]
@@ -237,7 +257,7 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
 def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form, capsys):
     """Its rows have a hash of their own, which is of the folder's files; forms with a corpus and
     other folders' are none of this drafter."""
-    store, folder = ResultStore(run / "eval"), run / "drafter/step-00010000"
+    store, folder = ResultStore(run / "eval"), run / LAST
     other = run / "drafter/step-00001000"
     sha256 = checkpoint_sha256(folder)
     names = {form.format(folder): sha256, f"float8:{other}": checkpoint_sha256(other)}
@@ -266,9 +286,8 @@ def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form,
     assert measured == {("autoregressive", None), ("as it is", "FOLDER"), ("arm 0", recommended)}
 
 
-def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(run):
-    main([str(run)])
-    path = run / "drafter/step-00010000" / PROFILE_NAME
+def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(profile_path):
+    path = profile_path
     content = json.loads(path.read_text())
     for each in (*content["recommendations"], *content["measurements"]):
         del each["drafter"]
@@ -289,8 +308,7 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
         store, row, tree=choice,
         costs=None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
     ))
-    main([str(run)])
-    path = run / "drafter/step-00010000" / PROFILE_NAME
+    path = profile_last(run) / PROFILE_NAME
     for won in load_profile(path.parent).recommendations:
         assert won.tree == choice and StepTimes.of_record(won.costs) == costs[won.temperature]
     content = json.loads(path.read_text())
@@ -336,7 +354,7 @@ def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_their
         main([str(run)])
     assert "step-00000100 has no new profile" in capsys.readouterr().out
     assert load_profile(run / "drafter/step-00000100") is None
-    assert load_profile(run / "drafter/step-00010000") is not None
+    assert load_profile(run / LAST) is not None
     with publish_directory(run / "other") as new:
         (new / "model.safetensors").write_bytes(b"other")
     with pytest.raises(UsageError, match="1 of 1"):
@@ -351,19 +369,17 @@ def test_rows_that_do_not_say_where_paths_ended_still_make_a_profile(run):
         samples = [each.model_copy(update=unknown) for each in store.samples(row)]
         unknown = {"end_nodes": {}, "open_ends": {}, "depth_accept_rates": {}}
         store.publish(row.model_copy(update=unknown), samples)
-    main([str(run)])
-    profile = load_profile(run / "drafter/step-00010000")
+    profile = load_profile(profile_last(run))
     assert profile.suggested_trees == () and len(profile.recommendations) == 2
 
 
 # The card
 
 
-def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run):
+def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run, drawn):
     (run / "command.json").write_text('{"command_line": "python pipelines/distill.py fit"}')
     (run / "config.yaml").write_text("data: {train: sharegpt.jsonl, valid: null}")
-    main([str(run)])
-    folder = run / "drafter/step-00010000"
+    folder = profile_last(run)
     card = huggingface_hub.ModelCard.load(folder / "README.md")
     assert card.data.pipeline_tag == "text-generation"
     assert "speculative-decoding" in card.data.tags
@@ -394,8 +410,7 @@ def test_the_card_names_files_of_this_machine_without_their_folders(run):
     (run / "config.yaml").write_text("data: {train: [/home/ann/a.jsonl, data/b.jsonl, me/set:t]}")
     store = ResultStore(run / "eval")
     change_rows(run, lambda row: relabelled(store, row, target="/home/ann/models/big"))
-    main([str(run)])
-    card = (run / "drafter/step-00010000/README.md").read_text()
+    card = (profile_last(run) / "README.md").read_text()
     assert "home" not in card and "~/" not in card and "ann lee" not in card
     for told in (
         "stree distil --data.train 'own.jsonl' --run_dir=a --config configs/a.yaml --model.target "
@@ -462,9 +477,8 @@ def test_odd_provenance_leaves_out_what_it_does_not_say(run):
         (lambda p: json.dumps(spoil_drafter(p, "elsewhere")), "drafter: String"),
     ],
 )
-def test_a_profile_that_cannot_be_used_is_one_clear_line(run, change, reason):
-    main([str(run)])
-    path = run / "drafter/step-00010000" / PROFILE_NAME
+def test_a_profile_that_cannot_be_used_is_one_clear_line(profile_path, change, reason):
+    path = profile_path
     path.write_text(change(json.loads(path.read_text())))
     with pytest.raises(CheckpointRefused, match=reason) as got:
         load_profile(path.parent)
