@@ -11,9 +11,11 @@ pooled; `benchmark=!NAME` are the others. All numbers with a decimal point or a 
 comment must be these figures, in this order and as rounded there, each with its interval or
 without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt, `speedup%METHOD` its gain in
 percent; a METHOD with `*` is several seeds. `NAME@each` is the geometric mean over benchmarks of
-each one's figure; `prefill_ms` is the median. A field of a benchmark may be divided or multiplied
-(`us_tree/1000`); measured several times, it is the median. A speed of answers that the machine held
-up, or of plain decoding that waited, has a † (`1.46†`, `1.46×†`), which the page explains below.
+each one's figure; `prefill_ms` is the median. `tokens_per_second/METHOD` needs no plain decoding,
+and `speedup_without_waiting` takes plain decoding's waiting away. A field of a benchmark may be
+divided or multiplied (`us_tree/1000`); measured several times, it is the median; a `.json` file is
+one row. A speed of answers that the machine held up, or of plain decoding that waited, has a †
+(`1.46†`, `1.46×†`), which the page explains below.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from stree_lab.benches import calls, models
 from stree_pipelines.commands import suggest_tree
 from stree_pipelines.comparison import answers as figures
 from stree_pipelines.comparison.answers import Answers
+from stree_pipelines.evaluation.answering.stalls import waiting_share
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.tables.answer_notes import marks
 
@@ -58,7 +61,13 @@ TIMES = {
     "speedup_e2e": lambda samples, plain: (
         metrics.tokens_per_second_e2e(samples) / metrics.tokens_per_second_e2e(plain)
     ),
+    "draft_ms": lambda samples, plain: metrics.time_ms(samples)["draft"],
+    "speedup_without_waiting": lambda samples, plain: (
+        metrics.summarise(samples, plain)["speedup"]
+        * (1 - (waiting_share(metrics.time_ms(plain)) or 0.0))
+    ),
 }
+WITHOUT_PLAIN = ("tokens_per_second", "speedup_without_waiting", "step_ms", "draft_ms")
 
 
 def lines_of(page):
@@ -143,12 +152,14 @@ def is_marked(folder, chosen, name):
         for samples in seeds_of(folder, **{**chosen, "method": method}):
             for sample in samples:
                 rows[sample.method, sample.benchmark].append(sample)
-    return any(marks({"": samples}) for samples in rows.values())
+    reasons = [reason for samples in rows.values() for reason in marks({"": samples})]
+    return any(name not in WITHOUT_PLAIN or "waited between" not in reason for reason in reasons)
 
 
 def from_bench(file, chosen, name):
     """Return the figure of the one row that fits, or of all if they share it."""
-    rows = [json.loads(line) for line in (RESULTS / file).read_text("utf-8").splitlines()]
+    text = (RESULTS / file).read_text("utf-8")
+    rows = [json.loads(row) for row in ([text] if file.endswith(".json") else text.splitlines())]
     fitting = [
         row for row in rows if all(str(row.get(key)) == value for key, value in chosen.items())
     ]

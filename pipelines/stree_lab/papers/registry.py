@@ -36,6 +36,7 @@ BUILDERS: dict[str, Builder] = {
     "drafters-table-5": tables.drafters_5,
     "drafters-table-6": tables.drafters_6,
     "drafters-table-7": tables.drafters_7,
+    "dyspec-figure-4": tables.dyspec_figure_4,
     "dyspec-table-1": tables.dyspec,
     "dyspec-table-2": tables.dyspec,
     "dyspec-table-4": tables.dyspec,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import BANDIT, UCB
+from stree_pipelines.evaluation.answering.stalls import MAX_WAITING_SHARE, waiting_share
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
@@ -31,6 +32,7 @@ LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
 BEAM_SEARCH = "beam-3-4"  # M = 3, N = 4
 ALL_BEAMS = "beam-3-4-31"  # the same beams with all their children, of rows older than `beam-3-4`
 OURS = "ours"
+WAITED_NOTE = "Speed-ups of this table are over plain decoding without its waiting."
 DYSPEC_SETS = {  # the paper's names of data sets
     "GSM8k": "gsm8k", "MT-Bench": "mt_bench", "C4": "c4", "OWT": "openwebtext",
     "CNN": "cnn_dailymail",
@@ -70,9 +72,12 @@ def with_notes(made: Made, folder: Path) -> Made:
     if not made.results:
         return made
     store = _store(folder, (folder / RESULTS_NAME).stat().st_mtime_ns)
-    samples = {f"{number}": store.samples(row) for number, row in enumerate(made.results)}
+    measured = {row.samples: row for row in store.results()}
+    samples = {row.samples: store.samples(measured[row.samples]) for row in made.results}
     every = [sample for rows in samples.values() for sample in rows]
     note = " ".join([*endings({"": every}), *marks(samples)])
+    if _waited(measured.values()):
+        note += f" {WAITED_NOTE}"
     return replace(made, table=replace(made.table, note=note))
 
 
@@ -93,7 +98,8 @@ def of_paper(lines: Iterable[Cells]) -> list[Cells]:
 def speeds(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build STree's Tables 3 and 7, of the drafter trained longest.
 
-    Where the rows have a tuned chain, a line of ours follows the tree's.
+    Where the rows have a tuned chain, a line of ours follows the tree's. Each temperature ends with
+    the tree's speeds and τ divided by the chain's.
     """
     head, *lines_of_paper = paper
     rows, labels = _results(folder), {**LABELS, TUNED_CHAIN: "Tuned chain"}
@@ -111,7 +117,29 @@ def speeds(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         if name != line[0] and any(key[0] == name for key in found):
             ours = _speeds_and_taus(found, [(name, benchmark) for benchmark in BENCHMARKS])
             lines.append((f"{name}, {OURS}", *ours))
+        if name != line[0]:
+            lines += _tree_over_chain(lines, line[0])
     return lines, found.values()
+
+
+def _tree_over_chain(lines: Sequence[Cells], tree: str) -> list[Cells]:
+    """Divide the tree's speeds and τ by the chain's, of the paper and of ours."""
+    cells_of = {name: cells for name, *cells in lines}
+    divided: list[Cells] = []
+    for whose in ("paper", OURS):
+        chain = cells_of[f"{tree.replace(LABELS[TREE], LABELS[CHAIN])}, {whose}"]
+        pairs = list(zip(cells_of[f"{tree}, {whose}"], chain, strict=True))
+        ratios = [
+            MISSING if MISSING in pair else figure(_number(pair[0]) / _number(pair[1]))
+            for pair in pairs
+        ]
+        divided.append((f"{tree} over {LABELS[CHAIN]}, {whose}", *ratios))
+    return divided
+
+
+def _number(cell: str) -> float:
+    """Return the number that a cell begins with."""
+    return float(cell.split()[0])
 
 
 def stree_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
@@ -245,10 +273,17 @@ def drafters_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 
 def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table; where the paper's search is there, ours has a line of its own."""
+    searches = {
+        kind for row in _arms(folder) for kind in (UCB, BANDIT)
+        if (_tree_name(row) or "").startswith(kind)
+    }
     kinds: dict[str, Callable[[str], bool]] = {
         "×": lambda tree: tree == "drafters-3-3-2-1",
-        "✓": lambda tree: tree.startswith(UCB if any(map(_is_ucb, _arms(folder))) else BANDIT),
+        "✓": lambda tree: tree.startswith(UCB if UCB in searches else BANDIT),
     }
+    if {UCB, BANDIT} <= searches:
+        kinds["✓ by our bandit"] = lambda tree: tree.startswith(BANDIT)
     picked = {
         (mark, benchmark): _fastest(
             row for row in _of_models(folder, benchmark, 0.0) if is_kind(_tree_name(row) or "")
@@ -259,16 +294,16 @@ def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 
 def snakes_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    def is_png(row: ResultRow, backtracking: str) -> bool:
-        of_ngrams = (row.checkpoint or "").startswith("ngram") and _tree_name(row) == "png-6-2"
-        return of_ngrams and row.backtracking == backtracking
-
-    kinds: dict[str, Callable[[ResultRow], bool]] = {
-        "Baseline": lambda row: row.tree is None,
-        "Joint + PNG(6,2)": lambda row: is_png(row, "joint"),
-        "ARP + PNG(6,2)": lambda row: is_png(row, "replay"),
-    }
+    """Build the table; n-grams that a corpus has, too, have lines of their own."""
     rows = [row for row in _arms(folder) if not row.temperature]
+    kinds: dict[str, Callable[[ResultRow], bool]] = {"Baseline": lambda row: row.tree is None}
+    for name, backtracking in (("Joint", "joint"), ("ARP", "replay")):
+        for corpus, drafter in (("", r"ngram[^,]*"), (" of a corpus, too", r"ngram[^,]*,.+")):
+            kinds[f"{name} + PNG(6,2){corpus}"] = partial(_is_png, backtracking, drafter)
+    kinds = {
+        name: is_kind for name, is_kind in kinds.items()
+        if "corpus" not in name or any(map(is_kind, rows))
+    }
     benchmarks = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's heads
     picked = {
         (name, benchmark): _fastest(
@@ -277,6 +312,11 @@ def snakes_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         for name, is_kind in kinds.items() for benchmark in benchmarks
     }
     return _with_speeds(paper, kinds, benchmarks, picked)
+
+
+def _is_png(backtracking: str, drafter: str, row: ResultRow) -> bool:
+    of_ngrams = re.fullmatch(drafter, row.checkpoint or "") and _tree_name(row) == "png-6-2"
+    return bool(of_ngrams) and row.backtracking == backtracking
 
 
 def _with_speeds(
@@ -324,8 +364,44 @@ def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     return lines, used
 
 
+def dyspec_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table: milliseconds of each part of a step, and their shares of it."""
+    rows = [row for row in _arms(folder) if row.tree is not None and row.time_ms]
+    parts = {"draft": "drafting", "verify": "target", "accept": "verification", "host": "host"}
+    lines: list[Cells] = [("Dataset", "Temp", "Arm", "a step, ms", *parts.values())]
+    for row in rows:
+        step = sum(row.time_ms.values())
+        cells = (
+            f"{figure(ms)} ({100 * ms / step:.0f} %)"
+            for ms in (row.time_ms.get(part, 0.0) for part in parts)
+        )
+        place = BENCHMARKS.get(row.benchmark, row.benchmark), f"{row.temperature:g}"
+        lines.append((*place, row.method, figure(step), *cells))
+    return lines, rows
+
+
 def _results(folder: Path) -> list[ResultRow]:
-    return ResultStore(folder).results()
+    return without_waiting(ResultStore(folder).results())
+
+
+def without_waiting(rows: list[ResultRow]) -> list[ResultRow]:
+    """Take plain decoding's waiting out of all speed-ups, if it is marked in one of the rows."""
+    if not _waited(rows):
+        return rows
+    return [
+        row.model_copy(update={"speedup": row.speedup * (1 - _waiting(row))})
+        if row.speedup is not None else row
+        for row in rows
+    ]
+
+
+def _waited(rows: Iterable[ResultRow]) -> bool:
+    return any(_waiting(row) > MAX_WAITING_SHARE for row in rows)
+
+
+def _waiting(row: ResultRow) -> float:
+    """Return the share of its steps that plain decoding waited; 0 where it is not known."""
+    return waiting_share(row.baseline_time_ms) or 0.0
 
 
 def _arms(folder: Path) -> list[ResultRow]:
@@ -352,10 +428,6 @@ def _by_tree(
 
 def _tree_name(row: ResultRow) -> str | None:
     return row.tree.name if row.tree else None
-
-
-def _is_ucb(row: ResultRow) -> bool:
-    return (_tree_name(row) or "").startswith(UCB)
 
 
 def _is_model(
