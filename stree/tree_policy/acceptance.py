@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ class AcceptanceRates:
         self._weight = 1.0
         # Observations that are not counted yet: batches have many in each step
         self._ended: dict[tuple[TokenTree, int], float] = defaultdict(float)
+        self._rates: dict[tuple[int, int], float] = {}  # of now, by depth and rank
 
     def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
         """Learn from a step of `tree` that has accepted the path to the node `end`.
@@ -96,12 +98,12 @@ class AcceptanceRates:
             self._weight = 1.0
 
     def _work_in(self) -> None:
+        if self._ended:
+            self._rates.clear()
         for (tree, end), weight in self._ended.items():
-            path = [*tree.path_to(end), -1]
-            for depth, (node, child) in enumerate(itertools.pairwise(path)):
-                for rank, each in enumerate(tree.children[node]):
-                    self._tried[depth, rank] += weight
-                    self._accepted[depth, rank] += weight * (each == child)
+            for place, accepted in _verdicts(tree, end):
+                self._tried[place] += weight
+                self._accepted[place] += weight * accepted
         self._ended.clear()
 
     def rate(self, depth: int, rank: int) -> float:
@@ -114,10 +116,13 @@ class AcceptanceRates:
         return self._rate(depth, rank)
 
     def _rate(self, depth: int, rank: int) -> float:
+        if (found := self._rates.get((depth, rank))) is not None:
+            return found
         assumed = self._rate(depth - 1, rank) if depth else 0.5 ** (rank + 1)
         weight = PRIOR_TRIES * self._weight
         accepted = self._accepted[depth, rank] + weight * assumed
-        return accepted / (self._tried[depth, rank] + weight)
+        rate = self._rates[depth, rank] = accepted / (self._tried[depth, rank] + weight)
+        return rate
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Return the expected tokens of a step: accepted drafts and the bonus token."""
@@ -127,6 +132,17 @@ class AcceptanceRates:
             for rank, child in enumerate(children):
                 reached[child] = reached[node] * self._rate(tree.depths[node], rank)
         return sum(reached)
+
+
+@lru_cache(4096)
+def _verdicts(tree: TokenTree, end: int) -> list[tuple[tuple[int, int], bool]]:
+    """Return depth, rank and acceptance of each child of the path from the root to a node."""
+    path = [*tree.path_to(end), -1]
+    return [
+        ((depth, rank), each == child)
+        for depth, (node, child) in enumerate(itertools.pairwise(path))
+        for rank, each in enumerate(tree.children[node])
+    ]
 
 
 class DynamicAcceptanceRates:

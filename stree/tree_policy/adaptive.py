@@ -17,7 +17,7 @@ from stree.tree_policy.step_times import Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
-REVISED_AFTER = 8  # steps between revisions, each of which takes the host as long as a step
+REVISED_AFTER = 8  # steps between revisions: each takes the host a tenth of a small model's step
 
 
 @dataclass
@@ -30,6 +30,9 @@ class AdaptiveState:
         speeds: Expected tokens per second.
         explorer: Tries of other trees.
         missed_s: Seconds that drafting would have saved since it seems to be best.
+        num_steps: Steps since the choice was considered last.
+        is_settled: False if the next step's choice must be considered: it is one of a try or a
+            probe, drafting is about to begin, or an answer has ended.
     """
 
     current: StepTree
@@ -37,6 +40,8 @@ class AdaptiveState:
     speeds: Speeds
     explorer: Explorer
     missed_s: float = 0.0
+    num_steps: int = 0
+    is_settled: bool = False
 
 
 class AdaptiveTrees(TreePolicy):
@@ -77,7 +82,23 @@ class AdaptiveTrees(TreePolicy):
         return speeds
 
     def choose(self, num_rows: int) -> StepTree:
-        """Return the tree of the next step of `num_rows` rows."""
+        """Return the tree of the next step of `num_rows` rows.
+
+        It stays for REVISED_AFTER steps, but for tries and probes: the host's time counts.
+        """
+        state = self.state
+        state.num_steps += 1
+        is_due = state.num_steps >= REVISED_AFTER or num_rows != state.acceptance.num_rows
+        if state.is_settled and not is_due and state.speeds.costs is self.costs:
+            return state.current
+        tree = self._consider(num_rows)
+        state.num_steps = 0
+        is_changing = tree != state.current or state.missed_s > 0
+        state.is_settled = not (is_changing or state.explorer.is_busy)
+        return tree
+
+    def _consider(self, num_rows: int) -> StepTree:
+        """Choose anew, after `state.num_steps` steps of the current tree."""
         state, speeds = self.state, self.speeds
         acceptance, explorer = state.acceptance, state.explorer
         if num_rows != acceptance.num_rows:
@@ -89,12 +110,14 @@ class AdaptiveTrees(TreePolicy):
                 return tree
         self._change_to_the_best(num_rows, speeds.of(num_rows))
         if state.current == PLAIN:
-            state.current = explorer.tree_to_probe(PLAIN, num_rows, speeds) or PLAIN
+            probed = explorer.tree_to_probe(PLAIN, num_rows, speeds, state.num_steps)
+            state.current = probed or PLAIN
             return state.current
         state.missed_s = 0.0
-        if explorer.is_plain_probe(state.current, num_rows, speeds):
+        if explorer.is_plain_probe(state.current, num_rows, speeds, state.num_steps):
             return PLAIN
-        return explorer.tree_to_try(state.current, num_rows, speeds) or state.current
+        tried = explorer.tree_to_try(state.current, num_rows, speeds, state.num_steps)
+        return tried or state.current
 
     def _change_to_the_best(self, num_rows: int, speed: dict[StepTree, float]) -> None:
         """Make the best tree the current one, if a probe ends or if a change pays."""
@@ -117,7 +140,8 @@ class AdaptiveTrees(TreePolicy):
         So a change from plain decoding costs at most as much as staying has cost.
         """
         state = self.state
-        state.missed_s += self.speeds.step_s(num_rows, PLAIN) * (1 - speed[PLAIN] / speed[tree])
+        plain_s = state.num_steps * self.speeds.step_s(num_rows, PLAIN)
+        state.missed_s += plain_s * (1 - speed[PLAIN] / speed[tree])
         return state.missed_s >= num_rows * state.speeds.catch_up_s
 
     def learn_path(self, tree: StepTree, path: Sequence[int]) -> None:
@@ -138,3 +162,4 @@ class AdaptiveTrees(TreePolicy):
     def learn_answer(self, prefill_s: float | None = None, catch_up_s: float | None = None) -> None:
         """Learn that an answer has ended (`TreePolicy.learn_answer`)."""
         self.speeds.learn_answer(prefill_s, catch_up_s)
+        self.state.is_settled = False

@@ -50,8 +50,15 @@ class Explorer:
             if not self.untried[tree]:
                 del self.untried[tree]
 
-    def tree_to_try(self, current: StepTree, num_rows: int, speeds: Speeds) -> StepTree | None:
-        """Return a tree to try now instead of the current one, or None.
+    @property
+    def is_busy(self) -> bool:
+        """True while the next steps are observed or belong to a probe."""
+        return bool(self.untried or self.probing or self._plain_left)
+
+    def tree_to_try(
+        self, current: StepTree, num_rows: int, speeds: Speeds, num_steps: int
+    ) -> StepTree | None:
+        """Return a tree to try now instead of the current one, or None, after `num_steps` steps.
 
         A tree that seems to lose less is tried more often.
         """
@@ -61,20 +68,22 @@ class Explorer:
             if tree == current:
                 self._unseen_s[tree] = 0.0
                 continue
-            self._unseen_s[tree] += step_s(num_rows, current)
+            self._unseen_s[tree] += num_steps * step_s(num_rows, current)
             slower = max(1 - speed[tree] / speed[current], MIN_LOSS)
             if self._unseen_s[tree] > slower * step_s(num_rows, tree) / share:
                 self._unseen_s[tree] = 0.0
                 return tree
         return None
 
-    def tree_to_probe(self, plain: StepTree, num_rows: int, speeds: Speeds) -> StepTree | None:
+    def tree_to_probe(
+        self, plain: StepTree, num_rows: int, speeds: Speeds, num_steps: int
+    ) -> StepTree | None:
         """Return a tree to probe now, if plain decoding has lasted long enough for it, or None.
 
         The trees take turns: if only the best one were tried, no other could show that it is
         better.
         """
-        self._plain_s += speeds.step_s(num_rows, plain)
+        self._plain_s += num_steps * speeds.step_s(num_rows, plain)
         tree = self._probed[0]
         step_s = speeds.step_s(num_rows, tree)
         lost = PROBE_STEPS * step_s + num_rows * speeds.catch_up_s
@@ -84,7 +93,9 @@ class Explorer:
         self._probed.rotate(-1)
         return tree
 
-    def is_plain_probe(self, current: StepTree, num_rows: int, speeds: Speeds) -> bool:
+    def is_plain_probe(
+        self, current: StepTree, num_rows: int, speeds: Speeds, num_steps: int
+    ) -> bool:
         """Return whether the next step shall be plain, to time plain decoding as it is now.
 
         The first probe of each number of rows begins once steps of the current tree were timed.
@@ -96,7 +107,7 @@ class Explorer:
             return self._plain_left > 0
         if not speeds.is_timed(num_rows, current):
             return False
-        self._drafted_s += speeds.step_s(num_rows, current)
+        self._drafted_s += num_steps * speeds.step_s(num_rows, current)
         if num_rows in self._rows_of_probes:
             speed = speeds.of(num_rows)
             slower = max(1 - speed[PLAIN] / speed[current], MIN_LOSS)

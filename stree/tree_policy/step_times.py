@@ -196,18 +196,22 @@ class Speeds:
         self._last: dict[int, StepTree] = {}  # by rows, the last tree of which enough were seen
         # The drafter's seconds a request: to read a prompt, and to catch up after plain steps
         self._prefills_s, self._catch_ups_s = (MovingAverage(costs.catch_up) for _ in range(2))
+        # As of the last revision: a step of the smallest models takes the host's time as well
         self._by_rows: dict[int, dict[StepTree, float]] = {}
+        self._step_s: dict[tuple[int, StepTree], float] = {}
 
     def expect(self, expected: dict[StepTree, float]) -> None:
-        """Rest on other expected tokens of steps."""
-        self._expected, self._by_rows = expected, {}
+        """Rest on other expected tokens of steps, and on what steps have taken until now."""
+        self._expected, self._by_rows, self._step_s = expected, {}, {}
 
     def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken, the host's work included."""
         seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
         seen.append(seconds)
-        if self.is_timed(num_rows, tree):
+        if len(seen) >= MIN_STEPS_SEEN:
             self._last[num_rows] = tree
+        if len(seen) == MIN_STEPS_SEEN:
+            self._step_s = {}
 
     def is_timed(self, num_rows: int, tree: StepTree) -> bool:
         """Return whether enough steps were seen to know what one takes."""
@@ -216,6 +220,7 @@ class Speeds:
     def forget_steps(self, num_rows: int, tree: StepTree) -> None:
         """Forget what steps of a tree have taken."""
         self._seen.pop((num_rows, tree), None)
+        self._step_s = {}
         if self._last.get(num_rows) == tree:
             del self._last[num_rows]
 
@@ -224,7 +229,13 @@ class Speeds:
 
         Otherwise it is the time measured apart, changed as for the tree that was seen last: by what
         that took longer, as the host's work is much the same for all trees, or by its share.
+        It is worked out again where steps of a tree become known, and at each call of `expect`.
         """
+        if (found := self._step_s.get((num_rows, tree))) is None:
+            found = self._step_s[num_rows, tree] = self._time_of(num_rows, tree)
+        return found
+
+    def _time_of(self, num_rows: int, tree: StepTree) -> float:
         if self.is_timed(num_rows, tree):
             return median(self._seen[num_rows, tree])
         measured = self.costs.of(num_rows, tree)

@@ -13,7 +13,7 @@ from toys import tiny_model
 from stree import BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.common.errors import UsageError
 from stree.tree_policy.acceptance import AcceptanceRates, DynamicAcceptanceRates
-from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
+from stree.tree_policy.adaptive import PLAIN, REVISED_AFTER, AdaptiveTrees
 from stree.tree_policy.bandit import BanditTrees
 from stree.tree_policy.explorer import PROBE_SHARE, TRY_SHARE, telling
 from stree.tree_policy.step_times import StepTimes
@@ -136,12 +136,24 @@ def test_what_steps_take_while_it_decodes_replaces_what_was_measured(host_s, rat
     """A host that takes as long for each step makes large trees worth more."""
     measured = costs(1.0, 1.1, 1.6)
     takes = costs(1.0 + host_s, 1.1 + host_s, 1.6 + host_s)
-    policy = AdaptiveTrees([CHAIN, WIDE], measured)
-    used, _ = simulated(policy, 1, 3000, rates, takes=takes)
-    assert used[1000:].count(best) > 0.93 * 2000
+    count = 0
+    for seed in range(4):
+        policy = AdaptiveTrees([CHAIN, WIDE], measured)
+        used, _ = simulated(policy, 1, 3000, rates, seed=seed, takes=takes)
+        count += used[1000:].count(best)
+    assert count > 0.93 * 4 * 2000
     slow = costs(1.0, 9.0, 9.0)  # what is measured again counts until steps say otherwise
     policy.costs = slow
     assert policy.speeds.step_s(1, CHAIN) == 9.0
+
+
+def test_the_choice_is_considered_once_in_eight_steps(monkeypatch):
+    """The host's time for it is a share of a small model's step."""
+    policy = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.1, 1.6))
+    consider, considered = policy._consider, []
+    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
+    simulated(policy, 1, 4000, [0.6, 0.2, 0.1], takes=policy.costs)
+    assert 4000 / REVISED_AFTER <= len(considered) < 1.5 * 4000 / REVISED_AFTER
 
 
 def test_a_step_that_stalls_changes_nothing():

@@ -105,7 +105,7 @@ def test_drafting_begins_when_it_has_paid_for_every_row_to_catch_up(rows):
     for _ in range(100):
         policy.learn_path(CHAIN, [0, 1])  # two tokens a step, as fast as one
     assert policy.choose(rows) == CHAIN
-    table.catch_up, policy.state.current = 3.0, PLAIN
+    table.catch_up, policy.state.current, policy.state.is_settled = 3.0, PLAIN, False
     policy.state.speeds.rest_on(table)
     num_plain = 0
     while policy.choose(rows) == PLAIN:
