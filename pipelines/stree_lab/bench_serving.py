@@ -7,11 +7,13 @@ python pipelines/stree_lab/bench_serving.py serving.jsonl --target checkpoints/p
 python pipelines/stree_lab/bench_serving.py 8b.jsonl --shape 8b --tau 2.5 --chain_tau 2 \\
     --modes plain chain tree chosen --concurrency 1 4 16 64
 
-For each mode (plain decoding, a chain, a tree, one of them chosen at each step) the batch decoder
-alone decodes the requests in the server's own process before the server takes any. Then clients
-in processes of their own ask the same, whole and as streams, over so many connections, each of
-which asks the next one as soon as it is answered. A shape has random weights: its drafts are
-accepted as often as the options say. EOS is ignored.
+One server has all modes: plain decoding, a chain, a tree, and one of them chosen at each step.
+Its requests name theirs by `speculation`. For each number of connections and each mode the batch
+decoder alone decodes the requests first, in the server's process while that is idle. Then clients
+in processes of their own send the same requests over that number of connections, whole and as
+streams; a connection sends its next request as soon as it is answered. Each row is written when it
+is measured, with the seconds of each phase. A shape has random weights: its drafts are accepted as
+often as the options say. EOS is ignored.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle, islice, product
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +45,12 @@ from stree_lab.benches.serving import (
     MODES,
     PLAIN,
     Body,
+    Clock,
     ask_at_once,
     decoder_of,
     figures_of,
     share,
+    speculation_of,
 )
 from stree_pipelines.commands.serve import build_parser as server_parser
 from stree_pipelines.commands.serve import listening, serve
@@ -53,7 +58,7 @@ from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT, load_benchmark
 from stree_pipelines.evaluation.result_store import append_line
 
-SPAWN = get_context("spawn")
+FORK = get_context("fork")
 KINDS: dict[str, Body] = {
     "whole": {}, "stream": {"stream": True, "stream_options": {"include_usage": True}},
 }
@@ -105,12 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.drafter is None and set(options.modes) != {PLAIN}:
         raise UsageError(f"--modes {' '.join(options.modes)} need a drafter: give --drafter")
     require_results_file(options.out)
-    asked = requests_of(options)
-    for mode in options.modes:
-        for row, figures in measure(options, mode, asked):
-            shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-            print(f"{mode}, {row['concurrency']} connections, {row['kind']}: {shown}", flush=True)
-            append_line(Path(options.out), json.dumps({**row, **figures}))
+    for row, figures in measure(options, requests_of(options)):
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+        about = f"{row['mode']}, {row['concurrency']} connections, {row['kind']}"
+        print(f"{about}: {shown}", flush=True)
+        append_line(Path(options.out), json.dumps({**row, **figures}))
 
 
 def requests_of(options: Any) -> dict[int, list[Body]]:
@@ -143,82 +147,109 @@ def requests_of(options: Any) -> dict[int, list[Body]]:
 
 
 def measure(
-    options: Any, mode: str, asked: dict[int, list[Body]]
+    options: Any, asked: dict[int, list[Body]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Yield a row and its figures per number of connections, kind of reply and turn."""
+    """Yield a row and its figures per number of connections, mode, kind of reply and turn."""
     names = ("target", "drafter", "shape", "prefix_memory", "new_tokens", "temperature", "prompts")
-    about = {name: getattr(options, name) for name in names} | {"mode": mode}
-    if mode != PLAIN:
-        about |= {"chain": options.chain, "tree": options.tree}
-        about |= {} if options.shape is None else {
-            "tau": options.tau, "chain_tau": options.chain_tau
-        }
-    number = SPAWN.Value("q", 0)
-    with serving(options, mode, asked) as (address, told):
-        for concurrency, bodies in asked.items():
+    given = {name: getattr(options, name) for name in names}
+    drafting = {"chain": options.chain, "tree": options.tree}
+    if options.shape is not None:
+        drafting |= {"tau": options.tau, "chain_tau": options.chain_tau}
+    clock, number = Clock(), FORK.Value("q", 0)
+    # Forked while this process has one thread, so that no client imports torch
+    with serving(options) as (address, link, device, start), FORK.Pool(
+        options.clients, share, (number,)
+    ) as clients:
+        print(f"{clock}: the server is ready, {shown_seconds(start)}", flush=True)
+        for (concurrency, bodies), mode in product(asked.items(), options.modes):
+            def say(phase: str, about: str = f"{mode}, {concurrency} connections") -> None:
+                print(f"{clock}: {about}, {phase}", flush=True)
+
+            say("the decoder alone")
+            few, phases = 2 * concurrency, Clock()  # a few capture what is not captured yet
+            rate_alone(link, mode, bodies[:few], concurrency)
+            rates = [rate_alone(link, mode, bodies, concurrency) for _ in range(options.turns)]
+            phases.end("alone")
             num_clients = min(options.clients, concurrency)
-            alone = told["rates"][str(concurrency)]
-            with SPAWN.Pool(num_clients, share, (number,)) as clients:
-                for kind, extra in KINDS.items():
-                    given = [{**each, **extra} for each in bodies]
-                    for turn in range(1 + options.turns):
-                        # The first turn captures the graphs of prompts that come together
-                        some = given if turn else given[: 2 * concurrency]
-                        number.value = 0
-                        shares = [
-                            (address, some, len(range(place, concurrency, num_clients)))
-                            for place in range(num_clients)
-                        ]
-                        several = clients.starmap(ask_at_once, shares)
-                        if not turn:
-                            continue
-                        figures = figures_of([each for part in several for each in part])
-                        figures["ratio"] = figures["tokens_per_s"] / float(np.median(alone))
-                        yield {
-                            **about, "concurrency": concurrency, "num_requests": len(bodies),
-                            "num_rows": options.num_rows or max(options.concurrency),
-                            "kind": kind, "turn": turn, "device": told["device"],
-                            "decoder_tokens_per_s": alone,
-                        }, figures
+            shares = [len(range(place, concurrency, num_clients)) for place in range(num_clients)]
+            for kind, extra in KINDS.items():
+                say(kind)
+                more = {**extra, "speculation": speculation_of(options, mode)}
+                sent = [each | more for each in bodies]
+                for turn in range(1 + options.turns):
+                    asks = [(address, sent if turn else sent[:few], each) for each in shares]
+                    number.value = 0
+                    several = clients.starmap(ask_at_once, asks, chunksize=1)
+                    if not turn:
+                        continue
+                    figures = figures_of([each for part in several for each in part])
+                    figures["ratio"] = figures["tokens_per_s"] / float(np.median(rates))
+                    phases.end("requests")
+                    yield {
+                        **given, "mode": mode, **(drafting if mode != PLAIN else {}),
+                        "concurrency": concurrency, "num_requests": len(bodies),
+                        "num_rows": options.num_rows or max(options.concurrency),
+                        "kind": kind, "turn": turn, "device": device,
+                        "decoder_tokens_per_s": rates, "seconds": {**start, **phases.seconds},
+                    }, figures
+
+
+def rate_alone(link: Connection, mode: str, bodies: list[Body], concurrency: int) -> float:
+    """Let the server's decoder alone decode requests; return its tokens/s."""
+    link.send((mode, bodies, concurrency))
+    rate = link.recv()
+    if isinstance(rate, Exception):
+        raise rate
+    return float(rate)
+
+
+def shown_seconds(seconds: dict[str, float]) -> str:
+    """Return phases with their seconds, for people."""
+    return ", ".join(f"{phase} {each:.1f} s" for phase, each in seconds.items())
 
 
 @contextmanager
-def serving(
-    options: Any, mode: str, asked: dict[int, list[Body]]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run a server inside the block; yield its HOST:PORT and what its decoder alone reached."""
+def serving(options: Any) -> Iterator[tuple[str, Connection, str, dict[str, float]]]:
+    """Run a server inside the block.
+
+    Yields its HOST:PORT, the connection to `tell_alone`, its device and the seconds of its start.
+    """
+    clock = Clock()
     with listening("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        served = server_parser().parse_args([
-            options.target or options.shape, "--port", str(port),
-            "--num_rows", str(options.num_rows or max(options.concurrency)),
-            "--max_length", str(options.max_length),
-            "--prefix_memory", str(options.prefix_memory),
-            "--device", options.device, "--dtype", options.dtype,
-            "--temperature", str(options.temperature),
-        ])
-        rates = Path(folder) / "rates.json"
-        values = vars(served) | {
-            "bench": Namespace(**vars(options)), "mode": mode, "bodies": asked, "rates": rates,
-        }
-        process = SPAWN.Process(target=run_server, args=(Namespace(**values),))
-        process.start()
+    served = server_parser().parse_args([
+        options.target or options.shape, "--port", str(port),
+        "--num_rows", str(options.num_rows or max(options.concurrency)),
+        "--max_length", str(options.max_length),
+        "--prefix_memory", str(options.prefix_memory),
+        "--device", options.device, "--dtype", options.dtype,
+        "--temperature", str(options.temperature),
+    ])
+    link, link_of_server = FORK.Pipe()
+    values = vars(served) | {"bench": Namespace(**vars(options)), "link": link_of_server}
+    process = FORK.Process(target=run_server, args=(Namespace(**values),))
+    process.start()
+    link_of_server.close()
+    try:
         try:
-            address = f"127.0.0.1:{port}"
-            while not is_well(address):
-                if not process.is_alive():
-                    raise InvariantBroken("the server has ended before it was ready")
-                time.sleep(0.2)
-            yield address, json.loads(rates.read_text())
-        finally:
-            process.terminate()
-            process.join()
+            device, seconds = link.recv()
+        except EOFError:
+            raise InvariantBroken("the server has ended before it was ready") from None
+        address = f"127.0.0.1:{port}"
+        while not is_well(address):
+            if not process.is_alive():
+                raise InvariantBroken("the server has ended before it was ready")
+            time.sleep(0.02)
+        clock.end("start")
+        yield address, link, device, seconds | clock.seconds
+    finally:
+        process.terminate()
+        process.join()
 
 
 def run_server(options: Namespace) -> None:
-    """Serve the decoder of a mode, in a process of its own."""
-    serve(options, decoder_of)
+    """Serve the decoder of all modes, in a process of its own."""
+    exit_with_reason(partial(serve, options, decoder_of))
 
 
 def is_well(address: str) -> bool:

@@ -357,8 +357,9 @@ class BatchDecoder(RequestServer):
         each = self.scheduler.taken(row)
         if each.is_prefilling:
             pieces, drafted = self.scheduler.reads_to_prepare(each)
+            may_lag = each.tree is None or each.is_plain
             with for_decoding(self.target):
-                self.worker.prepare_reads(row, pieces, drafted, may_lag=each.tree is None)
+                self.worker.prepare_reads(row, pieces, drafted, may_lag)
 
     @one_at_a_time
     def measure_step_times(

@@ -27,6 +27,7 @@ EXTRA_OF = {
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "llguidance": "serve",
+    "opentelemetry": "serve",  # newer FastAPI needs its API
     "ray": "ray",
     "deepspeed": "deepspeed",
 }

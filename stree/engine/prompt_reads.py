@@ -40,6 +40,8 @@ class PromptReads:
                     continue  # until the report tells what was saved
                 if each.tree is None:
                     each.is_behind = not self.tree_policy.drafts
+                else:  # the drafter reads nothing while no request wants drafts
+                    each.is_behind = all(other.is_plain for other in sequences.values())
             for read in self._reads_of(row, each, whole):
                 left -= read.stop - read.start
                 yield read

@@ -126,6 +126,11 @@ class RunningSequence:
         """True from the end of the prompt to that of the answer."""
         return not self.is_prefilling and not self.finish_reason
 
+    @property
+    def is_plain(self) -> bool:
+        """True if its request wants no drafts."""
+        return self.tree is not None and self.tree.num_nodes == 1
+
     def learn_logprobs(self, kept: list[int], scores: list[list[float]]) -> list[TokenLogprobs]:
         """Note and return the log-probabilities of kept tokens if the request wants them."""
         num_top = self.generation.logprobs

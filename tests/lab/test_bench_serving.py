@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from multiprocessing import Pipe
+from threading import Thread
 
 import pytest
 
@@ -14,15 +16,13 @@ from stree_lab.benches import serving
 TINY = ["--shape", "tiny", "--device", "cpu", "--vocabulary", "64", "--max_length", "96"]
 
 
-def options_of(mode: str, *more: str) -> Namespace:
-    bench = bench_serving.build_parser().parse_args(["o", *TINY, *more])
-    trees = {"plain": None, "chain": bench.chain, "tree": bench.tree}
-    return Namespace(bench=bench, mode=mode, tree=trees[mode], num_rows=3, max_length=96)
-
-
 @pytest.mark.parametrize(("mode", "tau"), [("plain", 1.0), ("chain", 1.75), ("tree", 2.5)])
 def test_the_decoder_alone_has_as_many_under_way_and_the_given_acceptance(mode, tau):
-    decoder = serving.random_decoder(options_of(mode, "--tau", "2.5", "--chain_tau", "1.75"))
+    taus = ("--tau", "2.5", "--chain_tau", "1.75")
+    bench = bench_serving.build_parser().parse_args(["o", *TINY, *taus])
+    decoder = serving.random_decoder(
+        Namespace(bench=bench, tree=bench.tree, num_rows=3, max_length=96)
+    )
     under_way, calls, accepted, step = [], [], [], decoder.step
 
     def watched():
@@ -34,7 +34,7 @@ def test_the_decoder_alone_has_as_many_under_way_and_the_given_acceptance(mode, 
 
     decoder.step = watched
     bodies = [{"prompt": [1, 2, each], "max_tokens": 41, "temperature": 0.0} for each in range(4)]
-    assert serving.alone(decoder, bodies, 2) > 0
+    assert serving.alone(decoder, bodies, 2, serving.tree_of(bench, mode)) > 0
     assert max(under_way) == 2
     firsts = len(bodies)  # outputs without a step
     assert 1 + sum(accepted) / (len(calls) - firsts) == pytest.approx(tau, abs=0.1)
@@ -66,10 +66,26 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
 def test_a_server_of_a_shape_is_measured(tmp_path):
     out = tmp_path / "rows.jsonl"
     bench_serving.main([
-        str(out), *TINY, "--modes", "chosen", "--concurrency", "2", "--clients", "1",
+        str(out), *TINY, "--modes", "plain", "chosen", "--concurrency", "2", "--clients", "1",
         "--num_requests", "4", "--new_tokens", "6", "--turns", "1", "--prompt_tokens", "5",
     ])
     rows = list(map(json.loads, out.read_text().splitlines()))
-    assert [each["kind"] for each in rows] == ["whole", "stream"]
+    assert [(each["mode"], each["kind"]) for each in rows] == [
+        ("plain", "whole"), ("plain", "stream"), ("chosen", "whole"), ("chosen", "stream"),
+    ]
     for each in rows:
-        assert each["mode"] == "chosen" and each["ratio"] > 0 < each["first_event_ms_p99"]
+        assert each["ratio"] > 0 < each["first_event_ms_p99"]
+        seconds = each["seconds"]
+        assert set(seconds) == {"load", "warm_up", "start", "alone", "requests"}
+        assert seconds["load"] + seconds["warm_up"] < seconds["start"]
+
+
+def test_a_failure_of_the_decoder_alone_is_told():
+    ours, link = Pipe()
+    bench = bench_serving.build_parser().parse_args(["o", *TINY])
+    thread = Thread(target=serving.tell_alone, args=(None, Namespace(bench=bench, link=link)))
+    thread.start()
+    ours.send(("plain", [], 1))
+    assert "alone has failed: " in str(ours.recv())
+    ours.close()
+    thread.join()

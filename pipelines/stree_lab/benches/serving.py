@@ -8,8 +8,9 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from stree.batching.state import BatchState
 from stree.common.errors import InvariantBroken
 from stree.common.words import device_name
 from stree.drafters import Proposal
-from stree.trees.token_tree import as_tree
+from stree.trees.token_tree import PLAIN as PLAIN_TREE
+from stree.trees.token_tree import StepTree, as_tree
 from stree.trees.tree_batch import TreeBatch
 from stree_lab.benches.models import random_drafter, random_target
 from stree_lab.benches.steps import GivenAcceptance, accepted_for
@@ -61,39 +63,83 @@ class AcceptanceByForm(GivenAcceptance):
         return super().choose(logits, proposal, tree_batch, rows)
 
 
+def speculation_of(bench: Namespace, mode: str) -> str | bool:
+    """Return the `speculation` of a mode's requests: a tree's name, False for plain decoding."""
+    return {CHAIN: bench.chain, TREE: bench.tree}.get(mode, mode == CHOSEN)
+
+
+def tree_of(bench: Namespace, mode: str) -> StepTree | None:
+    """Return the tree of a mode's requests, None for the decoder's choice."""
+    name = speculation_of(bench, mode)
+    return None if name is True else as_tree(name) if name else PLAIN_TREE
+
+
 def decoder_of(options: Namespace) -> BatchDecoder:
-    """Make the decoder of a mode, and write the tokens/s that it reaches alone to a file.
+    """Make one decoder for all modes, and let a thread measure what it reaches alone when asked.
 
     Args:
-        options: Those of `stree serve`, with `bench`, the options of the bench, `mode`, `bodies`,
-            the requests of each number of connections, and `rates`, the file's name.
+        options: Those of `stree serve`, with `bench`, the options of the bench, and `link`, over
+            which go the device and the seconds of the start, then what `tell_alone` is asked.
     """
-    bench, mode = options.bench, options.mode
-    options.tree = {
-        PLAIN: None, CHAIN: bench.chain, TREE: bench.tree, CHOSEN: f"{bench.chain} or {bench.tree}",
-    }[mode]
-    options.drafter = None if mode == PLAIN else bench.drafter
-    if bench.shape is None:
-        decoder = serve.decoder_of(options)
-    else:
-        decoder = random_decoder(options)
-    rates = {
-        concurrency: [alone(decoder, bodies, concurrency) for _ in range(1 + bench.turns)][1:]
-        for concurrency, bodies in options.bodies.items()
-    }
-    told = {"device": device_name(decoder.target.device), "rates": rates}
-    Path(options.rates).write_text(json.dumps(told))
+    bench, clock = options.bench, Clock()
+    named = ((CHAIN, bench.chain), (TREE, bench.tree))
+    trees = [name for mode, name in named if {mode, CHOSEN} & set(bench.modes)]
+    options.tree = max(trees, key=lambda name: as_tree(name).num_nodes, default=None)
+    if CHOSEN in bench.modes:
+        options.tree = " or ".join(trees)
+    options.drafter = bench.drafter if trees else None
+    decoder = serve.decoder_of(options) if bench.shape is None else random_decoder(options)
+    clock.end("load")
+    for mode in bench.modes:
+        serve.say(f"{clock}: preparing up to {decoder.num_rows} rows of the mode {mode}")
+        settings = stree.GenerationConfig(4, bench.temperature, ignore_eos=True)
+        decoder.warm_up(stree.Request([1, 2, 3], settings, tree_of(bench, mode)))
+    clock.end("warm_up")
+    options.link.send((device_name(decoder.target.device), clock.seconds))
+    Thread(target=tell_alone, args=(decoder, options), daemon=True).start()
     return decoder
+
+
+def tell_alone(decoder: BatchDecoder, options: Namespace) -> None:
+    """Send the decoder's tokens/s for each mode, bodies and connections that the link brings."""
+    with suppress(EOFError):
+        while True:
+            mode, bodies, concurrency = options.link.recv()
+            try:
+                rate: Any = alone(decoder, bodies, concurrency, tree_of(options.bench, mode))
+            except Exception as error:
+                rate = InvariantBroken(f"the decoder alone has failed: {error}")
+            options.link.send(rate)
+
+
+class Clock:
+    """Seconds since it was made, and of each phase since then.
+
+    Attributes:
+        seconds: Seconds of each phase that has ended, by its name.
+    """
+
+    def __init__(self) -> None:
+        self._made = self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, phase: str) -> None:
+        """End a phase, and begin the next."""
+        before, self._since = self._since, time.perf_counter()
+        self.seconds[phase] = self._since - before
+
+    def __str__(self) -> str:
+        return f"{time.perf_counter() - self._made:6.1f} s"
 
 
 def random_decoder(options: Namespace) -> BatchDecoder:
     """Make a decoder of random weights in a shape, whose drafts are accepted as often as given."""
-    bench, is_plain = options.bench, options.mode == PLAIN
+    bench = options.bench
     device = torch.device(
         bench.device if bench.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
     target = random_target(bench.shape, device)
-    drafter = None if is_plain else random_drafter(bench.shape, device)
+    drafter = random_drafter(bench.shape, device) if options.tree else None
     chain, tree = (
         accepted_for(tau, as_tree(name).max_depth)
         for tau, name in ((bench.chain_tau, bench.chain), (bench.tau, bench.tree))
@@ -104,8 +150,7 @@ def random_decoder(options: Namespace) -> BatchDecoder:
         verifier=AcceptanceByForm(chain, tree, device),
     )
     if decoder.tree_policy.needs_step_times:
-        decoder.measure_step_times()
-    decoder.warm_up(stree.Request([1, 2, 3], stree.GenerationConfig(4, 0.0, ignore_eos=True)))
+        decoder.measure_step_times(generation=stree.GenerationConfig(temperature=bench.temperature))
     return decoder
 
 
@@ -115,7 +160,9 @@ def tokenizer_of_numbers(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
-def alone(decoder: BatchDecoder, bodies: Sequence[Body], concurrency: int) -> float:
+def alone(
+    decoder: BatchDecoder, bodies: Sequence[Body], concurrency: int, tree: StepTree | None = None
+) -> float:
     """Return tokens/s of the batch decoder alone, with a given number of requests under way."""
 
     def requests() -> Iterator[stree.Request | None]:
@@ -125,7 +172,7 @@ def alone(decoder: BatchDecoder, bodies: Sequence[Body], concurrency: int) -> fl
             settings = stree.GenerationConfig(
                 each["max_tokens"], each["temperature"], seed=each.get("seed"), ignore_eos=True
             )
-            yield stree.Request(each["prompt"], settings)
+            yield stree.Request(each["prompt"], settings, tree)
 
     with gc_freeze.left_alone():
         started = time.perf_counter()

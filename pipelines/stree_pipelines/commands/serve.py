@@ -165,13 +165,14 @@ def run_engine(
     """Load the models and serve requests that come over a socket, in a process of its own."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the other process says when to end
         signal.signal(each, signal.SIG_IGN)
-    from stree_pipelines.serving.engine_end import EngineEnd
     from stree_pipelines.serving.messages import packed
 
     try:
+        from stree_pipelines.serving.engine_end import EngineEnd
+
         decoder = make_decoder(options)
         end = EngineEnd(decoder, options.max_waiting, link)
-    except StreeError as error:
+    except (StreeError, ModuleNotFoundError) as error:
         link.sendall(packed(error))
         return
     gc.collect()

@@ -44,6 +44,20 @@ def process(tmp_path):
     made.wait()
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("library", ["llguidance", "opentelemetry"])
+def test_a_missing_library_is_one_sentence(library):
+    code = f"""
+import runpy, sys
+sys.modules[{library!r}] = None
+sys.argv = {COMMAND[1:]!r}
+runpy.run_path({COMMAND[1]!r}, run_name="__main__")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
+    assert f"needs stree[serve], {library} is not installed" in ran.stderr
+
+
 def streaming(url: str, texts: list[str], begun: threading.Event) -> None:
     """Collect a long answer's texts; "cut" if its stream ends before it."""
     try:

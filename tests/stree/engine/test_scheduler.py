@@ -163,6 +163,17 @@ def test_prompts_are_read_in_chunks_beside_rows_that_decode():
     assert list(scheduler.plan().trees) == [0, 1]  # before the first token is reported
 
 
+@pytest.mark.parametrize(("trees", "starts"), [
+    ([PLAIN, PLAIN], [None, None]), ([PLAIN, TREES[1]], [0, 0]), ([TREES[1]], [0]),
+], ids=["plain", "mixed", "drafted"])
+def test_the_drafter_reads_no_prompt_while_no_request_wants_drafts(trees, starts):
+    scheduler = Scheduler(Limits(2, has_drafter=True), FixedTree(TREES[1]), TREES[1])
+    for tree in trees:
+        scheduler.admit(each := sequence([1, 2, 3]))
+        each.tree = tree
+    assert [read.drafter_start for read in scheduler.plan().reads] == starts
+
+
 def test_a_shared_prompt_is_saved_until_its_last_request_has_it_or_is_gone():
     scheduler = Scheduler(Limits(2), FixedTree(PLAIN), PLAIN)
     asked = GenerationConfig(2, temperature=1.0, seed=0, num_return_sequences=4)
