@@ -47,7 +47,8 @@ chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, on public chats: one larg
 	$(BIN)/python pipelines/report.py $(CHAT)
 
 test: $(VENV)/ready-dev  ## set up, and run the tests for each change
-	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/slurm -m "not costly and not long"
+	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/slurm --ignore=tests/faults \
+	  --ignore=tests/lab -m "not costly and not long"
 
 test-all: $(VENV)/ready-dev  ## these and the costly ones, as .ci/run does (jobs of a cluster: test-long and .ci/run)
 	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/slurm

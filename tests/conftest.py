@@ -34,10 +34,28 @@ LONGEST = (
 gc.disable()  # until all tests are imported: what is imported stays
 
 
+def leave_to_test_all(items: list[Any]) -> None:
+    """Mark cases as `costly` but for as many of a test as its marker `quick` says, from first to
+    last at equal distances."""
+    cases: dict[tuple[Path, str], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") and not (
+            item.get_closest_marker("costly") or item.get_closest_marker("long")
+        ):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for of_one_test in cases.values():
+        (count,) = of_one_test[0].get_closest_marker("quick").args
+        kept = {len(of_one_test) * number // count for number in range(count)}
+        for number, item in enumerate(of_one_test):
+            if number not in kept:
+                item.add_marker("costly")
+
+
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Put the longest first, so that no worker waits at the end for another, and say what needs a
     GPU: tests that are marked, and all of modules that run their kernels on one where there is."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    leave_to_test_all(items)
     for item in items:
         if (needed := item.get_closest_marker("gpu")) is not None:
             count = needed.args[0] if needed.args else 1

@@ -16,6 +16,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 each_width = pytest.mark.parametrize("width", [7, 1024, 1500])
 
 
+@pytest.mark.quick(6)
 @each_dtype
 @each_width
 @pytest.mark.parametrize("batch", [1, 3])
@@ -35,6 +36,7 @@ def test_embed_norm(batch, width, dtype):
         assert relative_error(normed, elsewhere.double()) < TOLERANCE[dtype]
 
 
+@pytest.mark.quick(6)
 @each_dtype
 @each_width
 @pytest.mark.parametrize("same", [False, True])

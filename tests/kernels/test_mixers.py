@@ -166,6 +166,7 @@ def compare(shape, trees, paths, dtype=torch.float32, **options):
     assert relative_error(case.state, exact.state) < state_tolerance
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "tree"), quick_first(TREES, LONG_TREES, DEAR_TREES))
 def test_trees(name, tree):
     path = tree.path_to(tree.num_nodes - 1)
@@ -182,6 +183,7 @@ def test_large_trees(tree, shape, dtype):
     compare(shape, [tree], [path, path[:3]], dtype)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name, dtype",
     quick_first(

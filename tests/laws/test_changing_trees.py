@@ -107,13 +107,13 @@ COINS = ("multi_step", "traversal")
 @pytest.mark.parametrize(
     ("policy", "names", "verifier", "num_tokens", "vocabulary"),
     quick_first(
-        [(Fickle, GROWN, "traversal", 3, 3)],
+        [(Fickle, GROWN, "naive", 3, 2)],
         [
             *((Fickle, names, "naive", 3, 2) for names in (FIXED, GROWN)),
             *((policy, names, verifier, *size) for names in (FIXED, GROWN) for verifier in COINS
               for policy, size in ((Fickle, (3, 3)), (BanditTrees, (5, 2)))),
         ],
-        [(Fickle, FIXED, "multi_step", 3, 3)],
+        [(Fickle, GROWN, "traversal", 3, 3), (Fickle, FIXED, "multi_step", 3, 3)],
     ),
 )
 def test_answers_have_the_targets_distribution(policy, names, verifier, num_tokens, vocabulary):

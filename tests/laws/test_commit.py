@@ -50,6 +50,7 @@ def sequential(model, tokens: list[int]) -> HybridCache:
 PROMPT_LENGTHS = [1, 2, 7, 8, 9]  # below the conv; around a chunk of 8
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.parametrize("config", [dict(), MAMBA_1], ids=["hybrid", "mamba-1"])
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_batch_rows_have_their_own_lengths_and_paths():
         torch.testing.assert_close(again[row], logits[0], rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_states_of_a_narrow_model_do_not_drift(dtype):
     """Roundings of a narrow state would add up to several times eps (seen: 3 to 13)."""

@@ -64,6 +64,7 @@ def requests() -> list[Request]:
     return served
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("tree", "graphs"),
     [("beam-3-3-9", False), ("paper", True), costly("chain-3", False), costly("paper", False),

@@ -86,6 +86,7 @@ def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
     assert sum(a != b for a, b in zip(changed, wanted, strict=True)) >= 3
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("verifier", [costly(Naive), MultiStep, Traversal, costly(Block)])
 @pytest.mark.parametrize(
     "settings",

@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(5)
 @KINDS
 @pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "verifier"), CASES)
 def test_output_distribution_is_the_targets(name, verifier):
     """Slots of one value, as ties make them, are in the order of their depths."""
@@ -207,6 +208,7 @@ def test_the_tree_is_dyspecs(name):
     assert len(shapes) > 1
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("verifier", "name"),
     [("coupled", "dyspec-3-3-8-0.2"), ("traversal", "dyspec-3-3-8"),

@@ -94,6 +94,7 @@ def prompts(count: int, vocabulary: int = 61) -> list[list[int]]:
     return [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 20))] for _ in range(count)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tree", quick_first([("paper",), ("interleaved",)], [("chain-4",)]))
 def test_a_drafter_that_is_the_target_is_always_right(tree):
     target, tree, generation = tiny_model(1), TREES[tree], GenerationConfig(max_new_tokens=40)
@@ -106,6 +107,7 @@ def test_a_drafter_that_is_the_target_is_always_right(tree):
         assert ends[:-1] == [tree.max_depth] * (got.stats.num_calls - 1)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "tree, attn_layers, temperature",
     quick_first(

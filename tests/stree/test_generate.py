@@ -67,6 +67,7 @@ def test_one_prompt_in_any_form_gives_the_same(decoder, prompt):
     assert decoder.batch.generate(prompt, EIGHT)[0].tokens == wanted
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("prompts", "mask"),
     [

@@ -339,6 +339,7 @@ def allowed_for(row, ids):
 PENALTY = RepetitionPenaltyLogitsProcessor(4.0)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "rules",
     [

@@ -65,6 +65,7 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
     assert granite._stree_decoder.decoder.tree_policy.name == name
 
 
+@pytest.mark.costly
 def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
     """Costs of one greedy row serve neither two rows nor sampled ones."""
     timed, measure = [], BatchDecoder.measure_step_times

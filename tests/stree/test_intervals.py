@@ -61,6 +61,7 @@ def stated() -> dict[int, list[float]]:
     return {int(count): [float(each) for each in shares] for count, *shares in lines}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("column", [0, 1], ids=["length", "gain"])
 @pytest.mark.parametrize(
     "num_prompts", [6, 20, *(pytest.param(each, marks=pytest.mark.long) for each in (10, 40))]

@@ -275,6 +275,7 @@ def test_costs_of_other_steps_are_not_chosen_by_and_that_is_said(
     )
 
 
+@pytest.mark.costly
 def test_in_another_form_costs_are_measured(workspace, drafter, measured, monkeypatch):
     given = recommendation(CHOICE, costs=costs_of_choice().record(), drafter="float8:FOLDER")
     give_profile(workspace, drafter, given)
@@ -284,6 +285,7 @@ def test_in_another_form_costs_are_measured(workspace, drafter, measured, monkey
     assert measured == [decoder]
 
 
+@pytest.mark.costly
 def test_saved_costs_are_given_by_hand(workspace, drafter, measured, tmp_path):
     first = load_quietly(workspace / "target", drafter, tree="chain-1 or paper", max_length=256)
     assert measured.pop() is first

@@ -127,6 +127,7 @@ def last_layer(target):
     target.model.layers[1] = tiny_model(5, num_layers=2, attn_layers=(0, 1)).model.layers[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "replace", [lambda it: projections(it.model.layers[0]), last_layer], ids=["few", "layer"]
 )

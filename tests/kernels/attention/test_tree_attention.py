@@ -75,6 +75,7 @@ def compare(tree, lengths, paths, dtype=torch.float32, window=0, **options):
     return got
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_trees(tree):
     path = tree.path_to(tree.num_nodes - 1)
@@ -139,6 +140,7 @@ def test_keys_that_nobody_sees_are_not_read():
     assert spoiled[1] == list(range(32)) and set(spoiled[0]) > set(spoiled[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("slack", [7, -16])
 def test_some_sequences_of_a_cache(slack):
     """The call takes the third and first of four; nodes without a slot leave nothing."""
@@ -231,6 +233,7 @@ def test_in_how_many_splits_keys_are_read(programs, staged, many_queries, splits
     assert tree_attention._num_splits(programs, 1, staged, many_queries) == splits
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("window", "alone"),
     [*((window, True) for window in (1, 3, 40, 1000)), (3, False),

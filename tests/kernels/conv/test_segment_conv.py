@@ -45,6 +45,7 @@ def compare(shape, width, dtype, segment_ids=None, bias=True, silu=True, weight_
     return got
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("segments", SEGMENTS)
 def test_segments(segments, dtype):

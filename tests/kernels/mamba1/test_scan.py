@@ -28,6 +28,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(ops, "fused", lambda *_: True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("T", "dtype", "segments"), [
     (1, torch.float32, False), (31, torch.float32, True), (70, torch.float32, False),
     costly(70, torch.bfloat16, True),

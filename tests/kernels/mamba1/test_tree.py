@@ -148,6 +148,7 @@ def compare(shape, tree, dtype, paths, **options):
             assert kept[:, N:].isnan().all()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tree", [*TREES[:3], *map(costly, TREES[3:])])
 def test_kernels_equal_the_twin(tree):
     compare(PLAIN, tree, torch.float32, [list(tree.path_to(tree.num_nodes - 1))[:5], [0]])

@@ -37,6 +37,7 @@ def by(weight):
     return lambda x, *others, ids: head.draw_children(x, weight, *others, ids=ids)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("temperatures", [None, (1.0, 0.0, 0.7)], ids=str)
 @pytest.mark.parametrize("of_some", [False, True])
 @pytest.mark.parametrize("num_nodes, count", [(2, 1), costly(1, 3), costly(5, 4)])

@@ -75,6 +75,7 @@ def test_linear_in_a_graph_sees_no_memory_of_it():
         assert torch.equal(products.linear(x, weight), wanted)
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("inputs", "width"), [(64, 512), (200, 100), (96, 3), (64, 700)])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 5), (16,), (1, 17), (48,)], ids=str)
@@ -89,6 +90,7 @@ def test_linear_swiglu(rows, inputs, width, dtype):
     assert relative_error(got, wanted) < roundings * TOLERANCE[dtype]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("dtype", "kind"), [
     (torch.float32, "geglu"), (torch.bfloat16, "geglu"), (torch.bfloat16, "swiglu"),
 ])

@@ -36,6 +36,7 @@ def in_groups(weight: torch.Tensor, groups: int) -> Scaled:
     return Scaled(scaled.values.view(weight.shape), scaled.scale.view(-1, groups))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)],
@@ -117,6 +118,7 @@ def test_parts_and_swiglu(rows, groups):
     assert relative_error(got, wanted) < 4 * ROUNDINGS * TOLERANCE[dtype]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("inputs", "outputs"), [(60, 700), (256, 700), (256, 300)])
 def test_a_row_does_not_depend_on_how_many_others_there_are(inputs, outputs):
     weight = naive.in_8_bits(normal(outputs, inputs, seed=1))

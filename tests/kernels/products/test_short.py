@@ -58,6 +58,7 @@ def streams(kind, batch, num_nodes, width, dtype):
     return Stream(x, scale, 1e-5, added), Stream(x.double(), scale, 1e-5, wide)
 
 
+@pytest.mark.quick(12)
 @each_op
 @each_dtype
 @pytest.mark.parametrize("kind", ["rows", "sum", "parts", "embedding", "embedding of nodes"])
@@ -139,6 +140,7 @@ def test_linear(rows, outputs, inputs, dtype):
         assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.quick(2)
 @each_op
 @pytest.mark.parametrize("width", [24, 384])
 def test_a_row_does_not_depend_on_the_others(width, op):

@@ -28,6 +28,7 @@ def inputs_of(rows, inputs, width, dtype):
     return normal(*rows, inputs, dtype=dtype), weight
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("inputs", "width"), [(64, 384), (200, 500), (136, 390)])
 @pytest.mark.parametrize("rows", [(65,), (8, 13), (1, 128)], ids=str)
@@ -57,6 +58,7 @@ def test_a_row_does_not_depend_on_the_others(enough_tiles):
         assert torch.equal(tiled_products.linear_swiglu(x[:rows], weight), together[:rows])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("change", ["rows", "more rows", "width", "dtype", "places", "narrow"])
 def test_the_others_are_left_alone(change, enough_tiles):
     rows = {"rows": 64, "more rows": 129}.get(change, 100)

@@ -31,6 +31,7 @@ SIZES = [(1, 4), (2, 2), (7, 1), (16, 4), (33, 2), (256, 4), (257, 4)]
 LARGE = [(1000, 2), (2048, 4)]  # takes the interpreter up to a minute
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("num_nodes", "width", "module"),
     quick_first(
@@ -75,6 +76,7 @@ def random_values(batch: int, size: int, kind: str) -> torch.Tensor:
     return values.to(DEVICE)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", ["random", "ties", "extremes"])
 @pytest.mark.parametrize(
     ("first", "end", "count"), [(1, 4, 3), (5, 69, 8), (2, 3, 1), (1, 1001, 1)]

@@ -58,6 +58,7 @@ def test_distribution_is_the_twins(tree, relation, rule, most):
     assert wrong == 0 and count >= 6
 
 
+@pytest.mark.quick(2)
 @in_the_interpreter
 @pytest.mark.parametrize("rule", RULES[1:])
 @pytest.mark.parametrize("mixed", [False, True])
@@ -94,6 +95,7 @@ def large(rule: str, dtype, vocabulary: int) -> Case:
     return made
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [("naive", torch.float32), ("multi_step", torch.bfloat16), ("traversal", torch.bfloat16),

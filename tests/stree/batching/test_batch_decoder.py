@@ -61,9 +61,10 @@ def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
     return [outputs[index] for index in range(len(requests))]
 
 
-def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
+@pytest.mark.parametrize("count", [10, pytest.param(24, marks=pytest.mark.costly)])
+def test_a_request_gets_the_same_tokens_alone_and_in_any_company(count):
     target = tiny_model(1)
-    requests = random_requests(24, 2, sampled=True)
+    requests = random_requests(count, 2, sampled=True)
 
     def make(num_rows):
         return BatchDecoder(target, right_now_and_then(target), num_rows=num_rows, max_length=128,

@@ -236,6 +236,7 @@ def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
     assert len(decoder.worker.runner.step_graphs) > 3
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:steps of this decoder")
 def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
     before = living_captures()

@@ -119,6 +119,7 @@ def write(save, folder, form: str, in_16_bits: str = "$") -> set[str]:
     return in_bits
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("family", "form"),
     [
@@ -150,6 +151,7 @@ def test_it_is_the_checkpoint_of_its_numbers(family, form, tmp_path):
     assert len(said) == any("experts" in name for name in in_bits), said
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("of", "form", "in_16_bits"),
     [

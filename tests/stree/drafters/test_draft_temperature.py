@@ -92,6 +92,7 @@ def test_drafts_are_the_best_with_noise_at_their_own_temperature(dtype):
     assert torch.allclose(seen, (plain.double() / 0.6).softmax(-1), rtol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
 @pytest.mark.parametrize(
     "tree", [costly("chain-3"), "dyspec-2-3-5", costly("paper")]

@@ -91,6 +91,7 @@ def require_drafts_of(reference, drafts, text):
     assert depths >= {1, 2, 3}
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("tree", [costly(CHAIN), PAPER], ids=str)
 @pytest.mark.parametrize(
     "of", [DENSE, EXPERTS, NEXT, NEMOTRON, EAGLE, SPECULATORS, LATER, WHOLE],
@@ -189,6 +190,7 @@ class TargetWithStreams(TableTarget):
         return super().tree_batch_forward(tokens, tree_batch, cache, bound)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("verifier", "tree"),
     quick_first(
@@ -341,6 +343,7 @@ def test_other_families_have_no_head_that_is_known(tmp_path):
         load_mtp(tmp_path)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "name", ["mtp", "float8:mtp", "top:mtp", "temperature=0.6:mtp", "mtp+ngram:3", "eagle"]
 )

@@ -57,6 +57,7 @@ def decode_at_random(decoder: BatchDecoder, requests: list[Request], seed: int) 
                 waiting.appendleft(Request([*tokens, 4], GenerationConfig(9, ignore_eos=True)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["own", "chosen"])
 def test_the_same_requests_and_reports_give_the_same_plans(

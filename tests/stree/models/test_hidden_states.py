@@ -78,6 +78,7 @@ def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
     require_drafts_as_in_training(watched.drafts, drafter, target, [PROMPT + out.tokens])
 
 
+@pytest.mark.quick(1)
 def test_rows_of_a_batch_have_their_own_features(target, drafter, either_way, monkeypatch):
     """Rows are taken again, and prompts are read in chunks between steps of others."""
     monkeypatch.setattr("stree.batching.batch_decoder.LONGEST_CHUNK", 5)

@@ -46,6 +46,7 @@ def test_every_family_gives_the_same_tokens(family, in_8_bits):
     assert tokens_of(streamed, None, requests) == wanted
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("backtracking", ["replay", "joint"])
 @pytest.mark.parametrize("num_layers", [1, 2, *map(costly, (3, 5))])
 def test_trees_and_batches_give_the_same_tokens(num_layers, backtracking):

@@ -106,6 +106,7 @@ def in_precision(reference, dtype):
 LENGTHS = [1, 2, 3, 4, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @torch.no_grad()
 def test_training_forward_and_prefill_in_one_piece_and_in_several(reference, precision):
@@ -126,6 +127,7 @@ TREES = [
 ]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "prompt", quick_first([(CHUNK,)], [(2,), (CHUNK - 1,), (CHUNK + 1,)], [(1,), (3,)])

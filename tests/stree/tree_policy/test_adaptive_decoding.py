@@ -120,6 +120,7 @@ def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, 
     assert out.stats.num_calls > 3 * len(policy.trees)
 
 
+@pytest.mark.costly
 def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
     """Sampling takes time for each node, so that a large tree loses by it."""
     generation = GenerationConfig(20)
@@ -297,6 +298,7 @@ class NowAndThen(AdaptiveTrees):
         return self.state.current
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_each_choice_is_a_step(rows, captured_on_cpu):
     """It is one also where the drafter must catch up first, and waits for the step in flight."""

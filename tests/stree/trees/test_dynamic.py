@@ -113,6 +113,7 @@ def test_the_tree_is_the_best_by_the_drafter(name, layers):
     assert tree.width == 1 or tree.depth == 1 or len(set(shapes)) > 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verifier", ["coupled", "naive"])
 def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cpu):
     """Batches have rows of all lengths and settings, with graphs and without."""
@@ -244,6 +245,7 @@ def block_distribution(
     return exact_distribution(run)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_naive_keeps_the_targets_distribution_whatever_grew(relation):
     """Given any drafts of real noise, tokens have the target's distribution."""

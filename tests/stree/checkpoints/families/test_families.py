@@ -124,6 +124,7 @@ def in_fp64(root, family, seed):
     return load_model(saved(family, seed, root)[0], dtype=torch.float64)
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("family", "seed"), cases(range(1, 20), LAYOUTS))
 @torch.no_grad()
 def test_prefill_trees_and_commits(root, family, seed):
@@ -153,6 +154,7 @@ def test_prefill_trees_and_commits(root, family, seed):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("backtracking", ["replay", "joint"])
 @pytest.mark.parametrize(("family", "seed"), cases(range(1, 6)))
 @torch.no_grad()
@@ -235,6 +237,7 @@ def test_greedy_trees_are_lossless(root, family, seed):
     assert decoder.generate(prompt, generation).tokens == wanted[len(prompt) :]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     ("tree", "length"),
     [
@@ -300,6 +303,7 @@ def test_what_we_save_we_load(root, tmp_path, family, seed):
         assert torch.equal(again(tokens), model.eval()(tokens))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("family", LAYOUTS)
 @torch.no_grad()
 def test_sharded_and_narrow_checkpoints(root, tmp_path, family):

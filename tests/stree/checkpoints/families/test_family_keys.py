@@ -227,6 +227,7 @@ def test_a_text_is_no_list_of_layers(tmp_path, family, key):
 LARGE = 2**31 - 1
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "count", [60, pytest.param(1500, marks=pytest.mark.long)], ids=["some", "many"]
 )

@@ -13,6 +13,7 @@ from stree_kernels import ops
 KIND = dict(attn_layers=(), mamba1_channels=24, dt_rank=3, d_state=6, num_layers=2)
 
 
+@pytest.mark.quick(2)
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [("mamba1", "mamba1 mlp"), ("mamba1+attention", "mamba1+mamba")])
 @pytest.mark.parametrize("eps", [None, 1e-3], ids=["plain", "normed"])
