@@ -264,6 +264,7 @@ def test_a_stale_state_is_caught(monkeypatch):
     assert any(differences())
 
 
+@pytest.mark.costly
 def test_drafts_of_other_noise_are_accepted_less(monkeypatch):
     """Nothing is lost but speed when the drafter's noise is not the target's."""
 

@@ -129,6 +129,7 @@ def test_a_drafter_s_profile_has_its_arms_and_the_verifiers_that_they_had(world,
     }
 
 
+@pytest.mark.costly
 def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
     world, tmp_path, monkeypatch
 ):

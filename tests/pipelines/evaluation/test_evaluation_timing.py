@@ -184,6 +184,7 @@ def test_a_checkpoint_that_failed_leaves_no_memory_in_use(world, tmp_path, faili
     assert [each.tree.num_nodes for each in alive] == [1]  # plain decoding's
 
 
+@pytest.mark.costly
 def test_a_choice_of_a_deep_tree_has_room_to_be_timed(world, tmp_path):
     settings = settings_for(
         world, tmp_path, methods=("stree",), tree="chain-1 or chain-99", limit=1, max_new_tokens=1

@@ -74,6 +74,7 @@ def test_unknown_trees_and_verifiers_of_chains_alone_are_refused_at_once(world, 
     quiet(settings_for(world, tmp_path, verifier="block", methods=("autoregressive", "vanilla_sd")))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("grafted", [costly(False), True])
 def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_path):
     name = f"ngram:3,{corpus}"
@@ -126,6 +127,7 @@ def test_the_targets_own_heads_are_evaluated(world, tmp_path):
         other.plan(f"eagle:{tmp_path / 'eagle'}")
 
 
+@pytest.mark.costly
 def test_a_target_in_8_bits_has_rows_of_its_own(world, tmp_path):
     """Plain decoding's too; trees give the text of the target in 8 bits, and the rows say so."""
     name, options = export(world, 10), dict(limit=1, max_new_tokens=24)

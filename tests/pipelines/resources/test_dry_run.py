@@ -120,6 +120,7 @@ def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypa
         assert expected in printed, expected
 
 
+@pytest.mark.costly
 def test_a_distillation_in_bf16_says_how_long_its_arithmetic_takes_at_least(
     workspace, tmp_path, capsys
 ):
@@ -270,6 +271,7 @@ def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
         distill.main(options_of(workspace, tmp_path / "file/run", "--dry_run"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("command", ["distill", "evaluation", "answers"])
 def test_a_long_run_begins_with_a_warning_of_a_disk_that_is_too_small(
     command, workspace, finished, tmp_path, monkeypatch, capsys
@@ -298,6 +300,7 @@ def test_a_long_run_begins_with_a_warning_of_a_disk_that_is_too_small(
         assert bool(re.search(wanted, told.out + told.err)) == (free == 1000)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "command", ["distill", "target", "evaluation", "gate"]
 )

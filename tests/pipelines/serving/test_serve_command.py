@@ -75,6 +75,7 @@ def streaming(url: str, texts: list[str], begun: threading.Event) -> None:
     begun.set()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals, tmp_path):
     texts, begun = [], threading.Event()
@@ -95,6 +96,7 @@ def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals, tmp_
     assert any(event.report is not None for event in events)
 
 
+@pytest.mark.costly
 def test_a_dead_engine_ends_the_server_with_one_line(process):
     assert re.search(r"B for prefixes: [\d,]+ of 512 tokens each", "".join(process.lines))
     texts, begun = [], threading.Event()
@@ -114,6 +116,7 @@ def test_a_dead_engine_ends_the_server_with_one_line(process):
     assert texts[-2:] == ["error", "[DONE]"]
 
 
+@pytest.mark.costly
 def test_a_target_that_is_not_there_is_one_line():
     told = subprocess.run(
         [*COMMAND[:2], "no/such/target", "--port", "0"], capture_output=True, text=True

@@ -116,6 +116,7 @@ def test_the_loss_is_that_of_the_masked_distribution(workspace):
     torch.testing.assert_close(terms.simulated_acceptance, accepted)
 
 
+@pytest.mark.costly
 def test_a_trained_drafters_head_can_be_cut_and_one_with_a_head_goes_on(
     workspace, whole_run, tmp_path, capsys
 ):

@@ -16,6 +16,7 @@ from stree_pipelines.commands import distill
 SEEDS = {"granite": 3, "nemotron": 3, "qwen3_5": 1}  # with experts
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "family",
     [

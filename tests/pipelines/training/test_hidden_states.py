@@ -69,6 +69,7 @@ def test_a_drafter_learns_to_read_features_and_decodes(workspace, trained):
     assert got.tokens == wanted.tokens
 
 
+@pytest.mark.costly
 def test_a_drafter_goes_on_reading_what_it_read(workspace, trained, tmp_path):
     latest = str(trained / "drafter" / "latest")
     more = ["--model.start_from", latest, "--model.optimizer.lr", "1e-9"]
@@ -252,6 +253,7 @@ def test_an_eagle_head_is_trained_for_trees(workspace, tmp_path):
         assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
 
 
+@pytest.mark.costly
 def test_an_mtp_head_is_trained_on_for_trees(workspace, tmp_path):
     save_with_head(tmp_path / "target", "qwen3_5", 0, vocab=TARGET.vocab_size)
     load_tokenizer(workspace / "target").save_pretrained(tmp_path / "target")

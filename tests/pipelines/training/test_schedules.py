@@ -102,6 +102,7 @@ def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branchi
     assert steps_in(branching / "drafter") == [1, 4, 6]
 
 
+@pytest.mark.costly
 def test_a_finished_run_that_is_given_more_steps_is_another_training(
     workspace, branching, tmp_path
 ):
@@ -119,6 +120,7 @@ def test_a_finished_run_that_is_given_more_steps_is_another_training(
     assert rates[5] < rates[6] == 0.01  # decayed to its end, and at once at the full rate
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stopped", quick_first([(2,)], [(1,), (2,), (3,)]))
 def test_a_run_that_was_stopped_around_a_decay_is_the_same(workspace, branching, tmp_path, stopped):
     run_dir = Path(shutil.copytree(branching, tmp_path / "run", symlinks=True))

@@ -84,7 +84,8 @@ class AnyTree(AdaptiveTrees):
 
 
 @pytest.mark.parametrize(
-    ("count", "num_rows"), [(24, 9), pytest.param(200, 32, marks=pytest.mark.long)]
+    ("count", "num_rows"),
+    quick_first([(10, 4)], [(200, 32)], [(24, 9)]),
 )
 def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
     """Requests of all settings and arrival times get the tokens of plain decoding."""

@@ -145,6 +145,7 @@ def test_the_longest_fits_and_the_least_used_goes():
     assert reused([6, 6, 6, 1], keep=False) == 3
 
 
+@pytest.mark.costly
 def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
     """The row has gone on past the last token that counts: what it holds is not of this prefix."""
     target = tiny_model(1)

@@ -281,6 +281,7 @@ def test_graphs_that_are_captured_again_are_warned_of_once(captured_on_cpu, monk
     assert decode(2) == [] and len(decoder.worker.runner.step_graphs) == MAX_KEPT
 
 
+@pytest.mark.costly
 def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_cpu):
     target = tiny_model(1)
     decoder = BatchDecoder(target, target, num_rows=2, max_length=64, max_nodes=5)
@@ -321,6 +322,7 @@ def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
         del held
 
 
+@pytest.mark.costly
 def test_slots_are_looked_at_in_buckets_without_the_fused_kernels(captured_on_cpu):
     target = tiny_model(1, num_layers=2)
     decoder = Decoder(target, max_length=600)

@@ -59,7 +59,7 @@ def requests_with_stops(count: int, seed: int) -> list[Request]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "count", [60, pytest.param(2000, marks=pytest.mark.long)], ids=["some", "many"]
+    "count", [16, costly(60), pytest.param(2000, marks=pytest.mark.long)]
 )
 def test_many_threads_get_what_each_would_get_alone(count):
     requests = requests_with_stops(count, seed=5)
@@ -142,6 +142,7 @@ def test_a_processor_that_fails_ends_its_own_answer_alone():
         assert [each.result().tokens for each in good] == [wanted] * 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("graphs", [costly(False), True])
 @pytest.mark.parametrize("place", ["read", "runner.launch", "runner.collect"])
 def test_a_worker_that_raises_ends_the_rows_of_its_plan_and_goes_on(place, graphs, request):
@@ -276,8 +277,8 @@ def test_a_step_looks_at_no_request_that_waits():
 
     engine = Engine(batch(1))
     engine._waiting = Watched()
-    handles = [engine.submit(Request([1], SETTINGS)) for _ in range(20)]
-    assert [len(each.result(60).tokens) for each in handles] == [9] * 20
+    handles = [engine.submit(Request([1], SETTINGS)) for _ in range(6)]
+    assert [len(each.result(60).tokens) for each in handles] == [9] * 6
     assert looked == []
     handles = [engine.submit(Request([1], SETTINGS)) for _ in range(2)]
     engine.cancel(handles[1])

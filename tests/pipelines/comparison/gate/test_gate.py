@@ -115,6 +115,7 @@ def test_an_older_text_file_as_pointer_is_refused_with_what_to_do(world, tmp_pat
         judge(world, "fair", "--promote", baseline=pointer)
 
 
+@pytest.mark.costly
 def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
     """Existing rows do not save a damaged checkpoint or baseline, and no earlier summary stays."""
     wanted = ["--fail_below", TAU]
@@ -196,6 +197,7 @@ def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
     assert "inconclusive, plain decoding was chosen for every step of both" in told
 
 
+@pytest.mark.costly
 def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     """Nothing is measured for the baseline: its checkpoint may be gone."""
     old = tmp_path / "old"

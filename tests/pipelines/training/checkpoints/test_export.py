@@ -116,6 +116,7 @@ def test_provenance_says_where_it_comes_from(run_dir, workspace):
     assert "torch" in provenance["versions"] and "git_sha" in provenance
 
 
+@pytest.mark.costly
 def test_bf16_exports_are_half_the_size(workspace, tmp_path):
     more = ("--export.dtype", "bfloat16")
     distill.main(distill_arguments(workspace, tmp_path, *more, steps=1))
@@ -243,6 +244,7 @@ def test_an_inline_evaluation_that_fails_is_told_and_the_training_finishes(
     assert {row[0] for row in result_rows(tmp_path / "run")} == {"None", "2"}
 
 
+@pytest.mark.costly
 def test_the_training_state_is_saved_before_the_evaluation(
     workspace, tmp_path, evaluation_config, monkeypatch
 ):
@@ -299,6 +301,7 @@ def test_how_many_prompts_are_decoded_at_once_is_said_by_the_option_then_the_con
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", ["inline", costly("process"), costly("slurm")])
 @pytest.mark.parametrize(
     ("content", "reason"),

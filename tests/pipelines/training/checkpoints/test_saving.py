@@ -137,6 +137,7 @@ def test_a_published_folder_that_is_no_training_state_is_refused(workspace):
         SafeCheckpointIO().load_checkpoint(workspace / "target")
 
 
+@pytest.mark.costly
 def test_old_checkpoints_go_and_the_newest_stay(workspace, tmp_path):
     arguments = distill_arguments(workspace, tmp_path / "run", steps=5)
     distill.main([*arguments, "--checkpoint.keep_last", "2"])
@@ -157,6 +158,7 @@ def test_resuming_at_a_step_gives_the_uninterrupted_run(
     assert_same_run(run_dir, uninterrupted)
 
 
+@pytest.mark.costly
 def test_random_numbers_go_on_where_they_were(workspace, uninterrupted, copy_of_run, monkeypatch):
     """Nothing in a tiny drafter draws numbers, so a callback does: at the same steps it must see
     the same numbers from torch, NumPy and Python."""
@@ -206,6 +208,7 @@ def test_asking_a_finished_run_for_less_changes_nothing(workspace, copy_of_run, 
     assert {path: path.read_bytes() for path in run_dir.glob("*.*")} == before
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -235,6 +238,7 @@ def test_a_folder_without_a_checkpoint_takes_any_settings(workspace, copy_of_run
     assert [row["step"] for row in metric_rows(run_dir)] == ["1"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("number", "kind", "said"),
     [

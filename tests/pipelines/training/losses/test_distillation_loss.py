@@ -198,6 +198,7 @@ def test_a_compiled_loss_is_the_same(backend, divergence, options, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_cross_entropy_is_the_same(backend, monkeypatch):
     monkeypatch.setattr(

@@ -90,6 +90,7 @@ def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_pat
     assert metric_rows(tmp_path / "run") == steps
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, forks, tmp_path):
     """Two processes begin, one that accumulates goes on, then two."""
     run_dir = tmp_path / "run"

@@ -76,6 +76,7 @@ def test_what_is_refused_is_no_restart(workspace, tmp_path):
     assert not (tmp_path / "run/restarts.json").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["fit", "data"])
 def test_whoever_interrupts_is_not_a_chain(where, workspace, tmp_path, monkeypatch):
     def interrupt(self, *arguments):
@@ -96,6 +97,7 @@ def test_whoever_interrupts_is_not_a_chain(where, workspace, tmp_path, monkeypat
     assert not (tmp_path / "restarts.json").exists()
 
 
+@pytest.mark.costly
 def test_all_ranks_end_with_the_same_code(workspace, forks, tmp_path):
     """Only the main process counts."""
     more = ("--trainer.devices", "2", "--trainer.strategy", "ddp")

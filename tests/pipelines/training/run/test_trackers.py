@@ -57,6 +57,7 @@ def told(monkeypatch) -> list[tuple]:
     return Run.told
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("in_list", [False, True])
 def test_a_logger_gets_every_row_given_alone_or_in_a_list(in_list, workspace, tmp_path):
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path / "own")}}
