@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "accepted": float(drafts.accepted.mean()), "bins": [asdict(each) for each in bins],
     }
     figures = {"reliability": reliability(bins), "acceptance": acceptance(drafts, bins)}
-    answered_prompts.write(options.out, "calibration", content, figures)
+    answered_prompts.write(options.out, "calibration", target, content, figures)
     error = calibration_error(bins)
     print(f"{len(drafts.q):,} drafts, calibration error {error:.4f}: {options.out}")
 

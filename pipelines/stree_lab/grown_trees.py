@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "trees": [asdict(each) for each in trees],
     }
     figures = {"sizes": sizes(trees), "blocks": blocks(means)}
-    answered_prompts.write(options.out, "trees", content, figures)
+    answered_prompts.write(options.out, "trees", decoder.target, content, figures)
     print(f"{len(trees):,} trees of {content['mean_nodes']:.1f} nodes on average: {options.out}")
 
 

@@ -50,6 +50,7 @@ def test_the_command_compares_a_drafter_with_its_target(tmp_path, capsys):
         for name in ("reliability", "acceptance"):
             assert "<svg" in (out / f"{name}.svg").read_text()
     same, other = results
+    assert same["environment"]["device"].startswith("CPU")
     assert same["num_drafts"] == sum(e["share"] for e in same["bins"]) * same["num_drafts"] > 6
     assert same["calibration_error"] < 1e-5 and same["accepted"] > 1 - 1e-5
     assert other["accepted"] < 0.95 and other["calibration_error"] > 1e-4

@@ -13,8 +13,10 @@ from stree import Decoder
 from stree.chat_encoding import chat_encoder
 from stree.common.files import make_directory, write_atomically
 from stree.generation import GenerationConfig
+from stree.models.model import HybridModel
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.evaluation.benchmarks import load_benchmark
+from stree_pipelines.evaluation.context import describe_environment
 from stree_pipelines.reports.plots import to_svg
 
 
@@ -45,8 +47,14 @@ def answers(options: Any, decoder: Decoder) -> Iterator[tuple[list[int], list[in
         yield tokens, decoder.generate(tokens, generation).tokens, seed
 
 
-def write(out: str, name: str, content: Mapping[str, Any], figures: Mapping[str, Figure]) -> None:
-    """Write NAME.json and each figure as an SVG of its name into a folder."""
+def write(
+    out: str, name: str, target: HybridModel, content: Mapping[str, Any],
+    figures: Mapping[str, Figure],
+) -> None:
+    """Write NAME.json, with the machine and the code, and each figure as an SVG into a folder."""
+    types = {"weights": str(target.dtype).removeprefix("torch.")}
+    made_by = describe_environment(target.device, types, 1).model_dump(mode="json")
+    content = {**content, "environment": made_by}
     folder = Path(out)
     make_directory(folder)
     write_atomically(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")

@@ -264,12 +264,21 @@ def drafters_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 
 def drafters_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    rows = _by_tree(folder, "mt_bench", 0.0)
+    """Build the table; arms whose names begin with "Transformer" have a line of their own."""
+    rows = _of_models(folder, "mt_bench", 0.0)
     head, *lines_of_paper = paper
     trees = [f"drafters-{title.strip('()').replace(',', '-')}" for title in head[1:]]
-    picked = [rows.get(tree) for tree in trees]
-    ours = (f"Mamba, {OURS}", *(_speed_and_tau(row)[0] for row in picked))
-    return [head, *of_paper(lines_of_paper), ours], picked
+    lines, used = [head, *of_paper(lines_of_paper)], []
+    for kind in ("Transformer", "Mamba"):
+        of_tree = {
+            _tree_name(row): row for row in rows
+            if row.method.startswith("Transformer") == (kind == "Transformer")
+        }
+        picked = [of_tree.get(tree) for tree in trees]
+        if kind == "Mamba" or any(picked):
+            lines.append((f"{kind}, {OURS}", *(_speed_and_tau(row)[0] for row in picked)))
+        used += picked
+    return lines, used
 
 
 def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:

@@ -48,6 +48,8 @@ def compared(tmp_path_factory):
             {"name": "E", "tree": "configs/trees/stree-e.yaml", **model},
             {"name": "five", "drafter": drafter, "tree": "chain-5"},
             {"name": "fixed", "drafter": drafter, "tree": "configs/trees/drafters-3-3-2-1.yaml"},
+            {"name": "Transformer", "drafter": drafter,
+             "tree": "configs/trees/drafters-3-2-2-1-1.yaml"},
             {"name": "chosen", "drafter": drafter, "tree": "bandit chain-2 or paper"},
         ],
     }
@@ -175,6 +177,9 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
     text = printed(capsys, "drafters-table-6", "--rows", compared)
     speed = f"{rows['fixed', 0.0].tokens_per_second:.1f} ("
     assert line_of(text, "Mamba, ours")[0].startswith(speed)
+    speed = f"{rows['Transformer', 0.0].tokens_per_second:.1f} ("
+    assert line_of(text, "Transformer, ours")[1].startswith(speed)
+    assert line_of(text, "Transformer, ours")[::2] == ["–", "–"]
     text = printed(capsys, "snakes-table-5", "--rows", compared)
     row = rows["n-grams", 0.0]
     assert line_of(text, "ARP + PNG(6,2), ours")[0].startswith(f"{row.tokens_per_second:.1f} (")
