@@ -120,6 +120,7 @@ def test_with_n_grams_and_with_fed_paths_it_stays_lossless():
         assert decoder.generate([5, 6, 7], setting).tokens == wanted
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("verifier", [Naive, MultiStep, Traversal, Block])
 def test_output_distribution_is_the_targets(verifier):
     """The target goes where the drafter cannot."""

@@ -133,6 +133,7 @@ def assert_of_whole_forwards(target, request: Request, output) -> None:
             assert [each for _, each in got] == pytest.approx(wanted[ids].tolist(), abs=1e-9)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.costly) for kind in KINDS
 ])

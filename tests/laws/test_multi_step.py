@@ -37,6 +37,7 @@ from stree.verifiers.rejection import MultiStep, Traversal
 from stree_kernels.naive.sampling import verification
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn, Repetitive])
 @pytest.mark.parametrize(
     "part", quick_first([(0,)], [(part,) for part in range(8)], [(1,)])

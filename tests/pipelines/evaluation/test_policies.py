@@ -105,6 +105,7 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
+@pytest.mark.costly
 def test_the_targets_own_heads_are_evaluated(world, tmp_path):
     target = tmp_path / "target"
     theirs, _ = save_with_head(target, "qwen3_5", 0, vocab=320)

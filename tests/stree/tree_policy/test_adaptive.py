@@ -351,6 +351,7 @@ def test_probes_of_plain_decoding_cost_half_a_hundredth():
     assert 0.001 < lost / sum(takes.of(1, each) for each in used[1000:]) < 0.006
 
 
+@pytest.mark.costly
 def test_steps_whose_reported_times_say_so_fall_back_to_plain_decoding():
     """The worker's clock is set: what was measured apart has plain decoding half as fast."""
     policy = AdaptiveTrees([CHAIN], costs(2.0, 3.0, 3.0))

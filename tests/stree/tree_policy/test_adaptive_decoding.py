@@ -89,6 +89,7 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
     assert sum(accepted) > 0.5 * len(accepted)  # the drafter follows
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "trees",
     [[CHAIN, WIDE, TokenTree.paper()], [CHAIN, BeamTree.of(3, 2, 10), BeamTree.of(2, 4, 9)]],
@@ -224,6 +225,7 @@ def test_a_prompt_that_only_the_target_has_read_is_read_by_the_drafter_of_the_ne
     assert out.stats.num_reused_tokens == 6 and out.stats.accepted_per_call == [4] * 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("measured", [False, True])
 def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cpu):
     """Graphs for catching up are captured with a step's, or when step times are measured."""

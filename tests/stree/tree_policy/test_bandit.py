@@ -116,6 +116,7 @@ def test_a_history_decides_alone():
     assert first == second != played(BanditTrees(TREES, COSTS), accepted, 300, seed=1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
     """Trees may be dynamic; with graphs, a step is chosen before the last one is known."""
