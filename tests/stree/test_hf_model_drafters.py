@@ -101,6 +101,7 @@ def test_it_says_how_many_sequences_fit(granite):
     assert "2 sequences at once, of up to 256 tokens: " in str(decoder.room)
 
 
+@pytest.mark.costly
 def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     """The answers alone would fit buffers in which three steps of the tree do not."""
     decoder = stree.from_transformers(

@@ -191,6 +191,7 @@ def test_the_profiles_backtracking_comes_with_its_tree(workspace, drafter):
     assert joint == [True, False, False]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "policy", "by"),
     [
@@ -250,6 +251,7 @@ def test_the_profiles_costs_are_chosen_by_and_not_measured(workspace, drafter, m
         assert measured.pop() is decoder and decoder.batch.tree_policy.costs != costs
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [

@@ -55,6 +55,7 @@ def test_output_distribution_is_the_targets(verifier, tree, setting):
     assert length_of(blocks) > 1
 
 
+@pytest.mark.costly
 def test_logits_of_another_temperature_than_the_drafts_are_caught(monkeypatch):
     monkeypatch.setattr(model_drafter, "as_drawn_at", lambda logits, *temperatures: logits)
     torch.manual_seed(5)

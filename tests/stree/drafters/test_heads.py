@@ -125,6 +125,7 @@ def test_packed_samples_are_read_as_in_decoding(of):
         assert torch.allclose(drafter.logits(hidden[0, at]), wanted, atol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("of", [DENSE, EAGLE], ids=["mtp", "eagle"])
 @pytest.mark.parametrize(
     ("verifier", "graphs"),

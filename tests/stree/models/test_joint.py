@@ -26,6 +26,7 @@ KINDS = dict(  # every mixer, two of them more than once and side by side
 )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "verifier", "runner"),
     [
