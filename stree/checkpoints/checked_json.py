@@ -140,8 +140,7 @@ class CheckedJson(Mapping[str, Any]):
                 self.refuse(f"sets {name} = {self[name]!r:.99}", remedy)
 
     def refuse_unread(
-        self,
-        without_effect: Container[str] = (),
+        self, without_effect: Container[str] = (),
         known: Callable[[], Container[str]] | None = None,
     ) -> None:
         """Refuse each key that was not read, has an effect, and is known to the config's own class.

@@ -68,10 +68,8 @@ def load_config(path: str | os.PathLike[str]) -> HybridConfig:
 
 @torch.inference_mode(False)  # its tensors could be neither trained nor packed outside
 def load_model(
-    path: str | os.PathLike[str],
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    in_8_bits: bool = False,
+    path: str | os.PathLike[str], device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32, in_8_bits: bool = False,
 ) -> HybridModel:
     """Load a checkpoint folder of any known layout, in evaluation mode.
 
@@ -187,13 +185,9 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def save_model(
-    model: HybridModel,
-    directory: str | os.PathLike[str],
-    tokenizer: Any = None,
-    extra_files: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
-    manifest_extra: Mapping[str, object] | None = None,
-    overwrite: bool = False,
+    model: HybridModel, directory: str | os.PathLike[str], tokenizer: Any = None,
+    extra_files: Mapping[str, str] | None = None, dtype: torch.dtype | None = None,
+    manifest_extra: Mapping[str, object] | None = None, overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Publish `model` as the checkpoint folder `directory`, whole or not at all.
@@ -244,10 +238,8 @@ def save_model(
 
 
 def _match(
-    checkpoint: CheckpointConfig,
-    expected: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, StoredTensor],
-    directory: Path,
+    checkpoint: CheckpointConfig, expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor], directory: Path,
 ) -> dict[str, Source]:
     """Return each parameter's source, after checking that names, shapes and formats all fit."""
     rename = checkpoint.rename(stored)

@@ -18,6 +18,7 @@ MAMBA_AS_MIXER: Table = {  # names within a layer, of mamba-ssm's models and tho
     "mixer.norm": "mamba.norm",
     "mixer.out_proj": "mamba.out_proj",
 }
+MAMBA1_PARTS = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")  # of a mixer
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -19,16 +19,7 @@ from stree.common.errors import UsageError
 from stree.engine.row_store import SavedRow
 from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
-from stree.models.layer_caches import (
-    EACH,
-    KEYS,
-    NODES,
-    STATES,
-    CacheSizes,
-    LayerCache,
-    Which,
-    fill,
-)
+from stree.models.layer_caches import EACH, KEYS, NODES, STATES, CacheSizes, LayerCache, Which, fill
 from stree.models.layers.layer import MIXER_CLASSES
 from stree.models.layers.rotary import rotary_angles
 from stree.trees.build import make_tree_batch
@@ -55,14 +46,8 @@ class HybridCache:
     """
 
     def __init__(
-        self,
-        config: HybridConfig,
-        max_length: int,
-        max_nodes: int,
-        *,
-        batch: int = 1,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        self, config: HybridConfig, max_length: int, max_nodes: int, *, batch: int = 1,
+        device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
         backtracking: str = "replay",
     ) -> None:
         self.max_length = max_length

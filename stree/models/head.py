@@ -117,15 +117,8 @@ class HeadedModel(nn.Module):
         return _product()(hidden, self.head_down.weight.to(hidden.dtype))
 
     def draw_children(
-        self,
-        stream: Tensor | Stream,
-        depths: Tensor,
-        sampling: Sampling | None,
-        places: Tensor,
-        tokens: Tensor,
-        finite: Tensor,
-        nodes: Tensor | None,
-        values: Tensor | None,
+        self, stream: Tensor | Stream, depths: Tensor, sampling: Sampling | None, places: Tensor,
+        tokens: Tensor, finite: Tensor, nodes: Tensor | None, values: Tensor | None,
     ) -> Tensor:
         """Draw children by the model's head, as `ops.draw_children`.
 

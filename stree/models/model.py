@@ -22,12 +22,7 @@ from stree.models.hidden_states import HiddenStateTap, first_apart
 from stree.models.joint import JointPass
 from stree.models.layers.attention import takes_packed
 from stree.models.layers.layer import Layer
-from stree.models.layers.part import (
-    PrefillPass,
-    TrainingPass,
-    TreePass,
-    product_dtype,
-)
+from stree.models.layers.part import PrefillPass, TrainingPass, TreePass, product_dtype
 from stree.models.layers.rotary import positions_of, rotary_angles
 from stree.models.multi_step import MultiStepPass
 from stree.models.packing import PackedModel
@@ -42,11 +37,7 @@ READ_AT_ONCE = 2048  # tokens of a prompt in one chunk, by default
 
 
 def read_row(
-    model: Any,
-    cache: Any,
-    row: int,
-    tokens: Tensor,
-    features: HiddenStateTap | None = None,
+    model: Any, cache: Any, row: int, tokens: Tensor, features: HiddenStateTap | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
     """Prefill one sequence of a cache with tokens (T,); return the logits (1, V) after the last.
@@ -127,14 +118,9 @@ class HybridModel(PackedModel):
 
     @on_own_gpu
     def hidden_states(
-        self,
-        tokens: Tensor,
-        segment_ids: Tensor | None = None,
-        *,
-        features: HiddenStateTap | None = None,
-        read: Tensor | None = None,
-        known: Tensor | None = None,
-        bounds: Tensor | None = None,
+        self, tokens: Tensor, segment_ids: Tensor | None = None, *,
+        features: HiddenStateTap | None = None, read: Tensor | None = None,
+        known: Tensor | None = None, bounds: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states (B, T, D) after the final norm.
 
@@ -181,11 +167,7 @@ class HybridModel(PackedModel):
 
     @on_own_gpu
     def hidden_ahead(
-        self,
-        tokens: Tensor,
-        segment_ids: Tensor | None,
-        read: Tensor,
-        known: Tensor | None,
+        self, tokens: Tensor, segment_ids: Tensor | None, read: Tensor, known: Tensor | None,
         ahead: int,
     ) -> list[Tensor]:
         """Return hidden states (B, T, D) of 1 + `ahead` passes of multi-step training.
@@ -240,13 +222,8 @@ class HybridModel(PackedModel):
     @torch.no_grad()
     @on_own_gpu
     def prefill(
-        self,
-        tokens: Tensor,
-        cache: HybridCache,
-        chunk: int = READ_AT_ONCE,
-        *,
-        features: HiddenStateTap | None = None,
-        inputs: Tensor | None = None,
+        self, tokens: Tensor, cache: HybridCache, chunk: int = READ_AT_ONCE, *,
+        features: HiddenStateTap | None = None, inputs: Tensor | None = None,
     ) -> Tensor:
         """Commit tokens (B, T) to the cache, in chunks; return the logits (B, V) after the last.
 
@@ -271,10 +248,7 @@ class HybridModel(PackedModel):
         return self.logits(self.model.norm(hidden[:, -1]))
 
     def _extend(
-        self,
-        tokens: Tensor,
-        cache: HybridCache,
-        features: HiddenStateTap | None = None,
+        self, tokens: Tensor, cache: HybridCache, features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
         start, num_tokens = cache.num_committed, tokens.shape[1]
@@ -300,15 +274,8 @@ class HybridModel(PackedModel):
     @torch.no_grad()
     @on_own_gpu
     def prefill_padded(
-        self,
-        tokens: Tensor,
-        count: Tensor,
-        row: Tensor,
-        cache: HybridCache,
-        scratch: PrefillScratch,
-        bound: int,
-        *,
-        features: HiddenStateTap | None = None,
+        self, tokens: Tensor, count: Tensor, row: Tensor, cache: HybridCache,
+        scratch: PrefillScratch, bound: int, *, features: HiddenStateTap | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
         """Commit the first `count` tokens of a padded chunk, without waiting for the device.
@@ -337,12 +304,7 @@ class HybridModel(PackedModel):
 
     @torch.no_grad()
     def tree_forward(
-        self,
-        tokens: Tensor,
-        tree: TokenTree,
-        cache: HybridCache,
-        bound: int | None = None,
-        *,
+        self, tokens: Tensor, tree: TokenTree, cache: HybridCache, bound: int | None = None, *,
         wide: bool = True,
     ) -> Tensor:
         """Return logits (B, N, V) of every node of a tree, in one call.
@@ -365,13 +327,8 @@ class HybridModel(PackedModel):
     @torch.no_grad()
     @on_own_gpu
     def tree_batch_forward(
-        self,
-        tokens: Tensor,
-        tree_batch: TreeBatch,
-        cache: HybridCache,
-        bound: int,
-        features: HiddenStateTap | None = None,
-        longest_path: int | None = None,
+        self, tokens: Tensor, tree_batch: TreeBatch, cache: HybridCache, bound: int,
+        features: HiddenStateTap | None = None, longest_path: int | None = None,
     ) -> Tensor:
         """Return logits (B, N, V) of the nodes of one tree per sequence, in the product's dtype.
 
@@ -393,17 +350,9 @@ class HybridModel(PackedModel):
     @torch.no_grad()
     @on_own_gpu
     def tree_call(
-        self,
-        tokens: Tensor,
-        topology: Topology,
-        cache: HybridCache,
-        first: int = 0,
-        bound: int | None = None,
-        nodes: Tensor | None = None,
-        *,
-        inputs: Tensor | None = None,
-        features: HiddenStateTap | None = None,
-        longest_path: int | None = None,
+        self, tokens: Tensor, topology: Topology, cache: HybridCache, first: int = 0,
+        bound: int | None = None, nodes: Tensor | None = None, *, inputs: Tensor | None = None,
+        features: HiddenStateTap | None = None, longest_path: int | None = None,
     ) -> TreePass:
         """Return a pass over nodes first … first + Q − 1 of trees.
 

@@ -85,11 +85,7 @@ def convolved(
 
 
 def scanned_ahead(
-    passes: Sequence[Scanned],
-    A: Tensor,
-    C: Tensor,
-    D: Tensor,
-    chunk_size: int,
+    passes: Sequence[Scanned], A: Tensor, C: Tensor, D: Tensor, chunk_size: int,
     segment_ids: Tensor | None,
 ) -> Tensor:
     """Return y (B, T, H, P) of the last pass, given the scan's inputs in all passes.

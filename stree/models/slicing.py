@@ -66,9 +66,7 @@ def drafter_config_from(target_config: HybridConfig, layers: Layers = None) -> H
 
 
 def slice_drafter(
-    target: HybridModel,
-    layers: Layers = None,
-    feature_layers: tuple[int, ...] = (),
+    target: HybridModel, layers: Layers = None, feature_layers: tuple[int, ...] = (),
     own_features: bool = False,
 ) -> HybridModel:
     """Return a drafter whose weights are copies of the target's, in fp32 on the target's device.

@@ -300,8 +300,7 @@ def _replayed(place, path, WIDTH: tl.constexpr):
 @triton.jit
 def _keep_channels(
     projected, projected_stride, old, new, row_stride, xb, xb_stride, C, C_stride,
-    weight, weight_strides, conv_bias, windows,
-    path, path_length, block, tile, first, num_new,
+    weight, weight_strides, conv_bias, windows, path, path_length, block, tile, first, num_new,
     SCAN: tl.constexpr, CONV: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):

@@ -132,8 +132,7 @@ def _advanced(
 @triton.jit
 def selective_scan_grad_kernel(
     x, dt, A, B, C, grad_y, starts, states, segments, grad_x, grad_dt, grad_A, grad_B, grad_C,
-    tokens, channels, num_states,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    tokens, channels, num_states, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = block * BLOCK_C + tl.arange(0, BLOCK_C)

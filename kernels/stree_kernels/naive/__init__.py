@@ -4,12 +4,7 @@ Callers import all ops from here (`naive.tree_scan`). kernels/ops.md lists the t
 """
 
 from stree_kernels.naive.attention import attend_tree, move_accepted, rotate, tree_attention
-from stree_kernels.naive.conv import (
-    segment_conv,
-    short_conv_replay,
-    short_conv_tree,
-    tree_conv,
-)
+from stree_kernels.naive.conv import segment_conv, short_conv_replay, short_conv_tree, tree_conv
 from stree_kernels.naive.dtypes import accumulation_dtype
 from stree_kernels.naive.gated_delta import (
     gated_delta_replay,

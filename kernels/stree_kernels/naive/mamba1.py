@@ -23,13 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stree_kernels.contracts import (
-    CacheState,
-    Mamba1Held,
-    Mamba1Shape,
-    Mamba1Weights,
-    Topology,
-)
+from stree_kernels.contracts import CacheState, Mamba1Held, Mamba1Shape, Mamba1Weights, Topology
 from stree_kernels.index_plan import accepted_path
 from stree_kernels.naive.conv import convolve
 from stree_kernels.naive.dtypes import accumulation_dtype, as_dtype, widened

@@ -230,11 +230,11 @@ def scaled_kernel(
         unit = tl.load(units + row, mask=known, other=0.0)
     out += tl.program_id(2).to(tl.int64) * rows * outputs
     for step in range(STEPS if ONE else tl.cdiv(end - begin, BLOCK_OUTPUTS) * STEPS):
-        start, first = step * BLOCK_INPUTS, begin
+        start, tile_begin = step * BLOCK_INPUTS, begin
         if not ONE:
             start = step % STEPS * BLOCK_INPUTS
-            first = begin + step // STEPS * BLOCK_OUTPUTS
-        mine = at < end - first
+            tile_begin = begin + step // STEPS * BLOCK_OUTPUTS
+        mine = at < end - tile_begin
         given, wanted = known[:, None], mine[:, None]
         if not EVEN:
             in_k = base + start + k < inputs
@@ -245,27 +245,14 @@ def scaled_kernel(
         else:
             fine = tl.load(to_x + rows.to(tl.int64) * inputs + start, mask=given, other=0.0)
         coarse, fine = tl.trans(coarse), tl.trans(fine)
-        to_tile = weight + (first.to(tl.int64) * inputs + start) + in_tile
+        to_tile = weight + (tile_begin.to(tl.int64) * inputs + start) + in_tile
         if not ONE:
             sums = tl.where(start == 0, 0.0, sums)
             if GATED:
                 ups = tl.where(start == 0, 0.0, ups)
-        tile = tl.load(to_tile, mask=wanted, other=0.0, eviction_policy="evict_first")
-        # (outputs, rows) += (outputs, inputs) @ (inputs, rows)
-        term = tl.dot(tile, fine, tl.dot(tile, coarse))
-        if units is None:
-            term *= unit[None, :]
-        if GROUP is not None:
-            term *= factor
-        sums += term
+        sums += _term(to_tile, wanted, coarse, fine, units, unit, factor, GROUP)
         if GATED:
-            tile = tl.load(to_tile + to_up, mask=wanted, other=0.0, eviction_policy="evict_first")
-            term = tl.dot(tile, fine, tl.dot(tile, coarse))
-            if units is None:
-                term *= unit[None, :]
-            if GROUP is not None:
-                term *= up_factor
-            ups += term
+            ups += _term(to_tile + to_up, wanted, coarse, fine, units, unit, up_factor, GROUP)
         if GROUP is not None:  # the next step's scales, which arrive meanwhile
             later, at_group = begin, (base + (step + 1) * BLOCK_INPUTS) // GROUP
             if not ONE:
@@ -277,18 +264,27 @@ def scaled_kernel(
                 up_factor = scales_of(up_scale + to_scale, at < end - later)
         if not ONE:  # noqa: SIM102 (known to the compiler)
             if start + BLOCK_INPUTS >= STEPS * BLOCK_INPUTS:
-                if units is not None:
-                    sums, ups = sums * unit[None, :], ups * unit[None, :]
-                y = finished(sums, ups, scale, up_scale, first, groups, mine, out, GROUP, GATED)
-                to_out = out + row.to(tl.int64)[None, :] * outputs + (first + at)[:, None]
-                tl.store(to_out, y, mask=mine[:, None] & known[None, :])
+                _store(
+                    sums, ups, units, unit, scale, up_scale, groups, out, outputs,
+                    tile_begin, end, at, row, known, GROUP, GATED,
+                )
     if ONE:
-        mine = at < end - begin
-        if units is not None:
-            sums, ups = sums * unit[None, :], ups * unit[None, :]
-        y = finished(sums, ups, scale, up_scale, begin, groups, mine, out, GROUP, GATED)
-        to_out = out + row.to(tl.int64)[None, :] * outputs + (begin + at)[:, None]
-        tl.store(to_out, y, mask=mine[:, None] & known[None, :])
+        _store(
+            sums, ups, units, unit, scale, up_scale, groups, out, outputs,
+            begin, end, at, row, known, GROUP, GATED,
+        )
+
+
+@triton.jit
+def _term(at, wanted, coarse, fine, units, unit, factor, GROUP: tl.constexpr):
+    """Multiply a tile of the weight by split rows: (outputs, inputs) @ (inputs, rows)."""
+    tile = tl.load(at, mask=wanted, other=0.0, eviction_policy="evict_first")
+    term = tl.dot(tile, fine, tl.dot(tile, coarse))
+    if units is None:
+        term *= unit[None, :]
+    if GROUP is not None:
+        term *= factor
+    return term
 
 
 @triton.jit
@@ -306,18 +302,23 @@ def write_out_kernel(
 
 
 @triton.jit
-def finished(
-    sums, ups, scale, up_scale, first, groups, mine, out, GROUP: tl.constexpr, GATED: tl.constexpr
+def _store(
+    sums, ups, units, unit, scale, up_scale, groups, out, outputs, begin, end, at, row, known,
+    GROUP: tl.constexpr, GATED: tl.constexpr,
 ):
-    """Return the outputs of a tile: sums that are scaled, and SwiGLU of gate and up."""
+    """Scale the sums of a tile, apply SwiGLU to gate and up (GATED), and store the outputs."""
+    mine = at < end - begin
+    if units is not None:
+        sums, ups = sums * unit[None, :], ups * unit[None, :]
     if GROUP is None:
-        sums *= scales_of(scale + first * groups, mine)
+        sums *= scales_of(scale + begin * groups, mine)
         if GATED:
-            ups *= scales_of(up_scale + first * groups, mine)
+            ups *= scales_of(up_scale + begin * groups, mine)
     y = sums.to(out.dtype.element_ty)
     if GATED:
         y = silu_times(y, ups.to(y.dtype))
-    return y
+    to_out = out + row.to(tl.int64)[None, :] * outputs + (begin + at)[:, None]
+    tl.store(to_out, y, mask=mine[:, None] & known[None, :])
 
 
 @triton.jit

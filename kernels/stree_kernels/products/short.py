@@ -182,8 +182,7 @@ def block_of(inputs: int) -> int:
 @triton.jit(do_not_specialize=["rows", "per_row"])
 def short_kernel(
     source, source_stride, added, part_stride, sequence_stride, place_stride,
-    scale, gate, gate_stride, total,
-    tokens, token_stride, nodes, node_stride,
+    scale, gate, gate_stride, total, tokens, token_stride, nodes, node_stride,
     weight, out, rows, per_row, outputs, inputs, share, eps,
     PARTS: tl.constexpr, WRITTEN: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,

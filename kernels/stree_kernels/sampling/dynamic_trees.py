@@ -140,8 +140,7 @@ def topology_kernel(
 # A bound of 1 is not made a constant here, either
 @triton.jit(do_not_specialize=["count"])
 def pick_kernel(
-    values, value_stride, drawn_by, first, end,
-    picks, pick_stride, parents, parent_stride, count,
+    values, value_stride, drawn_by, first, end, picks, pick_stride, parents, parent_stride, count,
     drawn, drawn_stride, pool_depths, pool_tokens, pool_stride, depths, numbers,
     inner, least, num_drawn,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,

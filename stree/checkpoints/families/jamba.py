@@ -9,16 +9,15 @@ from torch import Tensor
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.names import Names, in_layers
+from stree.checkpoints.names import MAMBA1_PARTS, Names, in_layers
 from stree.checkpoints.sources import Layout, Rename, Source, named
 from stree.models.config import HybridConfig
 
-MIXER = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")
 NAMES = Names({
     "model.final_layernorm": "model.norm",
     **in_layers({
         "pre_ff_layernorm": "post_attention_layernorm",
-        **{f"mamba.{name}": f"mamba1.{name}" for name in MIXER},
+        **{f"mamba.{name}": f"mamba1.{name}" for name in MAMBA1_PARTS},
         "feed_forward.gate_proj": "mlp.gate_proj",
         "feed_forward.up_proj": "mlp.up_proj",
         "feed_forward.down_proj": "mlp.down_proj",

@@ -46,9 +46,7 @@ _NAMES = {  # ours, and the published ones
 
 @torch.inference_mode(False)
 def load_eagle(
-    path: str | os.PathLike[str],
-    target: HybridConfig,
-    device: torch.device | str = "cpu",
+    path: str | os.PathLike[str], target: HybridConfig, device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> HybridModel:
     """Load the EAGLE-3 head in a checkpoint folder, as a drafter of a target of this config.

@@ -20,8 +20,7 @@ _UNKNOWN = "model.features.unknown"
 
 @torch.inference_mode(False)
 def load_mtp(
-    path: str | os.PathLike[str],
-    device: torch.device | str = "cpu",
+    path: str | os.PathLike[str], device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> HybridModel:
     """Load the head for multi-token prediction of a checkpoint folder, as a drafter.

@@ -6,19 +6,13 @@ from typing import Any
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.names import Names, Table, in_layers
+from stree.checkpoints.names import MAMBA1_PARTS, Names, Table, in_layers
 from stree.checkpoints.sources import Layout, named
 from stree.models.config import HybridConfig
 
 MIXER: Table = {  # names within a layer
     "norm": "input_layernorm",
-    "mixer.in_proj": "mamba1.in_proj",
-    "mixer.conv1d": "mamba1.conv1d",
-    "mixer.x_proj": "mamba1.x_proj",
-    "mixer.dt_proj": "mamba1.dt_proj",
-    "mixer.A_log": "mamba1.A_log",
-    "mixer.D": "mamba1.D",
-    "mixer.out_proj": "mamba1.out_proj",
+    **{f"mixer.{name}": f"mamba1.{name}" for name in MAMBA1_PARTS},
 }
 
 

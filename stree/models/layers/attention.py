@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import AttentionCache
 from stree.models.layers.norm import RMSNorm
-from stree.models.layers.part import (
-    Mixer,
-    Nodes,
-    PrefillPass,
-    TrainingPass,
-    TreePass,
-    put,
-)
+from stree.models.layers.part import Mixer, Nodes, PrefillPass, TrainingPass, TreePass, put
 from stree.models.multi_step import MultiStepPass, attended_ahead
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Stream

@@ -13,13 +13,7 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import GatedDeltaCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.packed_linear import lay_channels_together
-from stree.models.layers.part import (
-    Mixer,
-    Nodes,
-    PrefillPass,
-    TrainingPass,
-    put,
-)
+from stree.models.layers.part import Mixer, Nodes, PrefillPass, TrainingPass, put
 from stree_kernels import naive, ops
 from stree_kernels.contracts import GatedDeltaWeights
 from stree_kernels.gated_delta.scan import gated_delta_scan

@@ -14,13 +14,7 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import MambaCache
 from stree.models.layers.norm import RMSNorm
 from stree.models.layers.packed_linear import lay_channels_together
-from stree.models.layers.part import (
-    Mixer,
-    Nodes,
-    PrefillPass,
-    TrainingPass,
-    put,
-)
+from stree.models.layers.part import Mixer, Nodes, PrefillPass, TrainingPass, put
 from stree.models.multi_step import MultiStepPass, Scanned, convolved, scanned_ahead
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Gated, MixerWeights

@@ -114,8 +114,7 @@ class Mamba1(Mixer):
         return x, gate
 
     def mix(
-        self, advanced: tuple[Tensor, Tensor], cache: Mamba1Cache, nodes: Nodes,
-        out: Tensor | None,
+        self, advanced: tuple[Tensor, Tensor], cache: Mamba1Cache, nodes: Nodes, out: Tensor | None
     ) -> Tensor:
         x, gate = advanced
         selected = ops.linear(x, self.x_proj.weight)

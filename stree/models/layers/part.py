@@ -225,10 +225,7 @@ class TreePass:
         return y[0] if len(y) == 1 else y.sum(0).to(self.embedding.dtype)
 
     def add_norm(
-        self,
-        x: Tensor | Stream | None,
-        y: Added,
-        norm: RMSNorm | None,
+        self, x: Tensor | Stream | None, y: Added, norm: RMSNorm | None,
         beside: Tensor | None = None,
     ) -> tuple[Stream, Stream]:
         """Return x + y and its norm as a `Stream`, which the part that reads it adds up and norms.

@@ -33,10 +33,7 @@ def rotary_angles(config: HybridConfig, positions: Tensor, dtype: torch.dtype) -
 
 @functools.lru_cache(maxsize=64)
 def _frequencies(
-    rotated: int,
-    pairs: int,
-    theta: float,
-    scaling: tuple[tuple[str, object], ...],
+    rotated: int, pairs: int, theta: float, scaling: tuple[tuple[str, object], ...],
     device: torch.device,
 ) -> Tensor:
     """Return inverse frequencies (pairs,) in fp64; 0 for channels that are not rotated.

@@ -7,13 +7,7 @@ from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import ShortConvCache
-from stree.models.layers.part import (
-    Mixer,
-    Nodes,
-    PrefillPass,
-    TrainingPass,
-    put,
-)
+from stree.models.layers.part import Mixer, Nodes, PrefillPass, TrainingPass, put
 from stree_kernels import ops
 
 
