@@ -23,7 +23,7 @@ from stree_pipelines.evaluation.estimates import describe_comparison
 from stree_pipelines.evaluation.options import OPTIONS, add_options
 from stree_pipelines.evaluation.plan import DRAFTING
 from stree_pipelines.reports import arms, plots
-from stree_pipelines.reports.rendering import markdown_page, render_page
+from stree_pipelines.reports.rendering import markdown_page
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if comparison.workers.is_main:
             places = arms.places_of(rows, comparison.store, comparison.tunings())
             text, folder = markdown_page(arms.markdown(places)), Path(settings.out)
-            page = render_page("compare.html.j2", arms.page(places, folder.resolve().name))
             write_atomically(folder / "comparison.md", text)
+            page = arms.page(places, folder.resolve().name)
             write_atomically(folder / "comparison.html", page)
             drawing = plots.to_svg(arms.overview(places), "Speed-ups of all arms")
             write_atomically(folder / "comparison.svg", drawing)

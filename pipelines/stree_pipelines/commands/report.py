@@ -30,8 +30,8 @@ from stree_pipelines.evaluation.result_store import (
     write_rows,
 )
 from stree_pipelines.reports import plots, runs_plots, runs_tables
-from stree_pipelines.reports.page import Drawn, page_context, runs_context
-from stree_pipelines.reports.rendering import markdown_page, render_page
+from stree_pipelines.reports.page import Drawn, run_page, runs_page
+from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import (
     COMMAND_NAME,
     CONFIG_NAME,
@@ -72,8 +72,7 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
         name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
         drawn = by_length.drawn(data, ladder.rungs)
         files |= _drawn(name, drawn, "τ against prompt length")
-    page = page_context(data, findings, _figures(data, findings))
-    files["report.html"] = render_page("report.html.j2", page)
+    files["report.html"] = run_page(data, findings, _figures(data, findings))
     notes = [by_length.introduction(data)] if ladders else []
     notes += [each for ladder in ladders for each in ladder.verdicts]
     notes += [note for note in (parting_sentence(data), *data.notes) if note]
@@ -87,14 +86,13 @@ def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
     every = runs.methods, runs.temperatures
     tau, speed = (runs_plots.grid(runs, kind, *every)
                   for kind in (runs_plots.ACCEPTANCE_LENGTH, runs_plots.SPEEDUP))
-    page = runs_context(runs, findings, runs_plots.page_figures(runs))
     files: dict[str, str | bytes] = {
         "table6.md": runs_tables.markdown(runs, findings),
         "table6.json": runs_tables.rows_json(runs, rows),
         "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
         **_drawn("tau_vs_step", tau, "τ against distillation step"),
         **_drawn("speed_vs_step", speed, "Speed-up against distillation step"),
-        "report.html": render_page("report.html.j2", page),
+        "report.html": runs_page(runs, findings, runs_plots.page_figures(runs)),
     }
     return _write(files, Path(out)), _summary(findings, runs.notes)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -19,7 +18,8 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, Tree
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import plots
-from stree_pipelines.reports.page import environment
+from stree_pipelines.reports.page import Section, environment
+from stree_pipelines.reports.page import page as html_page
 from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
 from stree_pipelines.reports.tables.tables import (
     MISSING,
@@ -169,16 +169,17 @@ def markdown(places: Sequence[Place]) -> str:
     return "\n".join(parts)
 
 
-def page(places: Sequence[Place], name: str) -> dict[str, Any]:
-    """Return the values of the HTML page's template."""
-    parts = [
-        {"place": place, "table": table(place), "verdict": verdict(place), "svg": plots.to_svg(
-            speedups(place), f"Speed-up, {place.title}", inline=True
-        )}
-        for place in places
-    ]
-    rows = [row for place in places for row in place.rows.values()]
-    return {"name": name, "intro": INTRO, "parts": parts, "facts": environment(rows, [])}
+def page(places: Sequence[Place], name: str) -> str:
+    """Return the HTML page."""
+    advice = ((place.title, verdict(place)) for place in places)
+    heading = "drafters, trees and verifiers compared"
+    return html_page(
+        f"{name}: {heading}", f"{name} · {heading}",
+        [(title, each.headline or "No verdict", each.reason) for title, each in advice],
+        [Section(place.title, [INTRO, *place.remarks], [table(place)]) for place in places],
+        ((f"Speed-up, {place.title}", "", speedups(place)) for place in places),
+        environment([row for place in places for row in place.rows.values()], []),
+    )
 
 
 def speedups(place: Place) -> Figure:

@@ -1,9 +1,9 @@
-"""Gather the HTML page's content into plain values for its template."""
+"""Make the HTML pages of a run, of several runs and of a comparison, by one template."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -13,14 +13,16 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.reports import plots, runs_tables
+from stree_pipelines.reports.rendering import render_page
 from stree_pipelines.reports.run_data import RunData, checkpoint_title
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length
 from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.lossless import counted_answers, lossless_tables
+from stree_pipelines.reports.tables.tables import Table
 
 MAX_SAMPLES_PER_BENCHMARK = 3
-MAX_DIVERGENCES_SHOWN = 50
 INTRO = (
     "Speed in new tokens per second, with its ratio to plain decoding of the same prompts in the "
     "same process; τ in new tokens per target call. Plain decoding has no drafts; a chain has one "
@@ -30,77 +32,86 @@ INTRO = (
 Drawn = Iterable[tuple[str, str, Figure | None]]  # title, remark and figure of each
 
 
-def page_context(data: RunData, findings: Findings, figures: Drawn) -> dict[str, Any]:
-    """Return the template's values for the page of a run."""
+class Section(NamedTuple):
+    """Part of a page: sentences and tables below a heading, and tables folded under `more`."""
+
+    title: str
+    lines: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    more: str = ""
+    folded: Sequence[Table] = ()
+
+
+def page(
+    title: str, heading: str, cards: Iterable[tuple[str, str, str]], sections: Iterable[Section],
+    figures: Drawn, environment: Sequence[tuple[str, str]], notes: Iterable[str] = (),
+    samples: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return a self-contained HTML page.
+
+    cards: a place, a headline and its reason each. notes: empty ones are left out.
+    """
+    drawn = [
+        (name, remark, plots.to_svg(figure, name, inline=True))
+        for name, remark, figure in figures
+        if figure is not None
+    ]
+    return render_page("page.html.j2", {
+        "title": title, "heading": heading, "cards": cards, "notes": filter(None, notes),
+        "sections": sections, "figures": drawn, "samples": samples, "environment": environment,
+    })
+
+
+def run_page(data: RunData, findings: Findings, figures: Drawn) -> str:
+    """Return the page of a run."""
     name = data.folder.resolve().name
     at_last = f" · drafter at {checkpoint_title(data, data.last)}" if data.last else ""
-    return {
-        "title": f"{name}: speculative decoding report",
-        "heading": f"{name}{at_last}",
-        "intro": INTRO,
-        "more": "By benchmark",
-        "by_length": findings.ladders,
-        "lengths_intro": by_length.introduction(data),
-        "lossless": _lossless(data),
-        "samples": _samples(data),
-        "environment": environment(data.rows, [data.command]),
-        "parting": parting_sentence(data),
-        "notes": data.notes,
-        **_common(findings, figures),
-    }
-
-
-def runs_context(runs: Runs, findings: Findings, figures: Drawn) -> dict[str, Any]:
-    """Return the template's values for the page of several runs."""
-    name = " · ".join(column.title for column in runs.columns)
-    return {
-        "title": f"{name}: runs compared",
-        "heading": name,
-        "intro": runs_tables.intro(runs),
-        "more": "By benchmark",
-        "runs": [
-            (column.name, run.folder, run.command.get("seed", ""),
-             str(run.command.get("git_sha") or "")[:12])
-            for column in runs.columns
-            for run in column.runs
-        ],
-        "environment": environment(runs.rows, [run.command for run in runs.every]),
-        "notes": runs.notes,
-        **_common(findings, figures),
-    }
-
-
-def _common(findings: Findings, figures: Drawn) -> dict[str, Any]:
-    """Return the values that both pages have."""
-    return {
-        "advice": {f"{temperature:g}": advice for temperature, advice in findings.advice.items()},
-        "main_tables": findings.main_tables,
-        "tables": findings.tables[len(findings.main_tables) :],
-        "figures": [
-            (title, remark, plots.to_svg(figure, title, inline=True))
-            for title, remark, figure in figures
-            if figure is not None
-        ],
-    }
-
-
-def _lossless(data: RunData) -> dict[str, Any]:
-    """Return the checks, (checkpoint, method, benchmark, result) each, and their divergences."""
-    checks = [
-        (checkpoint_title(data, checkpoint), method_label(method), benchmark, cell.lossless)
-        for (checkpoint, method, benchmark, _), cell in data.cells.items()
-        if cell.lossless is not None and benchmark in data.benchmarks
+    compared = [row for row in data.rows if row.lossless]
+    lossless = Section(
+        "Losslessness", [counted_answers(compared)], more="Checks", folded=lossless_tables(compared)
+    ) if compared else Section(
+        "Losslessness", ["Not checked: that takes a run at temperature 0 with plain decoding."]
+    )
+    ladders = [
+        Section("By prompt length", [by_length.introduction(data), *each.verdicts], each.tables)
+        for each in findings.ladders
     ]
-    divergences = [(*place, each) for *place, result in checks for each in result.divergences]
-    gaps = [each.logit_gap for *_, result in checks for each in result.divergences]
-    return {
-        "checked": sum(result.num_prompts for *_, result in checks),
-        "identical": sum(result.num_identical for *_, result in checks),
-        "checks": checks,
-        "divergences": divergences[:MAX_DIVERGENCES_SHOWN],
-        "num_divergences": len(divergences),
-        "largest_gap": max(gaps, default=None),
-    }
+    return page(
+        f"{name}: speculative decoding report", f"{name}{at_last}", _cards(findings, "No advice"),
+        [_speeds(findings, INTRO), *ladders, lossless], figures,
+        environment(data.rows, [data.command]), [parting_sentence(data), *data.notes],
+        _samples(data),
+    )
+
+
+def runs_page(runs: Runs, findings: Findings, figures: Drawn) -> str:
+    """Return the page of several runs."""
+    name = " · ".join(column.title for column in runs.columns)
+    lines = [("Name", "Folder", "Seed", "Commit of the training")] + [
+        (column.name, str(run.folder), str(run.command.get("seed", "")),
+         str(run.command.get("git_sha") or "")[:12])
+        for column in runs.columns
+        for run in column.runs
+    ]
+    return page(
+        f"{name}: runs compared", name, _cards(findings, "No comparison"),
+        [_speeds(findings, runs_tables.intro(runs)),
+         Section("Runs", tables=[Table("Runs", tuple(lines))])],
+        figures, environment(runs.rows, [run.command for run in runs.every]), runs.notes,
+    )
+
+
+def _cards(findings: Findings, otherwise: str) -> list[tuple[str, str, str]]:
+    return [
+        (f"Temperature {temperature:g}", advice.headline or otherwise, advice.reason)
+        for temperature, advice in findings.advice.items()
+    ]
+
+
+def _speeds(findings: Findings, intro: str) -> Section:
+    main = findings.main_tables
+    rest = findings.tables[len(main) :]
+    return Section("Speed and acceptance length", [intro], main, "By benchmark", rest)
 
 
 def _samples(data: RunData) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def test_a_run_whose_tau_falls_says_so_in_the_table_the_page_and_the_output(
     assert sentence in " ".join(capsys.readouterr().out.split())  # lines are wrapped
     assert sentence in (tmp_path / "table6.md").read_text(encoding="utf-8")
     page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "What training simulates is not what decoding measures" in page and sentence in page
+    assert sentence in page
 
 
 def test_a_run_whose_tau_follows_says_nothing(tmp_path):
@@ -81,7 +81,7 @@ def test_a_run_whose_tau_follows_says_nothing(tmp_path):
     main([str(tmp_path)])
     for name in ("table6.md", "report.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "part ways" not in text and "What training simulates" not in text
+        assert "part ways" not in text
 
 
 def test_it_is_compared_with_the_chain_that_was_measured_at_the_temperature_next_to_one(tmp_path):

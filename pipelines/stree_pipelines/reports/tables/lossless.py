@@ -1,7 +1,8 @@
-"""List every comparison of a run's tokens with plain decoding, as Markdown."""
+"""List comparisons of answers with plain decoding's tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from stree_pipelines.evaluation.plan import method_label
@@ -14,25 +15,11 @@ from stree_pipelines.reports.tables.tables import MISSING, Table
 def lossless_markdown(run: Path) -> str:
     """Format checks and divergences of all evaluations of a run; "" when nothing was compared.
 
-    The evaluations are RUN/eval, RUN/eval-fp32 and so on, or RUN when it holds results itself. A
-    decoding setting in which they differ has a column.
+    The evaluations are RUN/eval, RUN/eval-fp32 and so on, or RUN when it holds results itself.
     """
     rows = _compared(run)
-    if not rows:
-        return ""
-    identical, checked = _counts(rows)
-    columns = [name for name in differing(rows) if name != "dtype"]
-    parts = [
-        "# Losslessness",
-        f"{identical} of {checked} answers are token for token those of plain decoding, sampled "
-        "ones those of the same seed. Where one is not, the gap is the target's own first logit "
-        "(with its noise, when sampling) minus its second after the common prefix: rounding "
-        "decides ties.",
-        _checks(rows, columns).to_markdown(),
-    ]
-    if identical < checked:
-        parts.append(_divergences(rows, columns).to_markdown())
-    return "\n\n".join(parts)
+    tables = (table.to_markdown() for table in lossless_tables(rows))
+    return "\n\n".join(["# Losslessness", counted_answers(rows), *tables]) if rows else ""
 
 
 def lossless_sentence(run: Path) -> str:
@@ -43,6 +30,47 @@ def lossless_sentence(run: Path) -> str:
     return sentence if checked else ""
 
 
+def counted_answers(rows: Sequence[ResultRow]) -> str:
+    """Count the answers in compared rows that equal plain decoding's, and explain the others."""
+    identical, checked = _counts(rows)
+    return (
+        f"{identical} of {checked} answers are token for token those of plain decoding, sampled "
+        "ones those of the same seed. Where one is not, the gap is the target's own first logit "
+        "(with its noise, when sampling) minus its second after the common prefix: rounding "
+        "decides ties."
+    )
+
+
+def lossless_tables(rows: Sequence[ResultRow]) -> list[Table]:
+    """Make the table of the comparisons and, where an answer differs, that of the differences.
+
+    A decoding setting in which the rows differ has a column.
+    """
+    columns = [name for name in differing(rows) if name != "dtype"]
+    places = ("Weights", *columns, "Benchmark", "T", "Method", "Step")
+    checks: list[tuple[str, ...]] = [(*places, "Identical", "Largest gap")]
+    divergences: list[tuple[str, ...]] = [(*places, "Prompt", "Turn", "Position", "Gap")]
+    for row in rows:
+        assert row.lossless is not None
+        setting, found = setting_of(row), row.lossless.divergences
+        place = (
+            setting["dtype"], *(setting.get(name, MISSING) for name in columns), row.benchmark,
+            f"{row.temperature:g}", method_label(row.method),
+            MISSING if row.step is None else str(row.step),
+        )
+        largest = max((each.logit_gap for each in found), default=None)
+        checks.append((
+            *place, f"{row.lossless.num_identical} of {row.lossless.num_prompts}",
+            MISSING if largest is None else f"{largest:.4f}",
+        ))
+        divergences += (
+            (*place, each.prompt_id, str(each.turn), str(each.position), f"{each.logit_gap:.5f}")
+            for each in found
+        )
+    tables = [Table("Checks", tuple(checks)), Table("Divergences", tuple(divergences))]
+    return tables if len(divergences) > 1 else tables[:1]
+
+
 def _compared(run: Path) -> list[ResultRow]:
     folders = [
         path for path in (run, *sorted(run.glob("eval*"))) if (path / RESULTS_NAME).is_file()
@@ -50,37 +78,7 @@ def _compared(run: Path) -> list[ResultRow]:
     return [row for folder in folders for row in ResultStore(folder).results() if row.lossless]
 
 
-def _counts(rows: list[ResultRow]) -> tuple[int, int]:
+def _counts(rows: Sequence[ResultRow]) -> tuple[int, int]:
     """Return the number of identical answers, and of compared ones."""
     checks = [row.lossless for row in rows if row.lossless]
     return sum(each.num_identical for each in checks), sum(each.num_prompts for each in checks)
-
-
-def _checks(rows: list[ResultRow], columns: list[str]) -> Table:
-    lines = [("Weights", *columns, "Benchmark", "T", "Method", "Step", "Identical", "Largest gap")]
-    for row in rows:
-        assert row.lossless is not None
-        gaps = [each.logit_gap for each in row.lossless.divergences]
-        lines.append((
-            *_place(row, columns),
-            f"{row.lossless.num_identical} of {row.lossless.num_prompts}",
-            f"{max(gaps):.4f}" if gaps else MISSING,
-        ))
-    return Table("Checks", tuple(lines))
-
-
-def _divergences(rows: list[ResultRow], columns: list[str]) -> Table:
-    heads = ("Benchmark", "T", "Method", "Step", "Prompt", "Turn", "Position", "Gap")
-    lines: list[tuple[str, ...]] = [("Weights", *columns, *heads)]
-    for row in rows:
-        for each in row.lossless.divergences if row.lossless else ():
-            where = (each.prompt_id, str(each.turn), str(each.position), f"{each.logit_gap:.5f}")
-            lines.append((*_place(row, columns), *where))
-    return Table("Divergences", tuple(lines))
-
-
-def _place(row: ResultRow, columns: list[str]) -> tuple[str, ...]:
-    setting = setting_of(row)
-    step = MISSING if row.step is None else str(row.step)
-    where = (setting["dtype"], *(setting.get(name, MISSING) for name in columns))
-    return *where, row.benchmark, f"{row.temperature:g}", method_label(row.method), step
