@@ -45,7 +45,7 @@ from stree_pipelines.reports.runs import Runs, load_runs
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length
-from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.by_length import Findings
 from stree_pipelines.reports.tables.lossless import lossless_markdown, lossless_sentence
 from stree_pipelines.reports.tables.table_rows import as_csv, table6_json, table_rows
 from stree_pipelines.reports.tables.tables import in_lines, table6_markdown, to_latex

@@ -21,11 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stree import metrics
+from stree_pipelines.evaluation.records import SampleRow
 
 HOW = (
     "95 % bootstrap intervals over prompts, and over seeds where there are several: both are drawn "
     "anew, apart from each other. With two or three seeds they are still too narrow."
 )
+
+MIN_QUARTER_TOKENS = 8  # of an answer's last quarter; fewer repeat in any text
 
 Sums = Callable[[str], NDArray[np.float64]]  # a count's name -> its sums over resamples, [R]
 Figure = Callable[[Sums], NDArray[np.float64]]
@@ -75,6 +78,20 @@ def median_speedup(answers: Answers) -> float | None:
         speed_SQ = counts["tokens"] / counts["seconds"]
         value = np.median(speed_SQ / (counts["plain_tokens"] / counts["plain_seconds"]))
     return float(value) if np.isfinite(value) else None
+
+
+def repeats(sample: SampleRow) -> bool:
+    """Return True when the last quarter of one of the sample's answers came earlier in that answer.
+
+    Such answers go in circles: easy to draft, they flatter every drafter.
+    """
+    for tokens in (turn.tokens for turn in sample.turns):
+        size = len(tokens) // 4
+        if size >= MIN_QUARTER_TOKENS and any(
+            tokens[at : at + size] == tokens[-size:] for at in range(len(tokens) - size)
+        ):
+            return True
+    return False
 
 
 class Gain(NamedTuple):

@@ -33,10 +33,13 @@ from stree.common.template_dates import template_date
 from stree.common.words import device_name
 from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.answering import gc_freeze, stalls
-from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
+from stree_pipelines.evaluation.answering.answers import (
+    Answerer,
+    interleaved_answers,
+    timing_of,
+)
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.answering.drafter_readings import read_answer
-from stree_pipelines.evaluation.answering.interleave import interleaved_answers
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import Workers, describe_environment
 from stree_pipelines.evaluation.plan import (
@@ -197,8 +200,11 @@ class Evaluation:
         """
         try:
             with ExitStack() as stack:
+                waiting = f"waiting for another evaluation in {self.store.directory} to finish"
                 # Others would disturb its timing and its journals
-                lock = locked(self.store.directory / LOCK_NAME, self._say_waiting)
+                lock = locked(
+                    self.store.directory / LOCK_NAME, partial(self.progress.say, waiting)
+                )
                 self._on_main(lambda: stack.enter_context(lock))
                 self._on_main(lambda: self._prepare_folder(jobs))
                 existing = {row.key for row in self.store.results()}
@@ -207,13 +213,17 @@ class Evaluation:
                 disk = disk_of(self.settings, list(chain(*groups)), num_interleaved)
                 if shortage := disk_shortage(self.store.directory, disk):
                     self.progress.say(f"warning: {shortage}")
-                rounds = [self._share(group) for group in groups]
+                mine = (set(self.workers.share(group[0].benchmark.prompts)) for group in groups)
+                rounds = [
+                    [each for each in self.rounds(group) if each.prompt in prompts]
+                    for group, prompts in zip(groups, mine, strict=True)
+                ]
                 self.workers.gather(None)  # all have read before any worker appends or publishes
                 self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
                 self.say_room()
-                for group, mine in zip(groups, rounds, strict=True):
+                for group, own in zip(groups, rounds, strict=True):
                     with gc_freeze.left_alone():
-                        self._together(group[0].benchmark.name, partial(self._run, mine))
+                        self._together(group[0].benchmark.name, partial(self._run, own))
                     for job in group:
                         self._on_main(partial(self._publish, job))
                         self._published.add(job.result_key)
@@ -250,11 +260,6 @@ class Evaluation:
             target_sha256=self.target_sha256, chat_template=self.chat_template,
             device_type=self.decoders.device.type,
         )
-
-    def _share(self, group: Sequence[Job]) -> list[Round]:
-        """Return this worker's rounds."""
-        mine = set(self.workers.share(group[0].benchmark.prompts))
-        return [each for each in self.rounds(group) if each.prompt in mine]
 
     def _warm_up(self, rounds: Sequence[Round]) -> None:
         """Let every decoder and sampling rule make its first calls before anything is timed."""
@@ -318,9 +323,6 @@ class Evaluation:
             # Rows that this process measured, such as an earlier checkpoint's baseline, stay.
             stale = [job for job in jobs if job.result_key not in self._published]
             self.store.forget({job.result_key: job.samples_name for job in stale})
-
-    def _say_waiting(self) -> None:
-        self.progress.say(f"waiting for another evaluation in {self.store.directory} to finish")
 
     def _on_main(self, action: Callable[[], object]) -> None:
         """Run an action on the main worker; all wait for it, and fail with it."""

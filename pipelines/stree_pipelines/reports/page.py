@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from stree import metrics
-from stree_pipelines.comparison.repeats import repeats
+from stree_pipelines.comparison.answers import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import sampling_text
@@ -18,7 +18,7 @@ from stree_pipelines.reports.run_data import RunData, checkpoint_title
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length
-from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.by_length import Findings
 from stree_pipelines.reports.tables.lossless import counted_answers, lossless_tables
 from stree_pipelines.reports.tables.tables import Table
 

@@ -16,7 +16,7 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.reports.run_data import Cell, checkpoint_title
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.settings import common_setting
-from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.by_length import Findings
 from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, gains_of
 from stree_pipelines.reports.tables.table_rows import figures_of as cell_figures
 from stree_pipelines.reports.tables.tables import (

@@ -29,7 +29,6 @@ from stree.models.slicing import (
 from stree_pipelines.resources.estimates import ModelPlan
 from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.hidden_states import FeatureConfig, features_of
-from stree_pipelines.training.losses.config import LossConfig
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
@@ -37,6 +36,7 @@ from stree_pipelines.training.losses.distillation_loss import (
     counted_rows,
     teacher_of,
 )
+from stree_pipelines.training.losses.divergences import LossConfig
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.teachers.frozen_target import (

@@ -27,11 +27,11 @@ from stree_pipelines.comparison.answers import (
     acceptance_length,
     ratio,
     relative,
+    repeats,
     speedup,
     speedup_per_tau,
     tokens_per_second,
 )
-from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job, method_label
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED

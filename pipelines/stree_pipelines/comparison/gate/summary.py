@@ -42,6 +42,11 @@ def markdown(
     checkpoint = next(row for row in mine if row.checkpoint)
     baseline = next(row for row in theirs if row.checkpoint)
     same = checkpoint.checkpoint_sha256 == baseline.checkpoint_sha256
+    on, on_other = (
+        f"{at.num_processes} × {at.device}, {at.num_threads} threads, code {at.git_sha or '?'}"
+        for at in (checkpoint.environment, baseline.environment)
+    )
+    apart = [f"- measured apart: the baseline on {on_other}; this on {on}"]
     lines = [
         f"## Checkpoint benchmark: {HEADLINES[verdict]}",
         "",
@@ -51,7 +56,7 @@ def markdown(
         f"{dtype_of(checkpoint)}, at most {checkpoint.max_new_tokens} new "
         f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{sampling_text(checkpoint, ', ')}, "
         f"seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
-        *_apart(checkpoint, baseline),
+        *apart[: on != on_other],
         *_chosen(mine, theirs),
         *([f"- {note}"] if note else []),
         "",
@@ -155,12 +160,6 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
     return Table("Rows", (heads, *rows))
 
 
-def _apart(checkpoint: ResultRow, baseline: ResultRow) -> list[str]:
-    """Return a line about the two machines, if they differ."""
-    mine, theirs = map(_circumstances, (checkpoint, baseline))
-    return [] if mine == theirs else [f"- measured apart: the baseline on {theirs}; this on {mine}"]
-
-
 def _chosen(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> list[str]:
     """Return lines with the shares of the trees, when each step's tree was chosen."""
     others = {row.key[1:]: row for row in theirs}
@@ -178,14 +177,6 @@ def _chosen(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> list[str]
             line += "; plain ones draft nothing, and say nothing about a drafter"
         lines.append(line)
     return lines
-
-
-def _circumstances(row: ResultRow) -> str:
-    environment = row.environment
-    return (
-        f"{environment.num_processes} × {environment.device}, {environment.num_threads} threads, "
-        f"code {environment.git_sha or '?'}"
-    )
 
 
 def _identity(row: ResultRow) -> str:

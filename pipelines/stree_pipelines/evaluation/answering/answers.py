@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,9 +20,18 @@ from stree_kernels import naive
 from stree_pipelines.evaluation.answering.batching import TimedRows
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
-from stree_pipelines.evaluation.plan import ChosenTree, Job, method_label, prompt_seed
+from stree_pipelines.evaluation.plan import (
+    AUTOREGRESSIVE,
+    ChosenTree,
+    Job,
+    Round,
+    method_label,
+    prompt_seed,
+)
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
 from stree_pipelines.evaluation.sampling import sampling_of
+
+Answer = tuple[Round, Job, SampleRow]
 
 
 @dataclass
@@ -274,6 +283,55 @@ def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Itera
             low, high = (low, middle) if changes(token, sign * middle) else (middle, high)
         least.append(high)
     return min(least)
+
+
+def interleaved_answers(
+    answerer: Answerer, rounds: Sequence[Round]
+) -> Generator[Answer, None, None]:
+    """Answer the rounds of one benchmark and temperature, interleaving their methods.
+
+    Yields each answer as soon as it and the baseline's answer to its prompt are there.
+
+    A method's turn lasts until a batch of prompts is answered: anything that slows the machine for
+    a while then slows all methods alike. Rows that come free meanwhile go to the prompts after the
+    batch, which stay in progress until the method's next turn.
+    """
+    rounds_by_id = {each.prompt.id: each for each in rounds}
+    found = {job.method: job for each in rounds for job in each.jobs}
+    jobs = sorted(found.values(), key=lambda job: job.method != AUTOREGRESSIVE)
+    baselines: dict[str, SampleRow] = {}
+    early: dict[str, list[tuple[Job, SampleRow]]] = {}  # before their baseline
+
+    def with_baseline(job: Job, sample: SampleRow) -> Answer:
+        each = rounds_by_id[sample.prompt_id]
+        if each.baseline is not None:
+            sample = answerer.with_baseline(job, each.prompt, sample, baselines[sample.prompt_id])
+        return each, job, sample
+
+    with ExitStack() as stack:
+        streams, answered = {}, {}
+        for job in jobs:
+            prompts = [each.prompt for each in rounds if job in each.jobs]
+            stream = stack.enter_context(closing(answerer.answers(job, prompts)))
+            streams[job.method], answered[job.method] = stream, set[str]()
+        batch_size = answerer.settings.batch_size
+        for first in range(0, len(rounds), batch_size):
+            batch = rounds[first : first + batch_size]
+            for job in jobs:
+                wanted = {each.prompt.id for each in batch if job in each.jobs}
+                while wanted - answered[job.method]:
+                    sample = next(streams[job.method])
+                    identity = sample.prompt_id
+                    answered[job.method].add(identity)
+                    if job.method == AUTOREGRESSIVE:
+                        baselines[identity] = sample
+                        yield rounds_by_id[identity], job, sample
+                        for waiting in early.pop(identity, []):
+                            yield with_baseline(*waiting)
+                    elif rounds_by_id[identity].baseline is None or identity in baselines:
+                        yield with_baseline(job, sample)
+                    else:
+                        early.setdefault(identity, []).append((job, sample))
 
 
 def timing_of(sample: SampleRow) -> BaselineTiming:

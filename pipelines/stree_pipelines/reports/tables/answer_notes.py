@@ -9,9 +9,9 @@ from stree_pipelines.comparison.answers import (
     Answers,
     Figure,
     acceptance_length,
+    repeats,
     speedup,
 )
-from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.answering.stalls import MAX_WAITING_SHARE, stalled, waiting_share
 from stree_pipelines.evaluation.records import SampleRow
 

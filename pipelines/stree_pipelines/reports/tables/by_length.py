@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -26,7 +26,10 @@ from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title
 from stree_pipelines.reports.settings import dtype_of
 from stree_pipelines.reports.tables.tables import (
     MISSING,
+    Advice,
     Table,
+    advise,
+    all_tables,
     below,
     figure,
     plain_speed,
@@ -197,6 +200,28 @@ def findings(data: RunData) -> list[LadderFindings]:
     return [
         LadderFindings(rungs, tables(data, rungs), verdicts(data, rungs)) for rungs in ladders(data)
     ]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Findings on a run or several: tables, the advice by temperature, and τ by prompt length.
+
+    The first tables, one for each temperature, are over all benchmarks.
+    """
+
+    tables: list[Table]
+    advice: dict[float, Advice]
+    ladders: list[LadderFindings] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, data: RunData) -> Self:
+        """Return the findings on one run: Table 6 of each scope and temperature is its tables."""
+        advice = {temperature: advise(data, temperature) for temperature in data.temperatures}
+        return cls(all_tables(data), advice, findings(data))
+
+    @property
+    def main_tables(self) -> list[Table]:
+        return self.tables[: len(self.advice)]
 
 
 def introduction(data: RunData) -> str:

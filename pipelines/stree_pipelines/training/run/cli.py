@@ -58,8 +58,12 @@ from stree_pipelines.training.run.run_folder import (
     require_same_run,
     take_run_folder,
 )
-from stree_pipelines.training.run.trackers import make_tracker, start_tracker
-from stree_pipelines.training.run.trainer_settings import TRAINER_DEFAULTS, require_trainable
+from stree_pipelines.training.run.trainer_settings import (
+    TRAINER_DEFAULTS,
+    make_tracker,
+    require_trainable,
+    start_tracker,
+)
 from stree_pipelines.training.teachers.on_policy_check import OnPolicyCheck
 
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss

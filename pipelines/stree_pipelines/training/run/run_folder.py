@@ -25,6 +25,7 @@ from stree.common.files import reporting_refusals, sweep_leftovers, write_atomic
 from stree.common.locks import take_lock
 from stree.common.plain_data import parse_yaml, read_text
 from stree_pipelines.console.command_line import typed_command
+from stree_pipelines.console.config_files import dotted
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
 
@@ -176,14 +177,8 @@ def changes_since(
     return "; ".join(changed[:3]) + ("; …" if len(changed) > 3 else "")
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in dotted(values).items() if not isinstance(each, Mapping)}
 
 
 class Curves(TensorBoardLogger):

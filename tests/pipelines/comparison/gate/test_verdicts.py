@@ -8,9 +8,9 @@ from small_rows import UNFILTERED
 
 from stree import metrics
 from stree.common.errors import BadData
+from stree_pipelines.comparison.answers import repeats
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.comparison.gate import summary as gate_summary
-from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.answering import stalls
 from stree_pipelines.evaluation.records import BaselineTiming, SampleRow, Turn
 from stree_pipelines.reports.tables import answer_notes

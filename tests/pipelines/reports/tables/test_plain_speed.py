@@ -9,8 +9,7 @@ from hand_made_run import make_run, slow_down
 from stree_pipelines.commands.report import write_report
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import load_run
-from stree_pipelines.reports.tables.plain_speed import plain_spread
-from stree_pipelines.reports.tables.tables import advise
+from stree_pipelines.reports.tables.tables import advise, plain_spread
 
 LOADED = {100: 1.0, 1000: 2.5, 10000: 2.0}
 QUIET = {1000: 1.15}

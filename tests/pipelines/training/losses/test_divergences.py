@@ -12,9 +12,14 @@ from loss_cases import distillation_loss, make_case, peak_bytes, target_loss
 
 from stree.common.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
-from stree_pipelines.training.losses.config import LossConfig
 from stree_pipelines.training.losses.distillation_loss import counted_rows, teacher_of
-from stree_pipelines.training.losses.divergences import LK, ForwardKL, JensenShannon, TotalVariation
+from stree_pipelines.training.losses.divergences import (
+    LK,
+    ForwardKL,
+    JensenShannon,
+    LossConfig,
+    TotalVariation,
+)
 
 LOSSES = [
     LossConfig(),
