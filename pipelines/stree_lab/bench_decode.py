@@ -3,39 +3,15 @@
 python pipelines/stree_lab/bench_decode.py runs/bench/8b.jsonl --shape 8b
 python pipelines/stree_lab/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b \\
     --what "[calls]" --context 8192
-python pipelines/stree_lab/bench_decode.py runs/bench/2.7b.jsonl --shape \\
-    mamba2-2.7b --what "[calls,draft]"
 python pipelines/stree_lab/bench_decode.py runs/bench/8b-drafters.jsonl \\
     --what "[draft]" --drafters \\
     "[own,head=32768,rank=256,head=32768+rank=256,own+head_dtype=float8]"
-python pipelines/stree_lab/bench_decode.py runs/bench/8b-trees.jsonl --what \\
-    "[draft]" --trees "[beam-4-8-16,beam-8-8-32]"
-python pipelines/stree_lab/bench_decode.py runs/bench/8b-lengths.jsonl \\
-    --what "[draft_lengths]" --drafters "[own,attention]" --trees \\
-    "[beam-1-4-5,beam-8-4-32]"
 python pipelines/stree_lab/bench_decode.py runs/bench/two.jsonl --shape \\
     bamba-9b,zamba2-7b --what "[calls]"
-python pipelines/stree_lab/bench_decode.py runs/bench/8b-verifiers.jsonl \\
-    --what "[graphs]" --verifiers \\
-    "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
-python pipelines/stree_lab/bench_decode.py runs/bench/8b-batch.jsonl --what \\
-    "[rows,serve]" --taus "[2.5]"
-python pipelines/stree_lab/bench_decode.py runs/bench/8b-beam.jsonl --what \\
-    "[rows]" --rows "[1]" --row_trees "[paper,beam-4-5-32]"
 python pipelines/stree_lab/bench_decode.py runs/bench/8b-float8.jsonl --what \\
     "[rows]" --rows "[1,16]" --target_dtypes "[bfloat16,float8]"
 python pipelines/stree_lab/bench_decode.py runs/bench/8b-joint.jsonl --what \\
     "[memory,joint]" --rows "[1,8]"
-python pipelines/stree_lab/bench_decode.py runs/bench/joint.jsonl --shape \\
-    mamba2-2.7b --what "[joint]" --rows "[1]" --joint_trees \\
-    "[png-6-1,png-6-2]"
-python pipelines/stree_lab/bench_decode.py runs/bench/beams.jsonl --shape \\
-    mamba2-2.7b --what "[beams]"
-python pipelines/stree_lab/bench_decode.py runs/bench/copied.jsonl --what \\
-    "[copied]" --trees "[expand-3-2-2-1-1,chain-5]"
-python pipelines/stree_lab/bench_decode.py runs/bench/orders.jsonl --what "[orders]"
-python pipelines/stree_lab/bench_decode.py runs/bench/prompts.jsonl --shape \\
-    chat,8b --what "[prompts]"
 python pipelines/stree_lab/bench_decode.py runs/bench/mtp.jsonl --shape \\
     qwen3.5-9b --what "[draft,rows]" --drafters "[own,mtp]" --rows "[1]" \\
     --trees "[chain-1,chain-2,chain-3,paper]" --row_trees "[chain-1,chain-3,paper]"

@@ -114,10 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not missing:
         return
 
-    def say_waiting() -> None:
-        EvaluationProgress().say(f"waiting for another command that fills {options['out']}")
-
-    with workers.locked(generation.folder, say_waiting):
+    waiting = f"waiting for another command that fills {options['out']}"
+    with workers.locked(generation.folder, lambda: EvaluationProgress().say(waiting)):
         generation.require_same_data()  # as the other command left it
         if generation.missing():
             fill(options, generation, workers, progress)

@@ -9,6 +9,7 @@ Weights and result rows stay as they are; run it again after another evaluation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from stree.checkpoints.identity import CURVE_NAME, checkpoint_sha256
@@ -39,7 +40,10 @@ def write_profile(
     run = data.folder
     sweep_leftovers(drafter.resolve().parent)
     sha256 = checkpoint_sha256(drafter)
-    profile = profile_of(open_results(run), run, sha256, shown, _profile_so_far(drafter))
+    so_far = None
+    with suppress(CheckpointRefused):  # one that cannot be read is written anew
+        so_far = load_profile(drafter)
+    profile = profile_of(open_results(run), run, sha256, shown, so_far)
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
     if (Path(profile.target) / "config.json").is_file():
@@ -83,14 +87,6 @@ def main(arguments: list[str] | None = None) -> None:
         raise type(failures[0])(
             f"{len(failures)} of {len(drafters)} drafters have no new profile, for these reasons"
         )
-
-
-def _profile_so_far(drafter: Path) -> SpeculationProfile | None:
-    """Return a drafter's profile; None without one, and for one that cannot be read."""
-    try:
-        return load_profile(drafter)
-    except CheckpointRefused:
-        return None
 
 
 def _recommendations(profile: SpeculationProfile, withheld: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,11 +133,11 @@ class Answers:
 
     def value(self, figure: Figure) -> float | None:
         """Return a figure of all prompts; None where it is undefined, or a row lacks a count."""
-        return _estimate(partial(_apply, figure), [self]).value
+        return _estimate(figure, [self]).value
 
     def figure(self, figure: Figure, **options: Any) -> Gain:
         """Return a figure with its interval; options are those of `metrics.bootstrap_interval`."""
-        return _estimate(partial(_apply, figure), [self], options)
+        return _estimate(figure, [self], options)
 
     def over(
         self, other: Answers, figure: Figure, compare: Callable[..., NDArray], **options: Any
@@ -165,10 +164,6 @@ class Answers:
             return np.take_along_axis(of_seeds_RQ, i_RQ, axis=1).sum(axis=1)
 
         return sums
-
-
-def _apply(figure: Figure, sums: Sums) -> NDArray[np.float64]:
-    return figure(sums)
 
 
 def _estimate(

@@ -85,7 +85,8 @@ def held_out_prompts_by_length(
 
     @cache
     def size(exchange: Exchange) -> int:
-        return len(encoder.encode(_spoken(exchange))[-1].tokens)
+        spoken = list(zip(("user", "assistant"), exchange, strict=True))
+        return len(encoder.encode(spoken)[-1].tokens)
 
     prompts: dict[int, list[dict[str, Any]]] = {length: [] for length in lengths}
     for row in rows[:limit]:
@@ -135,10 +136,6 @@ def _fitting(
         (fitting if fits else left).append(exchange)
         room -= size(exchange) if fits else 0
     return fitting, left
-
-
-def _spoken(exchange: Exchange) -> list[tuple[str, str]]:
-    return [("user", exchange[0]), ("assistant", exchange[1])]
 
 
 def _prompt(row: SourcedRow, turns: int) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Workers:
 
 def pick_device(device: str) -> torch.device:
     """Return the device of that name; `auto` is this process's GPU, or the CPU without one."""
-    if _on_cpu(device):
+    if device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if device == "auto":
@@ -165,10 +165,6 @@ def _versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     return versions
-
-
-def _on_cpu(device: str) -> bool:
-    return device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
 
 
 @functools.cache

@@ -165,8 +165,10 @@ class ResultRow(Record):
         if samples and len(baselines) == len(samples):
             figures["speedup"] = metrics.speedup(samples, baselines)
         for name, value in figures.items():
-            if not _is_same(value, getattr(self, name)):
-                return f"its {name} is {value}, the row's {getattr(self, name)}"
+            own = getattr(self, name)
+            both_floats = isinstance(value, float) and isinstance(own, float)
+            if not (math.isclose(value, own, rel_tol=ROUNDING) if both_floats else value == own):
+                return f"its {name} is {value}, the row's {own}"
         return ""
 
 
@@ -293,13 +295,6 @@ class Reading(Record):
     @property
     def key(self) -> ReadingKey:
         return ReadingKey(*(getattr(self, name) for name in ReadingKey._fields))
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Compare two figures up to rounding."""
-    if isinstance(value, float) and isinstance(other, float):
-        return math.isclose(value, other, rel_tol=ROUNDING)
-    return bool(value == other)
 
 
 def config_hash(content: dict[str, Any]) -> str:

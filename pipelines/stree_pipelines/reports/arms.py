@@ -60,7 +60,9 @@ class Place:
     def remarks(self) -> list[str]:
         """Sentences on how chains were tuned, and on the shares of chosen trees."""
         chosen = (
-            f"Steps of {arm} by tree: {told_shares(row)}{_told_measuring(row)}."
+            f"Steps of {arm} by tree: {told_shares(row)}"
+            + ("." if (took := row.measuring_costs_s) is None
+               else f"; what they cost was measured before, in {took:.1f} s.")
             for arm, row in self.rows.items()
             if row.tree_shares
         )
@@ -235,12 +237,6 @@ def _tree(row: ResultRow, place: Place) -> str:
     if row.tree is None:
         return ""
     return f"{row.tree.name}, tuned" if row.method in place.tunings else row.tree.name
-
-
-def _told_measuring(row: ResultRow) -> str:
-    if row.measuring_costs_s is None:
-        return ""
-    return f"; what they cost was measured before, in {row.measuring_costs_s:.1f} s"
 
 
 def _is_chain(tree: Tree | None) -> bool:

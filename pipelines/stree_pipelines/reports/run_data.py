@@ -14,7 +14,7 @@ from typing import Any
 
 from stree import metrics
 from stree.common.errors import BadData, UsageError
-from stree.common.plain_data import read_json
+from stree.common.plain_data import parse_yaml, read_text
 from stree.drafters.names import DrafterName
 from stree.metrics import Timing
 from stree_pipelines.comparison.answers import (
@@ -237,7 +237,7 @@ def read_training(folder: Path, rows: list[ResultRow]) -> RunData:
     """Make the data of a run from these rows and its training's files, not yet arranged."""
     data = RunData(folder, rows)
     data.curves = _read_curves(folder / CURVES_NAME, data.notes)
-    data.command = _read_command(folder / COMMAND_NAME, data.notes)
+    data.command = read_table(folder / COMMAND_NAME)
     return data
 
 
@@ -454,14 +454,18 @@ def _read_curves(path: Path, notes: list[str]) -> dict[str, list[tuple[float, fl
     return curves
 
 
-def _read_command(path: Path, notes: list[str]) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a JSON or YAML file's table, empty without the file; raises BadData for other
+    content."""
     if not path.is_file():
         return {}
     try:
-        content = read_json(path)
+        content = parse_yaml(read_text(path))  # JSON is YAML too
     except (OSError, ValueError) as error:
-        raise BadData(f"{path} is no JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+        raise BadData(f"{path} cannot be read: {error}; restore it") from error
+    if not isinstance(content, dict):
+        raise BadData(f"{path} holds no table of names and values")
+    return content
 
 
 def _number(text: Any) -> float | None:

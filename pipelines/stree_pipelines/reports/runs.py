@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from stree.common.errors import BadData, UsageError
-from stree.common.plain_data import parse_yaml, read_text
+from stree.common.errors import UsageError
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports import settings
 from stree_pipelines.reports.run_data import (
@@ -21,6 +20,7 @@ from stree_pipelines.reports.run_data import (
     load_run,
     method_names,
     open_results,
+    read_table,
     speculative_methods,
     without_replaced,
 )
@@ -189,13 +189,8 @@ def recipe_of(folder: Path) -> Recipe | None:
     """Read the recipe of the training that made the run; None without a training's config."""
     from stree_pipelines.training.run.run_folder import fixed_config  # Lightning: not for one run
 
-    path = folder / CONFIG_NAME
-    if not path.is_file():
+    if not (config := read_table(folder / CONFIG_NAME)):
         return None
-    try:
-        config = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        raise BadData(f"{path} cannot be read as YAML: {error}; restore it") from error
     try:
         fixed = fixed_config(config)
         data, trainer = config["data"], config["trainer"]

@@ -130,11 +130,18 @@ def training_memory(
     always = {"weights, gradients, moments": kept}
     head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
     vocab_size = target.vocab_size if target else trained.head_size
+    if plan.activation_checkpointing:
+        # The input of each layer, and one layer's activations while it is computed again.
+        inputs = 4 * trained.num_layers * trained.d_model * shape[0] * shape[1]
+        activations = inputs + _one_layer_bytes(trained, shape, precision)
+    else:
+        activations = activation_bytes(trained, shape, precision, plan.compiled)
     moments = [{
-        "activations": plan.passes * _trained_activations(plan, shape, precision),
+        "activations": plan.passes * activations,
         "the head's gradient": 4 * head_numbers,
         "the head for products": dtype.itemsize * head_numbers if dtype else 0,
-        "loss": _loss_bytes(vocab_size, shape, on_cuda),
+        "loss": LOSS_BUFFERS * 4 * vocab_size
+        * min(chunk_rows(vocab_size, on_cuda), shape[0] * shape[1]),
     }]
     if target is not None:
         always["target"] = held_bytes(target, plan.target_dtype)
@@ -152,25 +159,11 @@ def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
     return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
 
 
-def _trained_activations(plan: ModelPlan, shape: tuple[int, int], precision: str) -> int:
-    config = plan.trained
-    if not plan.activation_checkpointing:
-        return activation_bytes(config, shape, precision, plan.compiled)
-    # The input of each layer, and one layer's activations while it is computed again.
-    inputs = 4 * config.num_layers * config.d_model * shape[0] * shape[1]
-    return inputs + _one_layer_bytes(config, shape, precision)
-
-
 def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
     """Count the activations of one layer, of the kind in the model that has most."""
     kinds = {config.layer_type(layer): layer for layer in range(config.num_layers)}
     alone = (config.keep_layers([layer]) for layer in kinds.values())
     return max(activation_bytes(each, shape, precision) for each in alone)
-
-
-def _loss_bytes(vocab_size: int, shape: tuple[int, int], on_cuda: bool) -> int:
-    rows = min(chunk_rows(vocab_size, on_cuda), shape[0] * shape[1])
-    return LOSS_BUFFERS * 4 * rows * vocab_size
 
 
 def decoding_memory(

@@ -243,7 +243,7 @@ def test_what_is_another_recipe_is_not_a_seed(folders, tmp_path):
             (other / "config.yaml").write_text(yaml.safe_dump(changed))
         assert len(load_runs([folders[0], other]).columns) == 2
     (other / "config.yaml").write_text("a: [")
-    with pytest.raises(BadData, match=r"config\.yaml cannot be read as YAML"):
+    with pytest.raises(BadData, match=r"config\.yaml cannot be read: .*; restore it"):
         load_runs([folders[0], other])
 
 

@@ -272,17 +272,13 @@ def _judge_one(
         seed=seed, level=level, num_resamples=NUM_RESAMPLES,
     )
     verdict, reason = _verdict(threshold, change, interval, len(new.prompts), least_prompts(level))
-    if not any(map(_has_drafted, (*mine, *theirs))):
+    by_tree = [sample.calls_by_tree for sample in (*mine, *theirs)]  # {} without a choice
+    if all(each and each.keys() <= {PLAIN.name} for each in by_tree):
         verdict, reason = INCONCLUSIVE, "plain decoding was chosen for every step of both"
     return Finding(
         threshold, method, temperature, len(new.prompts), old.value(figure), new.value(figure),
         change, interval, verdict, reason, len(circles),
     )
-
-
-def _has_drafted(sample: SampleRow) -> bool:
-    """Return False when trees were chosen step by step, and every step was plain."""
-    return not sample.calls_by_tree or bool(sample.calls_by_tree.keys() - {PLAIN.name})
 
 
 def _verdict(

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from stree.checkpoints.load_save import load_config
-from stree.common.errors import BadData
-from stree.common.plain_data import parse_yaml, read_text
 from stree.common.words import counted
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS, method_label
 from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.reports.profiles.drafter_profile import withheld
 from stree_pipelines.reports.rendering import markdown_page, render_text
-from stree_pipelines.reports.run_data import RunData, in_batches
+from stree_pipelines.reports.run_data import RunData, in_batches, read_table
 from stree_pipelines.reports.tables.tables import MISSING, Column, Table, figure
 
 CARD_NAME = "README.md"
@@ -46,7 +44,7 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
     Raises CheckpointRefused or BadData when the drafter's config, its provenance or the run's
     config cannot be read.
     """
-    origin = _read(drafter / "provenance.json")
+    origin = read_table(drafter / "provenance.json")
     card = render_text("model_card.md.j2", {
         "marker": MARKER,
         "step": profile.step,
@@ -80,7 +78,7 @@ def _provenance(
     origin: dict[str, Any], step: int | None, data: RunData
 ) -> Iterator[tuple[str, str]]:
     """Yield facts about the drafter's origin, as far as the export and its run have them."""
-    training = _read(data.folder / "config.yaml").get("data")
+    training = read_table(data.folder / "config.yaml").get("data")
     training = training if isinstance(training, dict) else {}
     versions = origin.get("versions")
     facts = [  # name, what is known, its type, its format
@@ -204,17 +202,3 @@ def _times(measurement: Measurement) -> str:
     parts = sorted(measurement.time_ms.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {100 * ms / total:.0f} %" for name, ms in parts[:2])
     return f"{total:.2f} ms: {shares}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON or YAML file's table, empty without the file; raises BadData for other
-    content."""
-    if not path.is_file():
-        return {}
-    try:
-        content = parse_yaml(read_text(path))  # JSON is YAML too
-    except (OSError, ValueError) as error:
-        raise BadData(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise BadData(f"{path} holds no table of names and values")
-    return content

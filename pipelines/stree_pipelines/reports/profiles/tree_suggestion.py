@@ -158,7 +158,11 @@ class Acceptance:
             (row.tree.to_token_tree(), row.end_nodes, row.open_ends)
             for row in with_ends if row.tree
         ]
-        own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in with_ends)
+        own = sum(
+            (row.acceptance_length or 0.0) * _calls(row)
+            - sum(accepted * calls for accepted, calls in row.acceptance_histogram.items())
+            for row in with_ends
+        )
         return cls(AcceptanceRates.of(measured), own / sum(map(_calls, with_ends)))
 
     def length(self, tree: StepTree) -> float:
@@ -353,14 +357,7 @@ def _calls(row: ResultRow) -> int:
     return sum(row.end_nodes.values())
 
 
-def _tokens(row: ResultRow) -> float:
-    return (row.acceptance_length or 0.0) * _calls(row)
-
-
-def _accepted(histogram: Mapping[int, int]) -> int:
-    return sum(accepted * calls for accepted, calls in histogram.items())
-
-
 def _tau(rows: Sequence[ResultRow]) -> float:
     """Return τ over the calls of several rows."""
-    return sum(map(_tokens, rows)) / sum(map(_calls, rows))
+    tokens = sum((row.acceptance_length or 0.0) * _calls(row) for row in rows)
+    return tokens / sum(map(_calls, rows))

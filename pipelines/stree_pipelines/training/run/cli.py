@@ -32,7 +32,7 @@ from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, r
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.resources.disk import disk_shortage, require_writable
-from stree_pipelines.resources.estimates import ModelPlan, config_lines, model_line
+from stree_pipelines.resources.estimates import config_lines, model_line
 from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.checkpoints.saving import (
     SafeCheckpointIO,
@@ -195,7 +195,10 @@ class TrainingCLI(LightningCLI):
         if self.options["dry_run"]:
             require_writable(self.run_dir)
             # The plan stands in for the model.
-            self.parser.add_instantiator(plan_model, self._model_class, prepend=True)
+            self.parser.add_instantiator(
+                lambda model_class, **options: model_class.planned(**options), self._model_class,
+                prepend=True,
+            )
         elif not self.is_finished:
             self.restarts = Restarts(self.run_dir)
             self._prepare_run()
@@ -439,10 +442,6 @@ class TrainingCLI(LightningCLI):
         signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
         is_main = self.trainer.is_global_zero
         return signals.noted(is_main, self.restarts.forget if is_main else lambda: None)
-
-
-def plan_model(model_class: type[Training], **options: Any) -> ModelPlan:
-    return model_class.planned(**options)
 
 
 def _as_list(value: Any) -> list[Any]:
