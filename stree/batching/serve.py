@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,13 @@ from stree.common.threads import one_at_a_time
 from stree.batching.sequences import Request, requests_of
 from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
+from stree.common.words import counted
 from stree.engine.sequence import StepOutput
 from stree.generation import GenerationOptions, GenerationOutput, PromptOptions
 from stree.prompts import EncodedPrompt, chat_prompt, is_several_chats, text_prompt
 from stree.settings import asked_of_texts
+
+LOG = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -243,8 +247,10 @@ class RequestServer(Rows):
         self.require_free()
         request = replace(request, keep_prompt=False)
         with self.forgetting():
+            LOG.info("answering a first request in each of %s", counted(self.num_rows, "row"))
             self.generate([request] * self.num_rows)
             for count in row_counts(self.num_rows):
+                LOG.info("preparing steps of %s", counted(count, "row"))
                 rows = [self.admit(request) for _ in range(count)]
                 try:
                     self.prepare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from stree.batching.state import BatchState
 from stree.batching.step import StepInputs
 from stree.common.clock import now
 from stree.common.errors import UsageError
-from stree.common.words import device_name, held_dtype
+from stree.common.words import counted, device_name, held_dtype
 from stree.engine.row_store import SavedRow
 from stree.generation import GenerationConfig
 from stree.tree_policy.step_times import StepTimes
@@ -23,6 +24,7 @@ from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import StepTree
 from stree.trees.tree_batch import TreeBatch
 
+LOG = logging.getLogger(__name__)
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
 MAX_DEFAULT_CONTEXT = 32  # committed tokens before a timed step
@@ -97,6 +99,10 @@ def measure_step_times(
         temperature=generation.temperature,
     )
     for count in counts:
+        LOG.info(
+            "timing steps of %s with %s", counted(count, "row"),
+            ", ".join(tree.name for tree in trees),
+        )
         seconds: dict[StepTree, list[float]] = {tree: [] for tree in trees}
         read_s = []
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):

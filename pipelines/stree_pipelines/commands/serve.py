@@ -11,26 +11,28 @@ SIGTERM or Ctrl-C lets answers end and takes no more requests, the second stops 
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import signal
 import socket
+import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
 import stree
 from stree.batching.batch_decoder import BatchDecoder
 from stree.common.errors import InvariantBroken, StreeError, UsageError
-from stree.common.words import size
+from stree.common.words import counted, size
 from stree.generation import GenerationConfig
 from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import as_tree_policy
@@ -40,6 +42,8 @@ from stree_pipelines.evaluation.options import add_pair
 if TYPE_CHECKING:
     from stree_pipelines.serving.app import Server
 
+LOG = logging.getLogger("stree.serve")
+COMPILING_S = 5.0  # between two lines on compiled kernels, at least
 MAX_PREFIXES = 1024  # that a prompt is compared with
 STOP_S = 10.0  # after which an engine's process that does not end is killed
 
@@ -170,7 +174,8 @@ def run_engine(
     try:
         from stree_pipelines.serving.engine_end import EngineEnd
 
-        decoder = make_decoder(options)
+        with preparation_told():
+            decoder = make_decoder(options)
         end = EngineEnd(decoder, options.max_waiting, link)
     except (StreeError, ModuleNotFoundError) as error:
         link.sendall(packed(error))
@@ -185,6 +190,7 @@ def decoder_of(options: Namespace) -> BatchDecoder:
     from stree_pipelines.serving.engine_end import speculation_lines
 
     target, memory = input_path(options.target), options.prefix_memory
+    LOG.info("loading %s", target)
     if memory is not None and not 0 <= memory < math.inf:
         raise UsageError(f"--prefix_memory is {memory}, wanted GB from 0 on")
     with warnings.catch_warnings(record=True) as told:
@@ -214,6 +220,41 @@ def decoder_of(options: Namespace) -> BatchDecoder:
     if options.plan_log:
         decoder.log_plans(options.plan_log)
     return decoder
+
+
+@contextmanager
+def preparation_told() -> Iterator[None]:
+    """Print inside the block what decoders prepare, with the seconds since its beginning.
+
+    Where Triton compiles kernels, a line now and then says how many it has compiled.
+    """
+    began = reported = time.perf_counter()
+    num_compiled = 0
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(f"{time.perf_counter() - began:6.1f} s: {self.format(record)}")
+
+    def count(*_: Any, cache_hit: bool, **__: Any) -> None:
+        nonlocal num_compiled, reported
+        num_compiled += not cache_hit
+        if not cache_hit and time.perf_counter() > reported + COMPILING_S:
+            reported = time.perf_counter()
+            LOG.info("%s compiled, which Triton keeps for later starts",
+                     counted(num_compiled, "kernel"))
+
+    handler, log = Said(), logging.getLogger("stree")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    with suppress(ImportError):  # absent where nothing is compiled
+        from triton import knobs
+
+        knobs.compilation.listener = count
+    try:
+        yield
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -30,7 +30,7 @@ from stree_pipelines.serving.asked import Asked, Asker
 from stree_pipelines.serving.engine_client import EngineClient
 from stree_pipelines.serving.messages import Gain
 from stree_pipelines.serving.schemas import Body, ChatBody, CompletionBody
-from stree_pipelines.serving.statistics import Statistics, usage_of
+from stree_pipelines.serving.statistics import METRICS_TYPE, Statistics, usage_of
 
 LARGEST_BODY = 8 * 2**20  # bytes
 SMALL_BODY = 2**13  # bytes of a body that is worked on at once, which takes less than a thread
@@ -418,7 +418,7 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(server.statistics.text(), media_type="text/plain; version=0.0.4")
+        return Response(server.statistics.text(), media_type=METRICS_TYPE)
 
     @app.get("/speculation")
     async def speculation() -> dict[str, Any]:

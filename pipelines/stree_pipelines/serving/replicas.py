@@ -30,6 +30,7 @@ from ray.serve.exceptions import (
 
 from stree.common.errors import InvariantBroken, UsageError
 from stree_pipelines.serving.app import LARGEST_BODY, Refused, Server, make_app
+from stree_pipelines.serving.statistics import METRICS_TYPE, merged
 
 Loaded = Callable[[Namespace], AbstractContextManager[tuple[Server, Any]]]
 Message = dict[str, Any]  # of ASGI
@@ -125,6 +126,11 @@ class Replica:
         if not self._server.engine.is_alive:
             raise InvariantBroken("the engine's process has ended")
 
+    def metrics(self) -> tuple[str, str]:
+        """Return the replica's name in Ray and its metrics as Prometheus reads them."""
+        name: str = serve.get_replica_context().replica_id.unique_id
+        return name, self._server.statistics.text().decode()
+
     async def _connect(self) -> AsyncExitStack:
         stack = AsyncExitStack()
         await stack.enter_async_context(self._server.engine.connected())
@@ -178,9 +184,19 @@ class Entrance:
                 body += part
                 if len(body) > LARGEST_BODY:
                     raise Refused(413, f"the body has more than {LARGEST_BODY} bytes: shorten it")
+            if (request.method, request.url.path) == ("GET", "/metrics"):
+                return await self._metrics()
             return await self._answer(request, body)
         except Refused as error:
             return error.response()
+
+    async def _metrics(self) -> Response:
+        """Answer with the metrics of all replicas, each with its name as the label `replica`."""
+        try:
+            texts = await self._replicas.broadcast("metrics").results_async()
+        except (RayActorError, RayTaskError, RayServeException) as error:
+            raise Refused(503, f"a replica gives no metrics: {error}") from None
+        return Response(merged(dict(texts)), media_type=METRICS_TYPE)
 
     async def _answer(self, request: HttpRequest, body: bytes) -> Response:
         scope = {

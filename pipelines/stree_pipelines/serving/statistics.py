@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as Total
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from stree.generation import DecodingStats, GenerationOutput
 from stree_pipelines.serving.engine_client import EngineClient
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+METRICS_TYPE = "text/plain; version=0.0.4"
 
 
 @dataclass
@@ -131,6 +133,38 @@ class Statistics:
     def text(self) -> bytes:
         """Return all metrics as Prometheus reads them."""
         return generate_latest(self.registry)
+
+
+class _Merged:
+    """Metrics of several servers as one registry.
+
+    Args:
+        texts: What `Statistics.text` of each server gave, by the server's name.
+    """
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self.texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics; every sample has its server's name as the label `replica`."""
+        found: dict[str, Metric] = {}
+        for name, text in self.texts.items():
+            for each in text_string_to_metric_families(text):
+                metric = found.setdefault(
+                    each.name, Metric(each.name, each.documentation, each.type)
+                )
+                for sample in each.samples:
+                    metric.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value)
+        return found.values()
+
+
+def merged(texts: Mapping[str, str]) -> bytes:
+    """Merge the metrics of several servers into one text that Prometheus reads.
+
+    Args:
+        texts: Metrics of each server by its name, which becomes the label `replica`.
+    """
+    return generate_latest(_Merged(texts))
 
 
 def num_trees(stats: DecodingStats) -> int:

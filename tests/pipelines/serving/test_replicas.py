@@ -82,6 +82,9 @@ def test_a_replica_s_death_loses_no_whole_answer(served):
         asked = [pool.submit(client.post, "/v1/completions", json=each) for each in bodies]
         while sum(each.done() for each in asked) < 3:
             time.sleep(0.05)
+        told = client.get("/metrics").text
+        assert len(set(re.findall(r'^vllm:num_requests_running.*replica="(\w+)"', told, re.M))) == 2
+        assert len(re.findall("^# TYPE vllm:num_requests_running ", told, re.M)) == 1
         victim, other = replicas_of(process)
         victim.kill()
         answers = [each.result() for each in asked]

@@ -98,7 +98,9 @@ def test_a_signal_lets_answers_end_and_a_second_one_stops(process, signals, tmp_
 
 @pytest.mark.costly
 def test_a_dead_engine_ends_the_server_with_one_line(process):
-    assert re.search(r"B for prefixes: [\d,]+ of 512 tokens each", "".join(process.lines))
+    lines = "".join(process.lines)
+    assert re.search(r"B for prefixes: [\d,]+ of 512 tokens each", lines)
+    assert re.search(r"(?s) s: loading .* s: answering a first .* preparing steps of", lines)
     texts, begun = [], threading.Event()
     client = threading.Thread(target=streaming, args=(process.url, texts, begun))
     client.start()

@@ -13,17 +13,20 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import httpx
 import openai
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families as parse_metrics
 from running_server import TARGET, Running
 from toys import tiny_model
 from transformers import AutoTokenizer
 
 import stree
+from stree_pipelines.serving.statistics import Statistics, merged
 
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 SETTINGS = dict(model="docs", max_tokens=24, temperature=0.0)
@@ -247,6 +250,23 @@ def test_a_closed_connection_frees_its_row(running, stream):
     thread.start()
     wait_until(lambda: running.engine.num_running > before or not thread.is_alive())
     wait_until(lambda: running.engine.num_running == before)
+
+
+def test_metrics_of_several_servers_are_one_text_with_their_names():
+    texts = {}
+    for name, refusals in (("a", 1), ("b", 2)):
+        statistics = Statistics(SimpleNamespace(num_running=3, num_waiting=0), "m")
+        for _ in range(refusals):
+            statistics.note_refusal(429)
+        texts[name] = statistics.text().decode()
+    families = {each.name: each for each in parse_metrics(merged(texts).decode())}
+    refused, running, first = (families[name] for name in (
+        "stree:requests_refused", "vllm:num_requests_running", "vllm:time_to_first_token_seconds",
+    ))
+    told = {each.labels["replica"]: each.value for each in refused.samples}
+    assert (told, refused.type) == ({"a": 1, "b": 2}, "counter")
+    assert [each.value for each in running.samples] == [3, 3]
+    assert {each.labels["replica"] for each in first.samples} == {"a", "b"}
 
 
 def test_the_usage_and_the_metrics_agree(running):
