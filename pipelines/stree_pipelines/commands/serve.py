@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
+import torch
+
 import stree
 from stree.batching.batch_decoder import BatchDecoder
 from stree.common.errors import InvariantBroken, StreeError, UsageError
@@ -246,10 +248,11 @@ def preparation_told() -> Iterator[None]:
     handler, log = Said(), logging.getLogger("stree")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    with suppress(ImportError):  # absent where nothing is compiled
-        from triton import knobs
+    if torch.cuda.is_available():  # a process without a GPU need not load Triton
+        with suppress(ImportError):
+            from triton import knobs
 
-        knobs.compilation.listener = count
+            knobs.compilation.listener = count
     try:
         yield
     finally:
