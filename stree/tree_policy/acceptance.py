@@ -52,10 +52,7 @@ class Acceptance:
         self.num_new += 1
 
     def revise(self) -> dict[StepTree, float]:
-        """Return the expected tokens of a step with each tree, by all observations so far.
-
-        It takes the host as long as a step.
-        """
+        """Return the expected tokens of a step with each tree, by all observations so far."""
         self.num_new = 0
         for rates in self._dynamic_rates.values():
             rates.revise()

@@ -17,7 +17,7 @@ from stree.tree_policy.step_times import Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
-REVISED_AFTER = 8  # steps between revisions: each takes the host a tenth of a small model's step
+REVISED_AFTER = 8  # steps between revisions, whose time on the host shows with small models
 
 
 @dataclass

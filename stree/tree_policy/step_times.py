@@ -229,7 +229,8 @@ class Speeds:
 
         Otherwise it is the time measured apart, changed as for the tree that was seen last: by what
         that took longer, as the host's work is much the same for all trees, or by its share.
-        It is worked out again where steps of a tree become known, and at each call of `expect`.
+        It is worked out again when enough steps of a tree were seen, at each call of `expect`, and
+        when an answer ends.
         """
         if (found := self._step_s.get((num_rows, tree))) is None:
             found = self._step_s[num_rows, tree] = self._time_of(num_rows, tree)
@@ -252,7 +253,7 @@ class Speeds:
             self._prefills_s.learn(prefill_s)
         if catch_up_s is not None:
             self._catch_ups_s.learn(catch_up_s)
-        self._by_rows = {}
+        self._by_rows, self._step_s = {}, {}
 
     @property
     def prefill_s(self) -> float:

@@ -164,6 +164,16 @@ def test_a_step_that_stalls_changes_nothing():
     assert policy.speeds.step_s(1, WIDE) == pytest.approx(1.7)  # the host's tenth is added
 
 
+def test_step_times_are_renewed_when_an_answer_ends():
+    """Plain steps show no acceptance, so that nothing else renews them while decoding is plain."""
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
+    for seconds in (1.0, 3.0):
+        for _ in range(25):
+            policy.learn_step(1, PLAIN, seconds)
+        policy.learn_answer()
+        assert policy.speeds.step_s(1, PLAIN) == seconds
+
+
 def test_reading_a_prompt_and_catching_up_are_told_apart():
     """Time to catch up delays drafting once; time to read prompts counts against every tree."""
     policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
