@@ -178,7 +178,8 @@ def page(places: Sequence[Place], name: str) -> str:
     return html_page(
         f"{name}: {heading}", f"{name} · {heading}",
         [(title, each.headline or "No verdict", each.reason) for title, each in advice],
-        [Section(place.title, [INTRO, *place.remarks], [table(place)]) for place in places],
+        [Section("Tables", [INTRO]),
+         *(Section(place.title, place.remarks, [table(place)]) for place in places)],
         ((f"Speed-up, {place.title}", "", speedups(place)) for place in places),
         environment([row for place in places for row in place.rows.values()], []),
     )

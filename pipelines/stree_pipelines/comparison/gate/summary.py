@@ -42,11 +42,10 @@ def markdown(
     checkpoint = next(row for row in mine if row.checkpoint)
     baseline = next(row for row in theirs if row.checkpoint)
     same = checkpoint.checkpoint_sha256 == baseline.checkpoint_sha256
-    on, on_other = (
+    here, there = (
         f"{at.num_processes} × {at.device}, {at.num_threads} threads, code {at.git_sha or '?'}"
         for at in (checkpoint.environment, baseline.environment)
     )
-    apart = [f"- measured apart: the baseline on {on_other}; this on {on}"]
     lines = [
         f"## Checkpoint benchmark: {HEADLINES[verdict]}",
         "",
@@ -56,7 +55,7 @@ def markdown(
         f"{dtype_of(checkpoint)}, at most {checkpoint.max_new_tokens} new "
         f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{sampling_text(checkpoint, ', ')}, "
         f"seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
-        *apart[: on != on_other],
+        *([f"- measured apart: the baseline on {there}; this on {here}"] if here != there else []),
         *_chosen(mine, theirs),
         *([f"- {note}"] if note else []),
         "",

@@ -159,7 +159,7 @@ class Acceptance:
             for row in with_ends if row.tree
         ]
         own = sum(
-            (row.acceptance_length or 0.0) * _calls(row)
+            _tokens(row)
             - sum(accepted * calls for accepted, calls in row.acceptance_histogram.items())
             for row in with_ends
         )
@@ -357,7 +357,10 @@ def _calls(row: ResultRow) -> int:
     return sum(row.end_nodes.values())
 
 
+def _tokens(row: ResultRow) -> float:
+    return (row.acceptance_length or 0.0) * _calls(row)
+
+
 def _tau(rows: Sequence[ResultRow]) -> float:
     """Return τ over the calls of several rows."""
-    tokens = sum((row.acceptance_length or 0.0) * _calls(row) for row in rows)
-    return tokens / sum(map(_calls, rows))
+    return sum(map(_tokens, rows)) / sum(map(_calls, rows))

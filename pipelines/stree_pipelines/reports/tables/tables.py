@@ -274,7 +274,7 @@ def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
 
 @dataclass(frozen=True)
 class PlainSpread:
-    """The slowest and the fastest tokens/s of plain decoding beside a run's checkpoints."""
+    """Hold the slowest and the fastest tokens/s of plain decoding beside a run's checkpoints."""
 
     benchmark: str
     slowest: float

@@ -263,8 +263,10 @@ class EvaluateExports(pl.Callback):
             self._evaluation.evaluate(path)
         except Exception as error:
             # The training is worth more than a row that `eval_spec.py --run` can still add.
-            name = "" if isinstance(error, StreeError) else f"{type(error).__name__}: "
-            self._fail(path, getattr(error, "exit_code", 1), f"{name}{error}")
+            if isinstance(error, StreeError):
+                self._fail(path, error.exit_code, str(error))
+            else:
+                self._fail(path, 1, f"{type(error).__name__}: {error}")
 
     def finish(self) -> None:
         """Wait for the processes that were started; for the end of the command.

@@ -1,6 +1,6 @@
 """Set the trainer's defaults, refuse settings that no run can have, and make further loggers.
 
-Those of trainer.logger (Weights & Biases, MLflow and others) come in addition to our own files.
+Loggers of trainer.logger (Weights & Biases, MLflow and others) come in addition to our own files.
 """
 
 from __future__ import annotations
