@@ -48,7 +48,7 @@ def outputs(content):
 
 
 @pytest.mark.costly
-def test_looking_at_trees_shows_what_the_records_hold():
+def test_looking_at_trees_shows_what_the_records_hold(drawn):
     committed = notebook("trees")
     shown = outputs(runner.execute(committed))
     assert shown == outputs(committed)
@@ -56,7 +56,7 @@ def test_looking_at_trees_shows_what_the_records_hold():
 
 
 @pytest.mark.costly
-def test_from_a_chat_file_to_table6(workspace):
+def test_from_a_chat_file_to_table6(workspace, drawn):
     committed = notebook("drafter")
     run = workspace / "run"
     given = {
