@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--layers", type=int, default=8)
     add("--vocabulary", type=int, default=8192)
     add("--context", type=int, default=64, help="tokens of the prompt")
-    add("--new_tokens", "--new-tokens", type=int, default=96, help="a generation")
+    add("--new_tokens", type=int, default=96, help="a generation")
     add("--repeats", type=int, default=11, help="turns")
     options = parser.parse_args(arguments)
     require_some("layouts", options.layouts, LAYOUTS)

@@ -182,24 +182,24 @@ def build_parser() -> CommandParser:
         help="for rows, joint and serve")
     add("--verifiers", type=list[str], default=["coupled"],
         help=f"for graphs: {', '.join(VERIFIERS)}")
-    add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
+    add("--graph_rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
         "width=2048, head_dtype=float8, attention, mtp, eagle, head=32768+rank=256")
     add("--trees", type=list[str], default=[calls.PAPER],
         help=f"for draft, copied and draft_lengths: {FORMS}")
-    add("--target_dtypes", "--target-dtypes", type=list[str], default=["bfloat16"],
+    add("--target_dtypes", type=list[str], default=["bfloat16"],
         help=f"of the weights of the target's products: {', '.join(TARGET_DTYPES)}")
-    add("--row_trees", "--row-trees", type=list[str], default=["chain-2", calls.PAPER],
+    add("--row_trees", type=list[str], default=["chain-2", calls.PAPER],
         help=f"for rows, plain decoding beside them: {FORMS}")
-    add("--joint_trees", "--joint-trees", type=list[str], default=["chain-2", calls.PAPER],
+    add("--joint_trees", type=list[str], default=["chain-2", calls.PAPER],
         help=f"for joint: {FORMS}")
     add("--temperatures", type=list[float], default=[0.0], help="for rows")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--lengths", type=list[int], default=[1024, 4096, 16384, 65536],
         help="committed tokens, for draft_lengths")
     add("--repeats", type=int, default=50)
-    add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
+    add("--num_steps", type=int, default=100, help="a run of steps")
     add("--device", type=str, default="cuda")
     return parser
 

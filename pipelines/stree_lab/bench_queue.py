@@ -38,24 +38,24 @@ def build_parser() -> CommandParser:
     add("--prompts", type=str, default=DEFAULT_BENCHMARKS[0],
         help="a name in --benchmark_dir, or a JSONL file, whose prompts' first turns are asked in "
         f"turn; {PROMPT_FORMAT}")
-    add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
+    add("--benchmark_dir", type=str | None, help="where names are looked up")
     add("--methods", type=str, nargs="+", default=[],
         help=f"of {', '.join(METHODS)} (default: the first and, with a drafter, the last)")
     add("--policies", type=str, nargs="+", default=list(POLICIES), help=", ".join(POLICIES))
     add("--rates", type=float, nargs="+", default=[1.0], help="requests a second, on average")
-    add("--num_requests", "--num-requests", type=int, default=64, help="of a setting")
-    add("--batch_size", "--batch-size", type=int, default=8, help="rows: requests decoded at once")
-    add("--queue_size", "--queue-size", type=int | None,
+    add("--num_requests", type=int, default=64, help="of a setting")
+    add("--batch_size", type=int, default=8, help="rows: requests decoded at once")
+    add("--queue_size", type=int | None,
         help="of clearing: requests that clear the queue (default: as many as rows)")
-    add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
+    add("--max_wait_s", type=float, default=1.0,
         help="of clearing: seconds after which the first request clears it")
     add("--tree", type=str, default="paper", help=f"of the method tree: {TREE_POLICIES}")
-    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of the method chain")
+    add("--num_chain_drafts", type=int, default=4, help="of the method chain")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="a request")
-    add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
+    add("--max_new_tokens", type=int, default=64, help="a request")
+    add("--ignore_eos", action="store_true", help="go on to max_new_tokens")
     add("--seed", type=int, default=0, help="of arrivals and of sampling")
-    add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
+    add("--chat_template", type=str | None, help="name or .jinja file")
     add("--dtype", type=str, default="auto", help=DTYPE_HELP)
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     return parser

@@ -72,26 +72,26 @@ def build_parser() -> CommandParser:
     add("--drafter", type=str | None, help="drafter folder or n-grams, for modes that draft")
     add("--shape", type=str | None, help=f"in place of a target: {', '.join(SHAPES)}")
     add("--tau", type=float, default=2.5, help="of a shape: acceptance length of the tree")
-    add("--chain_tau", "--chain-tau", type=float, default=2.0, help="of a shape: of the chain")
+    add("--chain_tau", type=float, default=2.0, help="of a shape: of the chain")
     add("--modes", type=str, nargs="+", default=[PLAIN], help=f"of {', '.join(MODES)}")
     add("--chain", type=str, default="chain-2", help="tree of the mode chain")
     add("--tree", type=str, default="paper", help="tree of the mode tree")
-    add("--prefix_memory", "--prefix-memory", type=float, default=0.0,
+    add("--prefix_memory", type=float, default=0.0,
         help="of the server; 0 keeps no prefixes, as the decoder alone keeps none")
     add("--concurrency", type=int, nargs="+", default=[16], help="connections")
-    add("--num_rows", "--num-rows", type=int | None,
+    add("--num_rows", type=int | None,
         help="of the batch (default: the most connections); with fewer, a free row never waits for "
         "a client")
     add("--clients", type=int, default=4, help="processes that the connections are divided among")
-    add("--num_requests", "--num-requests", type=int, default=192,
+    add("--num_requests", type=int, default=192,
         help="of a turn; fewer connections have as much less, at least 24")
     add("--prompts", type=str | None,
         help=f"file of questions (default: random tokens); {PROMPT_FORMAT}")
-    add("--prompt_tokens", "--prompt-tokens", type=int, default=32, help="of a random prompt")
-    add("--new_tokens", "--new-tokens", type=int, default=384,
+    add("--prompt_tokens", type=int, default=32, help="of a random prompt")
+    add("--new_tokens", type=int, default=384,
         help="the most of an answer; half of it is the least")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--max_length", "--max-length", type=int, default=2048)
+    add("--max_length", type=int, default=2048)
     add("--turns", type=int, default=3)
     add("--vocabulary", type=int, default=4096, help="random prompts have tokens below it")
     add("--dtype", type=str, default="auto")

@@ -181,8 +181,8 @@ def build_parser() -> CommandParser:
     add("--recipe", type=str | None, help="config of distill.py whose model section is the step's")
     add("--strategies", type=list[str], default=["ddp", "fsdp2"])
     add("--processes", type=list[int], default=[1, 2, 4])
-    add("--batch_size", "--batch-size", type=int, default=16)
-    add("--sequence_length", "--sequence-length", type=int, default=1024)
+    add("--batch_size", type=int, default=16)
+    add("--sequence_length", type=int, default=1024)
     add("--steps", type=int, default=60)
     add("--device", type=str, default="cuda")
     add("--more", type=list[str], default=[],

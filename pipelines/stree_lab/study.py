@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--only", nargs="+", help="arms (default: all)")
     add("--trees", nargs="+", help="trees to compare, each quoted (default: the file's)")
     add("--device", help="auto, cpu, cuda or cuda:N, for compare (default: the file's, or auto)")
-    add("--dry_run", "--dry-run", action="store_true", help="say what would run, and exit")
+    add("--dry_run", action="store_true", help="say what would run, and exit")
     options = parser.parse_args(arguments)
     if options.at_once < 1:
         raise UsageError(f"--at_once is {options.at_once}, wanted at least 1")

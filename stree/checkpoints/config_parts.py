@@ -20,13 +20,8 @@ NO_LIMIT = (0.0, math.inf)  # of dt
 
 
 def decoder(
-    values: CheckedJson,
-    *,
-    positions: int,
-    num_heads: int | None = 32,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    tied: bool = False,
+    values: CheckedJson, *, positions: int, num_heads: int | None = 32, kv_heads: int | None = None,
+    head_dim: int | None = None, tied: bool = False,
 ) -> dict[str, Any]:
     """Read what most families call alike: sizes, heads, special tokens.
 
@@ -107,11 +102,8 @@ def layers(
 
 
 def rope(
-    values: CheckedJson,
-    usual_theta: float = 10000.0,
-    head_dim: int | None = None,
-    usual_share: float = 1.0,
-    ignored: Collection[str] = (),
+    values: CheckedJson, usual_theta: float = 10000.0, head_dim: int | None = None,
+    usual_share: float = 1.0, ignored: Collection[str] = (),
 ) -> dict[str, Any]:
     """Read base and scaling of rotary positions, and how many channels of a head they rotate.
 

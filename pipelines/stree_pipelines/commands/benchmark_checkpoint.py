@@ -43,7 +43,7 @@ def build_parser() -> CommandParser:
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
         help="drafter, as above, results of one (an --out), or symlink to either")
-    add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
+    add("--fail_below", type=str, nargs="+", required=True,
         help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")
     add("--promote", action="store_true",
         help="move the pointer --baseline to the checkpoint when it is better: all thresholds "

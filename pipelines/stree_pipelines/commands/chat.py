@@ -205,9 +205,8 @@ def build_parser() -> PlainParser:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add_options(parser, DEFAULTS, OFF)
     add("--seed", type=int, help="of sampling (default: a fresh one for each answer)")
-    add("--max_new_tokens", "--max-new-tokens", type=int,
-        default=GenerationConfig.max_new_tokens, help="an answer")
-    add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")
+    add("--max_new_tokens", type=int, default=GenerationConfig.max_new_tokens, help="an answer")
+    add("--max_length", type=int, default=2048, help="tokens of a conversation")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help=DTYPE_HELP)
     return parser

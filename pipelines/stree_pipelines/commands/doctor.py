@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = PlainParser("doctor.py", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--target", help="target folder: is there memory and disk for distilling from it?")
-    add("--run_dir", "--run-dir", default="runs", help="where runs are to be kept (default: runs)")
+    add("--run_dir", default="runs", help="where runs are to be kept (default: runs)")
     add("--need", nargs="+", default=[], choices=OPTIONAL, metavar="WHAT",
         help=f"what must work here, too: {', '.join(OPTIONAL)}")
     options = parser.parse_args(arguments)

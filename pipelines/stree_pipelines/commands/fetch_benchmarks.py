@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_option("--lengths", type=int, nargs="+", default=[],
         help="in tokens, of prompts whose documents are cut")
     add_option("--tokenizer", help="target folder or other whose tokens --lengths are in")
-    add_option("--dry_run", "--dry-run", action="store_true", help="say what is where, and exit")
+    add_option("--dry_run", action="store_true", help="say what is where, and exit")
     options = parser.parse_args(arguments)
     known = {**SOURCES, **TEXT_SOURCES}
     unknown = [name for name in options.names if name not in known]

@@ -74,22 +74,22 @@ def build_parser() -> CommandParser:
     add("--temperatures", type=float, nargs="+", default=[1.0],
         help="of the samples of a prompt, in turn; 0 is greedy")
     add_options(parser, DEFAULTS, OFF)
-    add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
-    add("--max_length", "--max-length", type=int, default=2048,
+    add("--max_new_tokens", type=int, default=512, help="an answer")
+    add("--max_length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")
     add("--tree", type=str, default="paper", help=f"that the drafter fills: {TREE_POLICIES}")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
-    add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
-    add("--chat_template", "--chat-template", type=str | None,
+    add("--num_rows", type=int, default=16, help="answers decoded at once")
+    add("--chat_template", type=str | None,
         help="name or .jinja file (default: the tokenizer's own)")
     add("--seed", type=int, default=0, help="of sampling, together with prompt and sample")
     add("--dtype", type=str, default="auto", help=DTYPE_HELP)
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--shard_samples", "--shard-samples", type=int, default=1024,
+    add("--shard_samples", type=int, default=1024,
         help="answers in a shard: what a kill loses at most")
     add("--compare", type=int, default=16,
         help="answers on which the drafter's gain in speed is measured first, or 0")
-    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    add("--dry_run", action="store_true", help="say what it would take, and exit")
     return parser
 
 

@@ -56,25 +56,23 @@ def build_parser() -> PlainParser:
     add_pair(parser)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
     add("--port", type=int, default=8000, help="0 takes a free one")
-    add("--num_rows", "--num-rows", type=int, default=8, help="answers at once")
-    add("--max_length", "--max-length", type=int, default=2048,
-        help="tokens of the longest conversation")
-    add("--max_waiting", "--max-waiting", type=int, default=256,
+    add("--num_rows", type=int, default=8, help="answers at once")
+    add("--max_length", type=int, default=2048, help="tokens of the longest conversation")
+    add("--max_waiting", type=int, default=256,
         help="requests that wait for a row at most; others are told to ask again later")
-    add("--prefix_memory", "--prefix-memory", type=float,
+    add("--prefix_memory", type=float,
         help="GB of conversations' beginnings to keep (default: a quarter of what is free)")
-    add("--plan_log", "--plan-log", metavar="FILE",
+    add("--plan_log", metavar="FILE",
         help="write every plan of a step and its report there, prompts' and answers' tokens "
              "included, as JSON lines")
     add("--temperature", type=float, default=1.0,
         help="of the requests to expect, for the drafter's profile and the steps' times")
-    add("--served_model_name", "--served-model-name",
-        help="the model's name in requests (default: the target's folder)")
-    add("--api_key", "--api-key", help="that requests must bring (default: none)")
-    add("--timeout_s", "--timeout-s", type=float, help="an answer is given up after it")
+    add("--served_model_name", help="the model's name in requests (default: the target's folder)")
+    add("--api_key", help="that requests must bring (default: none)")
+    add("--timeout_s", type=float, help="an answer is given up after it")
     add("--replicas", type=int, help="servers on Ray Serve, each on a GPU of its own, or on a CPU "
         "core (default: one without Ray)")
-    add("--max_replicas", "--max-replicas", type=int, help="replicas under load at most (default: "
+    add("--max_replicas", type=int, help="replicas under load at most (default: "
         "as many as --replicas)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help=DTYPE_HELP)

@@ -112,9 +112,7 @@ class Answers:
 
     @classmethod
     def of(
-        cls,
-        seeds: Sequence[Sequence[Any]],
-        counted: Mapping[str, Count] = COUNTS,
+        cls, seeds: Sequence[Sequence[Any]], counted: Mapping[str, Count] = COUNTS,
         key: Callable[[Any], Key] = lambda row: (row.benchmark, row.prompt_id),
     ) -> Answers:
         """Pair the rows of every seed by prompt (`key`), and take the counts of each."""

@@ -138,6 +138,12 @@ class OneLineErrors:
                 options["description"] = _with_programs(options["description"], typed.programs)
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        """Add an option, which may also be spelt with dashes: `--max-length` for `--max_length`."""
+        if len(names) == 1 and "_" in names[0] and re.fullmatch(r"--\w+", names[0]):
+            names = (*names, names[0].replace("_", "-"))
+        return super().add_argument(*names, **options)  # type: ignore[misc]
+
     def parse_args(self, *arguments: Any, **options: Any) -> Any:
         first, *more = arguments or (options.pop("args", None),)
         given: list[str] = []

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -52,7 +53,7 @@ class BenchmarkPrompt(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     id: Annotated[str, Field(min_length=1)]
-    category: str = ""
+    category: Annotated[str, BeforeValidator(str)] = ""
     turns: Annotated[tuple[Text, ...], Field(min_length=1)]
     history: tuple[tuple[str, Text], ...] = ()
     reference_answer: str = ""
@@ -68,11 +69,6 @@ class BenchmarkPrompt(BaseModel):
     @classmethod
     def _id_as_text(cls, given: Any) -> Any:
         return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
-
-    @field_validator("category", mode="before")
-    @classmethod
-    def _category_as_text(cls, given: Any) -> str:
-        return str(given)
 
     @field_validator("history", mode="before")
     @classmethod

@@ -87,12 +87,8 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        settings: EvaluationSettings,
-        target_model: Any = None,
-        tokenizer: Any = None,
-        workers: Workers | None = None,
-        make_decoder: Callable[..., Any] | None = None,
+        self, settings: EvaluationSettings, target_model: Any = None, tokenizer: Any = None,
+        workers: Workers | None = None, make_decoder: Callable[..., Any] | None = None,
         progress: EvaluationProgress | None = None,
     ) -> None:
         self.settings = settings

@@ -35,7 +35,7 @@ def add_pair(parser: PlainParser) -> None:
     add("--tree", help=f"{TREE_POLICIES} (default: as the drafter's profile says)")
     add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
     add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
-    add("--target_dtype", "--target-dtype", choices=[FLOAT8], help=TARGET_DTYPE_HELP)
+    add("--target_dtype", choices=[FLOAT8], help=TARGET_DTYPE_HELP)
     add("--offload", type=int, metavar="N", help="layers of the target whose weights stay in the "
         "CPU's memory, for a GPU that cannot hold them (default: none)")
 
@@ -45,18 +45,12 @@ def add_options(
 ) -> None:
     """Add the options of these names; one without a default is None unless it is given."""
     for name in names:
-        text, kind = OPTIONS[name], _TYPES.get(name, bool)
-        several = get_origin(kind) is tuple
+        default, kind = defaults.get(name), _TYPES.get(name, bool)
+        is_list = get_origin(kind) is tuple
         kind = next(iter(get_args(kind)), kind)  # of each value, or of one that may be None
-        spelt = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        default = defaults.get(name)
-        if kind is bool:
-            parser.add_argument(*spelt, action="store_true", default=default, help=text)
-            continue
-        if default is None and isinstance(parser, CommandParser):
+        if default is None and kind is not bool and isinstance(parser, CommandParser):
             kind = kind | None  # a YAML file may say null
-        if not several:
-            parser.add_argument(*spelt, type=kind, default=default, help=text)
-            continue
-        default = None if default is None else list(default)
-        parser.add_argument(*spelt, type=kind, nargs="+", default=default, help=text)
+        form: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        if is_list:
+            form["nargs"], default = "+", None if default is None else list(default)
+        parser.add_argument(f"--{name}", default=default, help=OPTIONS[name], **form)

@@ -167,12 +167,8 @@ def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
 
 
 def decoding_memory(
-    target: HybridConfig,
-    drafter: HybridConfig | None,
-    dtype: torch.dtype,
-    max_length: int,
-    trees: Mapping[str, int],
-    num_rows: int = 1,
+    target: HybridConfig, drafter: HybridConfig | None, dtype: torch.dtype, max_length: int,
+    trees: Mapping[str, int], num_rows: int = 1,
 ) -> dict[str, int]:
     """Estimate the bytes by part of an evaluation of `num_rows` sequences.
 
@@ -225,14 +221,8 @@ def _weights(config: HybridConfig) -> tuple[int, int]:
 
 
 def training_disk(
-    trained: HybridConfig,
-    saves: int,
-    keep_last: int,
-    exports: int,
-    export_dtype: torch.dtype,
-    tokenizer: str | os.PathLike[str],
-    logged_rows: int,
-    optimizer: OptimizerKind = "adamw",
+    trained: HybridConfig, saves: int, keep_last: int, exports: int, export_dtype: torch.dtype,
+    tokenizer: str | os.PathLike[str], logged_rows: int, optimizer: OptimizerKind = "adamw",
 ) -> dict[str, int]:
     """Estimate the bytes by part in the run folder at its fullest.
 

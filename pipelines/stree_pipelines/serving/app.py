@@ -95,7 +95,7 @@ class Server:
         """Read and check a body. Raises `Refused`."""
         self.require_key(request)
         try:
-            raw = await asyncio.wait_for(_read(request), SLOWEST_BODY_S)
+            raw = await asyncio.wait_for(read_body(request), SLOWEST_BODY_S)
         except TimeoutError:
             raise Refused(408, f"the body did not come within {SLOWEST_BODY_S:.0f} s") from None
         try:
@@ -114,7 +114,8 @@ class Server:
         return body
 
 
-async def _read(request: HttpRequest) -> bytes:
+async def read_body(request: HttpRequest) -> bytes:
+    """Return a request's body. Raises `Refused` for one of more than `LARGEST_BODY`."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

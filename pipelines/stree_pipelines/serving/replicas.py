@@ -29,7 +29,7 @@ from ray.serve.exceptions import (
 )
 
 from stree.common.errors import InvariantBroken, UsageError
-from stree_pipelines.serving.app import LARGEST_BODY, Refused, Server, make_app
+from stree_pipelines.serving.app import Refused, Server, make_app, read_body
 from stree_pipelines.serving.statistics import METRICS_TYPE, merged
 
 Loaded = Callable[[Namespace], AbstractContextManager[tuple[Server, Any]]]
@@ -179,11 +179,7 @@ class Entrance:
     async def __call__(self, request: HttpRequest) -> Response:
         """Answer a request over HTTP."""
         try:
-            body = b""
-            async for part in request.stream():
-                body += part
-                if len(body) > LARGEST_BODY:
-                    raise Refused(413, f"the body has more than {LARGEST_BODY} bytes: shorten it")
+            body = await read_body(request)
             if (request.method, request.url.path) == ("GET", "/metrics"):
                 return await self._metrics()
             return await self._answer(request, body)

@@ -269,13 +269,9 @@ def _chance(batch: Batch, use: str, device: torch.device) -> torch.Generator:
 
 
 def drafter_config_of(
-    target: HybridConfig,
-    drafter: HybridConfig | None,
-    layers: Layers,
-    start_from: str | None = None,
-    features: FeatureConfig | None = None,
-    head: HeadConfig = HeadConfig(),
-    target_folder: str = "",
+    target: HybridConfig, drafter: HybridConfig | None, layers: Layers,
+    start_from: str | None = None, features: FeatureConfig | None = None,
+    head: HeadConfig = HeadConfig(), target_folder: str = "",
 ) -> HybridConfig:
     """Build the drafter's architecture from model.drafter, drafter_layers or start_from.
 

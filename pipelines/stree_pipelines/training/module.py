@@ -52,10 +52,7 @@ class Training(pl.LightningModule):
     loss_on: Literal["assistant", "all"] = "assistant"  # whose tokens count
 
     def __init__(
-        self,
-        optimizer: OptimizerConfig,
-        loss_spec: LossSpec,
-        activation_checkpointing: bool,
+        self, optimizer: OptimizerConfig, loss_spec: LossSpec, activation_checkpointing: bool,
     ) -> None:
         super().__init__()
         self.last_step: int | None = None  # end of the learning rate's schedule; None: max_steps
@@ -187,9 +184,7 @@ class Training(pl.LightningModule):
             group["lr"] = self.step_learning_rate
 
     def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
+        self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         # Lightning's own refuses fused AdamW even without a loss scaler, and does not return the

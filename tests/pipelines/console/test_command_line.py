@@ -51,7 +51,12 @@ from stree_pipelines.commands import (
 )
 from stree_pipelines.comparison.gate import gate
 from stree_pipelines.console import command_line
-from stree_pipelines.console.command_line import input_path, suggestion
+from stree_pipelines.console.command_line import (
+    CommandParser,
+    PlainParser,
+    input_path,
+    suggestion,
+)
 from stree_pipelines.data import loss_mask, tokenizer_training
 from stree_pipelines.evaluation.plan import EvaluationSettings
 
@@ -260,6 +265,14 @@ def test_a_value_of_another_type_is_told_in_our_words(main, given, said, capsys)
         main(given)
     assert ended.value.code == UsageError.exit_code
     assert f"error: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [CommandParser, PlainParser])
+def test_an_option_is_also_spelt_with_dashes(kind):
+    parser = kind("some.py")
+    parser.add_argument("--max_new_tokens", type=int)
+    for spelt in ("--max_new_tokens", "--max-new-tokens"):
+        assert parser.parse_args([spelt, "3"]).max_new_tokens == 3
 
 
 def test_a_gate_without_thresholds_is_told_by_an_example_that_is_one(capsys):

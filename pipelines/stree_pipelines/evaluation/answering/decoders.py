@@ -55,11 +55,8 @@ class Decoders:
     """
 
     def __init__(
-        self,
-        settings: EvaluationSettings,
-        benchmarks: Sequence[Benchmark],
-        target_model: Any = None,
-        tokenizer: Any = None,
+        self, settings: EvaluationSettings, benchmarks: Sequence[Benchmark],
+        target_model: Any = None, tokenizer: Any = None,
         make_decoder: Callable[..., Any] | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:

@@ -56,11 +56,7 @@ def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
 
 
 def run_decay(
-    trainer: pl.Trainer,
-    module: Training,
-    first: int,
-    last: int,
-    told: Callable[[], bool],
+    trainer: pl.Trainer, module: Training, first: int, last: int, told: Callable[[], bool],
 ) -> bool:
     """Run steps first + 1 … last of a training that ends with step `last`, by Lightning's own loop.
 

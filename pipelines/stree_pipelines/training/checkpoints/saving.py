@@ -112,9 +112,7 @@ class SafeCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str],
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         tensors = (each for each in tree_leaves(checkpoint) if isinstance(each, Tensor))
@@ -125,9 +123,7 @@ class SafeCheckpointIO(CheckpointIO):
             _write(checkpoint, folder / STATE_NAME)
 
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Any = None,
+        self, path: str | os.PathLike[str], map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read the checkpoint dict, tensors on the CPU.
@@ -226,11 +222,7 @@ class TrainingCheckpoints(pl.Callback):
                 _set_random_state(states[trainer.global_rank])
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any,
         batch_idx: int,
     ) -> None:
         step = trainer.global_step

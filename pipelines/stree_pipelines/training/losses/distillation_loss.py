@@ -81,10 +81,7 @@ class LossTerms:
 
 
 def teacher_of(
-    teacher_hidden: Tensor,
-    teacher_head: Tensor,
-    rows_M: Tensor,
-    student_hidden: Tensor,
+    teacher_hidden: Tensor, teacher_head: Tensor, rows_M: Tensor, student_hidden: Tensor,
     temperature: float = 1.0,
 ) -> Teacher:
     """Make the teacher of the rows that count; no gradient flows to it.
@@ -104,13 +101,8 @@ def teacher_of(
 
 
 def chunked_distillation_loss(
-    student_hidden: Tensor,
-    student_head: Tensor,
-    teacher: Teacher,
-    rows_M: Tensor,
-    spec: LossSpec,
-    labels: Tensor | None = None,
-    normalizer: Tensor | None = None,
+    student_hidden: Tensor, student_head: Tensor, teacher: Teacher, rows_M: Tensor, spec: LossSpec,
+    labels: Tensor | None = None, normalizer: Tensor | None = None,
 ) -> LossTerms:
     """Average a student's divergence from its teacher over the rows that count, plus CE.
 
@@ -152,11 +144,7 @@ def chunked_distillation_loss(
 
 
 def chunked_cross_entropy(
-    hidden: Tensor,
-    head: Tensor,
-    labels: Tensor,
-    rows_M: Tensor,
-    spec: LossSpec,
+    hidden: Tensor, head: Tensor, labels: Tensor, rows_M: Tensor, spec: LossSpec,
     normalizer: Tensor | None = None,
 ) -> LossTerms:
     """Average the cross-entropy to `labels` (nats) over the rows that count.
@@ -182,13 +170,8 @@ def counted_rows(mask: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _loss_of(
-    student_hidden: Tensor,
-    student_head: Tensor,
-    teacher: Teacher | None,
-    rows_M: Tensor,
-    spec: LossSpec,
-    labels: Tensor | None,
-    normalizer: Tensor | None,
+    student_hidden: Tensor, student_head: Tensor, teacher: Teacher | None, rows_M: Tensor,
+    spec: LossSpec, labels: Tensor | None, normalizer: Tensor | None,
 ) -> LossTerms:
     if normalizer is None:
         normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_hidden.device)
@@ -281,12 +264,8 @@ _compile = functools.cache(torch.compile)
 
 
 def _chunk_terms(
-    student_CD: Tensor,
-    teacher: Teacher | None,
-    labels_C: Tensor | None,
-    head_VD: Tensor,
-    spec: LossSpec,
-    with_grad: bool,
+    student_CD: Tensor, teacher: Teacher | None, labels_C: Tensor | None, head_VD: Tensor,
+    spec: LossSpec, with_grad: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """Compute a chunk's gradient and its sums of divergence, CE and acceptance (3,).
 

@@ -142,23 +142,16 @@ class TrainingCLI(LightningCLI):
 
     def _add_own_options(self, parser: TrainingParser) -> None:
         """Add the options that are no part of a YAML file."""
-        parser.add_argument(
-            "--help_all", "--help-all", action=HelpAll, default=argparse.SUPPRESS,
-            help="Show the help with all options of Lightning's trainer, and exit.",
-        )
-        parser.add_argument(
-            "--run_dir", "--run-dir", type=str | None, default=None,
+        add = parser.add_argument
+        add("--help_all", action=HelpAll, default=argparse.SUPPRESS,
+            help="Show the help with all options of Lightning's trainer, and exit.")
+        add("--run_dir", type=str | None, default=None,
             help="Run folder; running the same command again goes on where it stopped. Needed "
-            "unless with --show_mask.",
-        )
-        parser.add_argument(
-            "--show_mask", "--show-mask", action="store_true",
-            help="Print a training conversation with its loss mask in colour, and exit.",
-        )
-        parser.add_argument(
-            "--dry_run", "--dry-run", action="store_true",
-            help="Read config and data, say what the run would take, write nothing, and exit.",
-        )
+            "unless with --show_mask.")
+        add("--show_mask", action="store_true",
+            help="Print a training conversation with its loss mask in colour, and exit.")
+        add("--dry_run", action="store_true",
+            help="Read config and data, say what the run would take, write nothing, and exit.")
 
     @property
     def options(self) -> Any:
@@ -191,7 +184,7 @@ class TrainingCLI(LightningCLI):
         require_same_run(self.run_dir, self.config_dump)
         self.resume_path = latest_valid(self.run_dir)
         if not self.is_finished:
-            self.require_inputs()
+            require_there(of_training(lambda *key: self.options.get(key[0], {}).get(key[1])))
         if self.options["dry_run"]:
             require_writable(self.run_dir)
             # The plan stands in for the model.
@@ -202,10 +195,6 @@ class TrainingCLI(LightningCLI):
         elif not self.is_finished:
             self.restarts = Restarts(self.run_dir)
             self._prepare_run()
-
-    def require_inputs(self) -> None:
-        """Raise NotFound with every input file of the configuration that is missing."""
-        require_there(of_training(lambda *key: self.options.get(key[0], {}).get(key[1])))
 
     def _make_trackers(self) -> None:
         """Make the loggers of trainer.logger, which are added to our own.

@@ -21,6 +21,7 @@ NOISE = (
     "Since DeepSpeed handles gradient clipping internally",
     "The `srun` command is available on your system but is not used",
     r"The number of training batches \(\d+\) is smaller than the logging interval",
+    "Total length of `list` across ranks is zero",  # without validation data
 )
 LIGHTNING = str(Path(lightning.__file__).parent)
 

@@ -39,13 +39,8 @@ SMALLER_TRAINING = (
 
 
 def describe_training(
-    plan: ModelPlan,
-    data: ConversationDataModule,
-    trainer: pl.Trainer,
-    callbacks: tuple[Exports, TrainingCheckpoints],
-    run_dir: Path,
-    resume_step: int,
-    name: str,
+    plan: ModelPlan, data: ConversationDataModule, trainer: pl.Trainer,
+    callbacks: tuple[Exports, TrainingCheckpoints], run_dir: Path, resume_step: int, name: str,
     accelerator: str,
 ) -> Iterator[str]:
     """Yield, line by line, everything about a training that is known before its first step.
