@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from captures import NothingWaits
+from captures import nothing_waits
 from enumerated import SETTINGS, block_distribution, distance, length_of
 from lanes import quick_first
 from safetensors.torch import load_file, save_file
@@ -218,7 +218,7 @@ def test_a_draft_waits_for_nothing(keep_logits):
     everyone.set(0, setting)
     everyone.begin(0, 3, 4)
     rows = everyone.narrow(0, 1, [setting])
-    with torch.no_grad(), NothingWaits():
+    with torch.no_grad(), nothing_waits():
         proposal = drafter.draft(rows, tree_batch, 1, 32, keep_logits)
     assert set(proposal.tokens[0, 1:].tolist()) <= set(IDS)
     assert (proposal.logits is not None) == keep_logits

@@ -68,11 +68,11 @@ def differences(kind=TableDrafter, cases: int = 40) -> Iterator[bool]:
 
 @pytest.mark.parametrize("kind", [TableDrafter, costly(Undrawn)])
 def test_drafts_change_nothing_of_what_is_sampled(kind):
-    assert sum(differences(kind, cases=42)) == 0
+    assert sum(differences(kind, cases=21)) == 0
 
 
 def test_repeated_drafts_change_nothing(monkeypatch):
-    for seed in range(20):
+    for seed in range(14):
         target, drafter = tables(seed)
         setting = random_setting(random.Random(seed))
         got = Decoder(target, Repetitive(drafter.table), TREES[seed % 7]).generate([0, 1], setting)
@@ -99,10 +99,10 @@ def of_kind(seed: int, num_layers: int, kind: str | tuple[int, ...]) -> HybridMo
 @pytest.mark.parametrize(
     ("kinds", "backtracking"),
     quick_first(
-        [("Transformer for hybrid", "joint"), ("Mamba-1 for hybrid", "replay")],
+        [("Mamba-1 for hybrid", "replay")],
         [(kinds, backtracking) for kinds in KINDS for backtracking in ("replay", "joint")],
         [("Mamba for Transformer", "replay"), ("Mamba for hybrid in 8 bits", "replay"),
-         ("Mamba-1 for Mamba-1", "joint")],
+         ("Transformer for hybrid", "joint"), ("Mamba-1 for Mamba-1", "joint")],
     ),
 )
 def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
@@ -134,7 +134,7 @@ def test_drafts_of_models_change_nothing_of_what_is_sampled(drafter_layers):
     rng = random.Random(5)
     served = [
         Request([rng.randrange(61) for _ in range(5)], random_setting(rng), tree)
-        for tree in TREES * 2
+        for tree in TREES
     ]
     decoder = BatchDecoder(target, drafter, num_rows=5, max_length=64, max_nodes=13)
     plain = BatchDecoder(target, num_rows=1, max_length=64)
@@ -143,7 +143,7 @@ def test_drafts_of_models_change_nothing_of_what_is_sampled(drafter_layers):
         alone = Request(each.prompt_ids, each.generation)
         assert got.tokens == plain.generate([alone])[0].tokens
         accepted += sum(got.stats.accepted_per_call)
-    assert accepted > 20 or drafter_layers == ()
+    assert accepted > 10 or drafter_layers == ()
 
 
 LARGE = [

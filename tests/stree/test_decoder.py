@@ -64,7 +64,7 @@ class Prophet(Drafter):
         return Proposal(tokens)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.long)])
 def test_greedy_is_lossless_on_many_prompts(count):
     """Each prompt has 64 tokens for each of 8 trees in fp64."""
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def test_greedy_is_lossless_on_many_prompts(count):
     outputs = plain.generate([Request(prompt, generation) for prompt in prompts(count)])
     answers = {tuple(p): out.tokens for p, out in zip(prompts(count), outputs, strict=True)}
     one = Decoder(target, max_length=96)
-    for prompt in prompts(8):
+    for prompt in prompts(min(count, 8)):
         assert one.generate(prompt, generation).tokens == answers[tuple(prompt)]
     prophet = Prophet(answers, target.config.vocab_size)
     decoder = BatchDecoder(target, prophet, num_rows=64, max_length=96, max_nodes=32)
@@ -318,7 +318,7 @@ def test_whoever_reads_a_streamer_is_told_of_the_end_after_an_error_too():
 
 def test_a_request_without_a_seed_gets_a_fresh_one_that_repeats_it():
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
-    sampled = GenerationConfig(32, temperature=1.0)
+    sampled = GenerationConfig(12, temperature=1.0)
     decoder = Decoder(target, drafter, max_length=128)
     batch = BatchDecoder(target, num_rows=2, max_length=128)
     outputs = [decoder.generate([1, 2, 3], sampled) for _ in range(2)]

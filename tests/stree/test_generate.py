@@ -143,7 +143,10 @@ THOUGHTS_DROPPED = (
 )
 
 
-@pytest.mark.parametrize("template", [THOUGHTS_DROPPED, None], ids=["dropped", "kept"])
+@pytest.mark.parametrize(
+    "template",
+    [THOUGHTS_DROPPED, pytest.param(None, marks=pytest.mark.costly)], ids=["dropped", "kept"],
+)
 def test_the_next_turn_of_a_chat_reads_only_what_is_new(shipped, tokenizer, template):
     keeping = load(SHIPPED, device="cpu", max_length=256, num_prefixes=2)
     options = dict(max_new_tokens=6, chat_template_kwargs={"chat_template": template})

@@ -35,6 +35,7 @@ def load(workspace, drafter, **options):
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:the drafter .* does not record")
 @pytest.mark.parametrize(
     ("made_in", "inside"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
+import warnings
 import weakref
-from contextlib import ExitStack
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stree_kernels import index_plan as places
 
@@ -21,23 +24,31 @@ def living_captures() -> set[int]:
     return {each.number for each in Replayed.living}
 
 
-class NothingWaits(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: values that the host reads. Plain PyTorch takes the
-    CPU for a device whose values it may not read."""
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Refuse what a CUDA graph cannot hold: values that the host reads.
 
-    def __enter__(self):
-        self.stack = ExitStack()
-        self.stack.enter_context(mock.patch.object(places, "on_host", lambda tensor: False))
-        return super().__enter__()
+    Plain PyTorch takes the CPU for a device whose values it may not read. Other threads go on.
+    """
+    thread, library = threading.get_ident(), torch.library.Library("aten", "IMPL", "CPU")
 
-    def __exit__(self, *error):
-        self.stack.close()
-        return super().__exit__(*error)
+    def unless_refused(name: str, read: Callable[[torch.Tensor], Any]) -> None:
+        def impl(tensor: torch.Tensor) -> Any:
+            assert threading.get_ident() != thread, name
+            return read(tensor)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function)
-        assert not any(each in name for each in ("_local_scalar_dense", "nonzero")), name
-        return function(*args, **(kwargs or {}))
+        library.impl(name, impl)
+
+    with (
+        warnings.catch_warnings(action="ignore"),  # that the library replaces PyTorch's own
+        mock.patch.object(places, "on_host", lambda _: False),
+    ):
+        unless_refused("_local_scalar_dense", torch.Tensor.tolist)
+        unless_refused("nonzero", lambda tensor: torch.from_numpy(np.argwhere(tensor.numpy())))
+        try:
+            yield
+        finally:
+            library._destroy()
 
 
 class Replayed:
@@ -56,7 +67,7 @@ class Replayed:
         self.number = next(self.numbers)
         function()
         self.function = function
-        with NothingWaits():
+        with nothing_waits():
             self.outputs = function()
 
     def replay(self):

@@ -61,7 +61,7 @@ def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
     return [outputs[index] for index in range(len(requests))]
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(24, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.costly)])
 def test_a_request_gets_the_same_tokens_alone_and_in_any_company(count):
     target = tiny_model(1)
     requests = random_requests(count, 2, sampled=True)

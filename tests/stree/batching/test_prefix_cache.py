@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from captures import NothingWaits
+from captures import nothing_waits
 from lanes import costly, quick_first
 from toys import right_now_and_then, tiny_model
 
@@ -231,7 +231,7 @@ def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
     for _ in range(3):
         decoder.step()
     told = [[*SYSTEM, each + 1, *decoder.tokens_of(row)] for each, row in enumerate(rows)]
-    with NothingWaits():
+    with nothing_waits():
         for row in rows:
             decoder.release(row, keep=True)
     for row in rows:
@@ -240,7 +240,7 @@ def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
         wanted = Decoder(target, max_length=64).generate([*told[row], 5], GenerationConfig(9))
         (got,) = decoder.generate([Request([*told[row], 5], GenerationConfig(9))])
         assert got.tokens == wanted.tokens and got.stats.num_reused_tokens == reused
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingWaits():
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), nothing_waits():
         decoder.cache.save(0)
 
 

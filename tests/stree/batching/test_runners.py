@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from captures import Event, NothingWaits, living_captures
+from captures import Event, living_captures, nothing_waits
 from eager import assert_same, by_fused_kernels, by_graphs, without_graphs
 from lanes import quick_first
 from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
@@ -64,7 +64,7 @@ def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu
 
     def execute_without_waiting(self, plan):
         alone_in_plan.extend([not plan.trees] * len(plan.reads))
-        with NothingWaits() if plan.trees else nullcontext():
+        with nothing_waits() if plan.trees else nullcontext():
             execute(self, plan)
 
     monkeypatch.setattr(Worker, "execute", execute_without_waiting)

@@ -91,7 +91,7 @@ def require_drafts_of(reference, drafts, text):
     assert depths >= {1, 2, 3}
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("tree", [costly(CHAIN), PAPER], ids=str)
 @pytest.mark.parametrize(
     "of", [DENSE, EXPERTS, NEXT, NEMOTRON, EAGLE, SPECULATORS, LATER, WHOLE],

@@ -31,18 +31,16 @@ def test_a_word_that_begins_in_an_accepted_block_is_barred_behind_it():
     decoder = BatchDecoder(
         target, right_now_and_then(target), TokenTree.chain(3), num_rows=1, max_length=64
     )
-    blocks = 0
-    for _ in range(2):
-        prompt = [rng.randrange(61) for _ in range(5)]
-        answer = by_hand(target, prompt, [])
-        for length in (3, 4):
-            for start in range(LENGTH - length + 1):
-                word = answer[start : start + length]
-                generation = GenerationConfig(LENGTH, bad_words_ids=[word])
-                (output,) = decoder.generate([Request(prompt, generation)])
-                assert output.tokens == by_hand(target, prompt, [word])
-                blocks += sum(count >= 2 for count in output.stats.accepted_per_call)
-    assert blocks > 33
+    prompt, blocks = [rng.randrange(61) for _ in range(5)], 0
+    answer = by_hand(target, prompt, [])
+    for length in (3, 4):
+        for start in range(LENGTH - length + 1):
+            word = answer[start : start + length]
+            generation = GenerationConfig(LENGTH, bad_words_ids=[word])
+            (output,) = decoder.generate([Request(prompt, generation)])
+            assert output.tokens == by_hand(target, prompt, [word])
+            blocks += sum(count >= 2 for count in output.stats.accepted_per_call)
+    assert blocks > 16
 
 
 def test_a_step_reads_the_rules_of_today_after_a_longer_word_was_barred():

@@ -68,6 +68,7 @@ def require_drafts_as_in_training(drafts, drafter, target, texts):
     assert checked > 20
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backtracking", ["replay", "joint"])
 @pytest.mark.parametrize("tree", [TREES[1], TREES[2]], ids=str)
 def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
@@ -322,6 +323,7 @@ def hidden_one_by_one(drafter, tokens, read, ahead):
     return wanted
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"repeat_before_conv": True}], ids=["", "repeated"])
 def test_passes_ahead_are_drafts_from_every_token(changes, own):

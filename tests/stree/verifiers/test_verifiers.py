@@ -46,15 +46,18 @@ BRANCHING = [
 ]
 
 
+DRAWING = (TableDrafter, Independent, Mixed)
+
+
 @pytest.mark.parametrize(
     ("kind", "verifier"),
     [
         pytest.param(
             kind, verifier,
             # The naive rule has a choice of the target's at every node to enumerate
-            marks=pytest.mark.costly if verifier is Naive and kind in (Independent, Mixed) else [],
+            marks=pytest.mark.costly if verifier is Naive and kind in DRAWING else [],
         )
-        for kind in (TableDrafter, Independent, Undrawn, Repetitive, Mixed)
+        for kind in (*DRAWING, Undrawn, Repetitive)
         for verifier in (Naive, MultiStep, Traversal, Block)
     ],
 )
@@ -211,6 +214,7 @@ def improbable(verifier: str, tree: TokenTree, count: int = 1000) -> float:
 TREES = {"block": TokenTree.chain(3), "traversal": balanced([2, 1, 1])}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("verifier", TREES)
 def test_answers_of_several_steps_follow_the_targets_distribution(verifier):
     """The bound's false-alarm rate is about one in a million."""
