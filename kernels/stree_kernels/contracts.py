@@ -1,7 +1,7 @@
 """Records that the ops of a tree call share: a mixer's dimensions, the trees, the call's state.
 
 Shapes: B batch, N tree nodes, H heads, P head dim, S state, G groups, C channels, W conv width,
-K slots of an accepted path, Z trees.
+K places of an accepted path, Z trees.
 """
 
 from __future__ import annotations
@@ -281,15 +281,15 @@ class Topology:
     written: bool = False
     chains: bool = False
 
-    def comes_in_steps(self, first: int) -> bool:
+    def comes_in_steps(self, num_read: int) -> bool:
         """Return whether a recurrence takes a call's new nodes one after the other.
 
         So it does in an ordinary step, of one token a sequence. With `STREE_CHAINS=multi_step` in
         the environment it does so for all chains, as vanilla speculative decoding in STree (Wu et
-        al. 2025) has it, where the scan of trees is faster. first: nodes of the trees before.
+        al. 2025) has it, where the scan of trees is faster. num_read: nodes of the trees before.
         """
         by_updates = self.chains and os.environ.get("STREE_CHAINS") == "multi_step"
-        return first == 0 and (by_updates or self.depths.shape[1] == 1)
+        return num_read == 0 and (by_updates or self.depths.shape[1] == 1)
 
     @functools.cached_property
     def args(self) -> TreeArgs:

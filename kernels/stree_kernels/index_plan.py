@@ -1,6 +1,6 @@
 """Index plan of a tree call in plain PyTorch: indices that it reads and writes, found once a call.
 
-Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
+Shapes: B batch, Q new nodes, N tree nodes, K places of an accepted path, L cache slots, W conv
 width, G query heads a key head, D attention head dim.
 
 The plan follows from topology and cache state, which all layers share. A call keeps it in
@@ -55,22 +55,22 @@ def accepted_path(cache_state: CacheState) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class ConvPlaces:
-    """Index plan of a convolution over rows (2, B, W − 1 + N, …): halves of [conv state, nodes].
+    """Index plan of a convolution over history (2, B, W − 1 + N, …): halves of [conv state, nodes].
 
-    The convolution runs over one line a sequence: entries of `rows`, then the new nodes. For a new
-    tree these entries are the conv state and the K nodes of the accepted path; for later nodes of
-    a tree they are the conv state and the tree's nodes so far.
+    The convolution runs over one line a sequence: entries of `history`, then the new nodes. For a
+    new tree these entries are the conv state and the K nodes of the accepted path; for later nodes
+    of a tree they are the conv state and the tree's nodes so far.
 
     Attributes:
-        before: (B, …), flat indices of these entries in the first three dims of `rows`.
+        before: (B, …), flat indices of these entries in the first three dims of `history`.
         windows: (B, K + n, W), inputs of the convolution at the path's nodes (only of a new tree)
             and at n of the tree's, oldest first, as flat indices in all lines; None if each input
             follows the one before in its line.
         path: K.
         counts: (B, K), which nodes of the path count; None is all.
         kept: Flat indices (B, …) of the entries that are written back to half `half` (1,) of the
-            rows, from slot `written` on; an int n is all but the first n.
-        written: First slot that is written.
+            history, from entry `written` on; an int n is all but the first n.
+        written: First entry that is written.
         half: (1,) the half that is written.
     """
 
@@ -84,27 +84,28 @@ class ConvPlaces:
 
 
 def conv_places(
-    rows: Tensor, tail: int, topology: Topology, cache_state: CacheState, start: int, first: int,
-    num_new: int,
+    history: Tensor, tail: int, topology: Topology, cache_state: CacheState, start: int,
+    num_read: int, num_new: int,
 ) -> ConvPlaces:
-    """Return the plan of nodes first … first + num_new − 1, with windows of those from `start`.
+    """Return the plan of `num_new` nodes after `num_read` others, with windows from `start` on.
 
     tail is W − 1, the length of the conv state.
     """
 
     def find() -> ConvPlaces:
         chosen = topology.windows.index_select(0, cache_state.variant)
-        windows = chosen[:, start : first + num_new].long()
+        windows = chosen[:, start : num_read + num_new].long()
         # Whatever the windows of padding hold: a node's last input is its own
-        windows[..., -1] = torch.arange(tail + start, tail + first + num_new, device=windows.device)
-        if first:
-            before = torch.arange(tail + first, device=windows.device).expand(len(windows), -1)
-            before = _counted(before, rows.shape[2], cache_state.parity)
-            windows = _counted(windows, tail + first + num_new)
+        end = tail + num_read + num_new
+        windows[..., -1] = torch.arange(tail + start, end, device=windows.device)
+        if num_read:
+            before = torch.arange(tail + num_read, device=windows.device).expand(len(windows), -1)
+            before = _counted(before, history.shape[2], cache_state.parity)
+            windows = _counted(windows, tail + num_read + num_new)
             return ConvPlaces(
-                before, windows, 0, None, tail + first, cache_state.parity, tail + first
+                before, windows, 0, None, tail + num_read, cache_state.parity, tail + num_read
             )
-        last = path_places(rows, tail, cache_state, num_new)
+        last = path_places(history, tail, cache_state, num_new)
         if last.counts is None:
             windows = windows + last.path
         else:  # the newest inputs are at the path's end
@@ -118,15 +119,17 @@ def conv_places(
         windows = torch.cat([along, windows], dim=1)
         return replace(last, windows=_counted(windows, tail + last.path + num_new))
 
-    return once(cache_state, ("conv", rows.shape[:3], tail, start, first, num_new), find)
+    return once(cache_state, ("conv", history.shape[:3], tail, start, num_read, num_new), find)
 
 
-def path_places(rows: Tensor, tail: int, cache_state: CacheState, num_new: int = 0) -> ConvPlaces:
+def path_places(
+    history: Tensor, tail: int, cache_state: CacheState, num_new: int = 0
+) -> ConvPlaces:
     """Return the plan of the accepted path and `num_new` nodes of a chain after it."""
     path, counts = accepted_path(cache_state)
     steps = torch.arange(tail, device=path.device)
     before = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
-    before = _counted(before, rows.shape[2], cache_state.parity)
+    before = _counted(before, history.shape[2], cache_state.parity)
     length = path.shape[1]
     kept: Tensor | int = length
     if counts is not None:
@@ -147,15 +150,15 @@ def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
 
 
 def ancestors_of(
-    topology: Topology, cache_state: CacheState, first: int, num_new: int, dtype: torch.dtype
+    topology: Topology, cache_state: CacheState, num_read: int, num_new: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return (B, N, N), 1 where j is i or an ancestor of i, else 0; N = first + num_new."""
+    """Return (B, N, N), 1 where j is i or an ancestor of i, else 0; N = num_read + num_new."""
 
     def find() -> Tensor:
-        nodes = first + num_new
+        nodes = num_read + num_new
         return topology.ancestors.index_select(0, cache_state.variant)[:, :nodes, :nodes].to(dtype)
 
-    return once(cache_state, ("ancestors", first, num_new, dtype), find)
+    return once(cache_state, ("ancestors", num_read, num_new, dtype), find)
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class AttentionPlaces:
 
 
 def attention_places(
-    topology: Topology, cache_state: CacheState, first: int, num_new: int, bound: int,
+    topology: Topology, cache_state: CacheState, num_read: int, num_new: int, bound: int,
     rotary: Tensor, num_heads: tuple[int, int], dtype: torch.dtype, window: int,
 ) -> AttentionPlaces:
     """Return the plan of a call with the arguments of `naive.attend_tree`.
@@ -191,18 +194,18 @@ def attention_places(
 
     def find() -> AttentionPlaces:
         length, moves, most = cache_state.length, None, bound
-        if first == 0:
+        if num_read == 0:
             moves = moved_slots(length, cache_state.path, cache_state.path_length)
             length = length + cache_state.path_length
-        nodes = first + num_new
-        depths = topology.depths.index_select(0, cache_state.variant)[:, first:nodes]
+        nodes = num_read + num_new
+        depths = topology.depths.index_select(0, cache_state.variant)[:, num_read:nodes]
         positions = length[:, None] + depths
         angles = rotary.index_select(1, positions.flatten())
         angles = whole_heads(angles.view(2, len(length), 1, num_new, -1))
-        slots = length[:, None] + torch.arange(first, nodes, device=length.device)
+        slots = length[:, None] + torch.arange(num_read, nodes, device=length.device)
         if on_host(length):
             most = min(bound, max(length.tolist()) + nodes)
-        chosen = topology.ancestors.index_select(0, cache_state.variant)[:, first:nodes, :nodes]
+        chosen = topology.ancestors.index_select(0, cache_state.variant)[:, num_read:nodes, :nodes]
         mask, unused = attention_mask(length, chosen, most, dtype)
         if window:
             whole = topology.depths.index_select(0, cache_state.variant)[:, :nodes]
@@ -215,7 +218,7 @@ def attention_places(
         return AttentionPlaces(moves, slots, angles, most, mask, unused)
 
     num_kv_heads, groups = num_heads[1], num_heads[0] // num_heads[1]
-    key = ("attention", first, num_new, bound, num_heads, dtype, window)
+    key = ("attention", num_read, num_new, bound, num_heads, dtype, window)
     return once(cache_state, key, find)
 
 

@@ -71,22 +71,22 @@ def current(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def new_derived(shape: MixerShape | GatedDeltaShape, rows: Tensor) -> Derived | None:
+def new_derived(shape: MixerShape | GatedDeltaShape, history: Tensor) -> Derived | None:
     """Allocate zeros for the per-node values that a mixer's kernels keep with its raw inputs.
 
     Args:
         shape: the mixer's dimensions.
-        rows: (2, B, W − 1 + N, C) raw inputs of the mixer, double-buffered.
+        history: (2, B, W − 1 + N, C) raw inputs of the mixer, double-buffered.
 
     Returns:
         The buffers, or None where plain PyTorch serves, which keeps raw inputs only.
     """
-    if not fused(rows.device, rows.dtype, shape.largest_dim):
+    if not fused(history.device, history.dtype, shape.largest_dim):
         return None
-    batch, num_nodes = rows.shape[1], rows.shape[2] - shape.tail
+    batch, num_nodes = history.shape[1], history.shape[2] - shape.tail
     return Derived(
-        rows.new_zeros(2, batch, num_nodes, sum(shape.conv_dims[:2])),
-        rows.new_zeros(2, batch, 2, num_nodes, shape.num_heads, dtype=torch.float32),
+        history.new_zeros(2, batch, num_nodes, sum(shape.conv_dims[:2])),
+        history.new_zeros(2, batch, 2, num_nodes, shape.num_heads, dtype=torch.float32),
     )
 
 

@@ -2,7 +2,7 @@
 
 Prompt lookup, as Snakes and Ladders' PNG drafts: several continuations of the text so far, and of a
 corpus if there is one, are merged into one prefix tree. Shapes: B rows, N nodes, n nodes of a
-level, K children of each at most, L slots of text, E excerpts of a corpus, X tokens of each, V
+level, K children of each at most, L places of text, E excerpts of a corpus, X tokens of each, V
 vocabulary.
 """
 
@@ -91,7 +91,7 @@ class Corpus:
         """Return excerpts (B, E, X) of the places that match last (B, context), in text order.
 
         last has the last token first. An excerpt has `context` tokens up to its place and `reach`
-        after it; slots without a token, and those at its end, hold NOTHING.
+        after it; places without a token, and those at its end, hold NOTHING.
         """
         places = self._places_after(last).sort(dim=1).values
         around = torch.arange(1 - self.context, reach + 2, device=last.device)
@@ -133,69 +133,69 @@ class RowTexts:
     ) -> None:
         self.context, self.vocabulary = context, vocabulary
         self.corpus = Corpus(corpus.to(device), context) if len(corpus) else None
-        # Nothing stands before a text; the last slot takes what idle rows write
+        # Nothing stands before a text; the last place takes what idle rows write
         self.start, shape = 1, (num_rows, 1 + max_length + 1)
-        self.slots = torch.full(shape, NOTHING, dtype=torch.long, device=device)
+        self.texts = torch.full(shape, NOTHING, dtype=torch.long, device=device)
         self.num_read = torch.zeros(num_rows, dtype=torch.long, device=device)
         self._back = torch.arange(context, device=device)
 
     def clear(self, row: Which) -> None:
-        fill(self.slots[:, self.start :], row, value=NOTHING)
+        fill(self.texts[:, self.start :], row, value=NOTHING)
         fill(self.num_read, row)
 
     def save(self, row: int, most: int) -> SavedRow:
         """Return copies of a row's text."""
-        slots = self.slots[row, self.start : self.start + most].clone()
-        return SavedRow(self.num_read[row].clone(), (slots,))
+        texts = self.texts[row, self.start : self.start + most].clone()
+        return SavedRow(self.num_read[row].clone(), (texts,))
 
     def load(self, saved: SavedRow, row: int) -> None:
         """Write the copies of `save` into a row."""
-        (slots,) = saved.parts
-        self.slots[row, self.start : self.start + len(slots)] = slots
+        (texts,) = saved.parts
+        self.texts[row, self.start : self.start + len(texts)] = texts
         self.num_read[row].copy_(saved.length)
 
     def bytes_per_row(self) -> int:
         """Return the bytes that a row takes."""
-        return self.slots[0].nbytes + self.num_read[0].nbytes
+        return self.texts[0].nbytes + self.num_read[0].nbytes
 
     def read(self, row: int, tokens: Tensor) -> None:
-        places = torch.arange(len(tokens), device=self.slots.device)
+        places = torch.arange(len(tokens), device=self.texts.device)
         places += self.start + self.num_read[row]
-        self.slots[row].index_copy_(0, places, tokens.to(self.slots))
+        self.texts[row].index_copy_(0, places, tokens.to(self.texts))
         self.num_read[row] += len(tokens)
 
     def take(self, rows: BatchState, longest_block: int) -> None:
         """Read the rows' blocks, their roots included."""
-        slots, block = self.slots[: len(rows.active)], rows.block[:, : 1 + longest_block]
+        texts, block = self.texts[: len(rows.active)], rows.block[:, : 1 + longest_block]
         count = torch.where(rows.active, block[:, 0], 0)[:, None]
-        at = torch.arange(longest_block, device=slots.device)
+        at = torch.arange(longest_block, device=texts.device)
         places = self.start + rows.position[:, None] - count + 1 + at
-        slots.scatter_(1, torch.where(at < count, places, slots.shape[1] - 1), block[:, 1:])
+        texts.scatter_(1, torch.where(at < count, places, texts.shape[1] - 1), block[:, 1:])
         num_read = self.num_read[: len(rows.active)]
         torch.where(rows.active, rows.position + 1, num_read, out=num_read)
 
     def roots(self, rows: BatchState) -> Tensor:
         """Return the tokens (B, 1) of the rows' roots; any tokens in idle rows."""
         place = (self.start + rows.position[:, None]).clamp(min=self.start - 1)
-        return self.slots[: len(rows.active)].gather(1, place).clamp(min=0)
+        return self.texts[: len(rows.active)].gather(1, place).clamp(min=0)
 
     def look(self, rows: BatchState, reach: int) -> MatchedTexts:
-        """Compare all slots with each row's last tokens, for trees of depth `reach`."""
-        return look(*self._slots(rows, reach))
+        """Compare all places with each row's last tokens, for trees of depth `reach`."""
+        return look(*self._texts(rows, reach))
 
-    def _slots(self, rows: BatchState, reach: int) -> tuple[Tensor, Tensor, int, int, int]:
-        """Return slots, roots, context, and number and length of excerpts as `look` takes them."""
-        slots = self.slots[: len(rows.active), :-1]
+    def _texts(self, rows: BatchState, reach: int) -> tuple[Tensor, Tensor, int, int, int]:
+        """Return texts, roots, context, and number and length of excerpts as `look` takes them."""
+        texts = self.texts[: len(rows.active), :-1]
         roots = (self.start + rows.position).clamp(min=self.start - 1)
         if self.corpus is None:
-            return slots, roots, self.context, 0, 1
+            return texts, roots, self.context, 0, 1
         places = self.start + rows.position[:, None] - self._back
-        last = slots.gather(1, places.clamp(min=self.start - 1))
-        last = last.masked_fill(last < 0, NOTHING - 1)  # slots before a text match no slot
+        last = texts.gather(1, places.clamp(min=self.start - 1))
+        last = last.masked_fill(last < 0, NOTHING - 1)  # places before a text match none
         excerpts = self.corpus.excerpts(last, reach)
         number, length = excerpts.shape[1:]
-        slots = torch.cat([excerpts.flatten(1), slots], 1)
-        return slots, roots + number * length, self.context, number, length
+        texts = torch.cat([excerpts.flatten(1), texts], 1)
+        return texts, roots + number * length, self.context, number, length
 
     def fill(
         self, rows: BatchState, tree_batch: TreeBatch, tokens: Tensor, places: Tensor | None = None,
@@ -214,9 +214,9 @@ class RowTexts:
             tree_batch.parents, tree_batch.children,
             tuple((level.nodes, level.places, level.above) for level in tree_batch.levels),
         )
-        slots, roots, context, count, length = self._slots(rows, tree_batch.max_depth)
+        texts, roots, context, count, length = self._texts(rows, tree_batch.max_depth)
         ops.draft_ngrams(
-            slots, roots, tokens, trees, context, count, length, places, barred
+            texts, roots, tokens, trees, context, count, length, places, barred
         )
 
 

@@ -213,16 +213,16 @@ class ConvCache(LayerCache):
     """Raw inputs of a layer's conv, in two halves of [conv state, nodes of the last tree].
 
     A call writes the new tree into the half that does not hold the last one (`CacheState.parity`).
-    With joint attainment all layers share `rows`, and each has a conv state of its own.
+    With joint attainment all layers share `history`, and each has a conv state of its own.
 
     Attributes:
-        rows: (2, B, W − 1 + N, C or more).
+        history: (2, B, W − 1 + N, C or more).
         parity: (1,) the half of the last tree, shared by all layers.
         own_conv_state: (B, W − 1, C) with joint attainment, else None.
     """
 
-    BUFFERS: ClassVar = {"own_conv_state": Buffer(STATES), "rows": Buffer(NODES, 1, 2)}
-    rows: Tensor
+    BUFFERS: ClassVar = {"own_conv_state": Buffer(STATES), "history": Buffer(NODES, 1, 2)}
+    history: Tensor
     parity: Tensor
     own_conv_state: Tensor | None = None
 
@@ -262,7 +262,7 @@ class ConvCache(LayerCache):
 
     def clear(self, row: Which = EACH) -> None:
         super().clear(row)
-        fill(self.rows[:, :, : self.conv_state_shape()[0]], row, 1)
+        fill(self.history[:, :, : self.conv_state_shape()[0]], row, 1)
 
     def sharing(self, other: Self) -> Self:
         """Return this cache with what another layer's keeps of nodes, and its own conv state."""
@@ -283,12 +283,12 @@ class ConvCache(LayerCache):
 
     @property
     def _lent_conv_states(self) -> Tensor:
-        """Conv states inside `rows`, of both halves (2, B, W − 1, C)."""
+        """Conv states inside `history`, of both halves (2, B, W − 1, C)."""
         length, channels = self.conv_state_shape()
-        return self.rows[:, :, :length, :channels]
+        return self.history[:, :, :length, :channels]
 
     def begin_joint(self) -> None:
-        """Copy the layer's own conv state into the shared rows, where the ops read it."""
+        """Copy the layer's own conv state into the shared history, where the ops read it."""
         assert self.own_conv_state is not None
         self._lent_conv_states[0] = self.own_conv_state
 
@@ -306,23 +306,23 @@ class ShortConvCache(ConvCache):
 
     @classmethod
     def of(cls, config: HybridConfig, sizes: CacheSizes) -> Self:
-        slots = config.d_conv - 1 + sizes.max_nodes
-        rows = sizes.zeros(2, sizes.batch, slots, config.d_model)
+        length = config.d_conv - 1 + sizes.max_nodes
+        history = sizes.zeros(2, sizes.batch, length, config.d_model)
         return cls(
-            max_nodes=sizes.max_nodes, rows=rows, parity=sizes.parity, width=config.d_conv
+            max_nodes=sizes.max_nodes, history=history, parity=sizes.parity, width=config.d_conv
         )
 
     def conv_state_shape(self) -> tuple[int, int]:
-        return self.width - 1, self.rows.shape[-1]
+        return self.width - 1, self.history.shape[-1]
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance the conv state along the accepted path."""
-        self.conv_state = naive.short_conv_replay(self.rows, self.width - 1, cache_state)
+        self.conv_state = naive.short_conv_replay(self.history, self.width - 1, cache_state)
 
 
 @dataclass(kw_only=True)
 class RecurrentCache(ConvCache):
-    """Cache of a recurrent layer: its state, and in `rows` also the inputs of its gates.
+    """Cache of a recurrent layer: its state, and in `history` also the inputs of its gates.
 
     Attributes:
         state: (B, …), fp32 or fp64.
@@ -340,10 +340,10 @@ class RecurrentCache(ConvCache):
     @classmethod
     def empty(cls, shape: Any, sizes: CacheSizes, **more: Any) -> Self:
         """Return the cache of sequences without tokens, for a mixer of some dimensions."""
-        rows = sizes.zeros(2, sizes.batch, shape.tail + sizes.max_nodes, shape.num_kept)
-        derived = ops.new_derived(shape, rows)
+        history = sizes.zeros(2, sizes.batch, shape.tail + sizes.max_nodes, shape.num_kept)
+        derived = ops.new_derived(shape, history)
         return cls(
-            max_nodes=sizes.max_nodes, rows=rows, parity=sizes.parity, shape=shape,
+            max_nodes=sizes.max_nodes, history=history, parity=sizes.parity, shape=shape,
             state=sizes.new_state(*shape.state_dims),
             **dict(zip(
                 cls.DERIVED, (derived.convolved, derived.decays) if derived else (None, None),
@@ -385,7 +385,7 @@ class MambaCache(RecurrentCache):
 
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance state and conv state along the accepted path."""
-        kept = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, cache_state)
+        kept = naive.mamba_replay(self.history, self.state, mixer.weights, self.shape, cache_state)
         self.conv_state = kept[..., : self.shape.num_channels]
 
 
@@ -420,7 +420,7 @@ class GatedDeltaCache(RecurrentCache):
     def apply_path(self, mixer: Any, cache_state: CacheState) -> None:
         """Advance state and conv state along the accepted path."""
         kept = naive.gated_delta_replay(
-            self.rows, self.updates, self.state, mixer.weights, self.shape, cache_state
+            self.history, self.updates, self.state, mixer.weights, self.shape, cache_state
         )
         self.conv_state = kept[..., : self.shape.num_channels]
 

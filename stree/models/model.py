@@ -350,11 +350,11 @@ class HybridModel(PackedModel):
     @torch.no_grad()
     @on_own_gpu
     def tree_call(
-        self, tokens: Tensor, topology: Topology, cache: HybridCache, first: int = 0,
+        self, tokens: Tensor, topology: Topology, cache: HybridCache, num_read: int = 0,
         bound: int | None = None, nodes: Tensor | None = None, *, inputs: Tensor | None = None,
         features: HiddenStateTap | None = None, longest_path: int | None = None,
     ) -> TreePass:
-        """Return a pass over nodes first … first + Q − 1 of trees.
+        """Return a pass over nodes num_read … num_read + Q − 1 of trees.
 
         `tree_hidden` or `tree_stream` runs it.
 
@@ -362,8 +362,8 @@ class HybridModel(PackedModel):
             tokens: (B, Q) of the new nodes; with `nodes`, (B, N) of all nodes of the trees.
             topology: Trees, of which `cache.variant` names that of each sequence.
             cache: Of B sequences.
-            first: 0 begins new trees after the accepted paths of the last ones; more continues the
-                trees of the calls before.
+            num_read: Nodes of the trees that earlier calls have read; 0 begins new trees after the
+                accepted paths of the last ones.
             bound: As in `tree_forward`.
             nodes: (B, Q) indices into tokens (B, N), −1 for none; None for tokens (B, Q).
             inputs: (B, Q, D), added to the embeddings; None adds nothing.
@@ -371,7 +371,7 @@ class HybridModel(PackedModel):
             longest_path: As in `tree_batch_forward`.
         """
         self.pack_what_moved()
-        used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
+        used = cache.num_committed + num_read + (tokens if nodes is None else nodes).shape[-1]
         model: dict[str, Any] = dict(
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             inputs=inputs, features=features,
@@ -379,7 +379,7 @@ class HybridModel(PackedModel):
         if cache.last_tree is not None:
             return JointPass.of(tokens, topology, cache, bound or used, longest_path, **model)
         return TreePass(
-            topology, cache.cache_state, first, bound or used, cache.layers,
+            topology, cache.cache_state, num_read, bound or used, cache.layers,
             tokens=tokens, nodes=nodes, **model,
         )
 

@@ -114,7 +114,7 @@ def test_bytes_of_a_cache_without_keys():
     """The estimated bytes are those of the tensors."""
     config = models.OWN_SHAPES["tiny"].replace(attn_layers=())
     cache = models.random_model(config, CPU).new_cache(20, 13)
-    held = sum(layer.rows.nbytes + layer.state.nbytes for layer in cache.layers)
+    held = sum(layer.history.nbytes + layer.state.nbytes for layer in cache.layers)
     assert calls.cache_bytes(cache) == estimates.cache_bytes(config, 20, 13, torch.bfloat16) == held
 
 

@@ -42,7 +42,7 @@ WRITE_DIMS = tl.constexpr(32)  # of each half of a head, written by one program 
 
 def attend_tree(
     qkv: Tensor, keys: Tensor, values: Tensor, rotary: Tensor, topology: Topology,
-    cache_state: CacheState, first: int, bound: int, scale: float | None = None,
+    cache_state: CacheState, num_read: int, bound: int, scale: float | None = None,
     out: Tensor | None = None, window: int = 0, skips: bool | None = None,
 ) -> Tensor:
     """Compute `naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype, `bound` unused.
@@ -61,8 +61,8 @@ def attend_tree(
     block_m = min(MAX_ROWS // 2 if wide else MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
     block_m = 1 if alone else block_m
     row_blocks = triton.cdiv(num_rows, block_m)
-    skips = first + num_new >= SKIPPED_FROM if skips is None else skips
-    num_corners = 1 if first + num_new <= MAX_NODES_ONE_CORNER else 2
+    skips = num_read + num_new >= SKIPPED_FROM if skips is None else skips
+    num_corners = 1 if num_read + num_new <= MAX_NODES_ONE_CORNER else 2
     block_l = BLOCK_KEYS // 2 if wide or alone else BLOCK_KEYS
     tiles_bytes = STAGES * block_l * 2 * head_dim * qkv.element_size()
     staged = not alone and sequence_heads >= STAGED_FROM
@@ -87,10 +87,10 @@ def attend_tree(
     constants = dict(
         SHAPE=AttentionShape(num_kv_heads, shared, head_dim, num_corners, num_splits, window),
         BLOCK=AttentionBlock(block_l, block_m, max(16, triton.next_power_of_2(head_dim // 2))),
-        REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1 and not topology.written,
+        REPLAY=num_read == 0, ONE_TREE=len(topology.depths) == 1 and not topology.written,
         **overlapping(qkv),
     )
-    common = call, topology.args, cache_state.args, first, num_new
+    common = call, topology.args, cache_state.args, num_read, num_new
     # A wider head's tiles would spill most of what four warps' registers hold
     attend_warps = ATTEND_WARPS if head_dim <= 128 or alone else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
@@ -236,7 +236,7 @@ def _near(position, key_position, SHAPE: tl.constexpr):
 @triton.jit
 def _attend_corner(
     call, q_low, q_high, known, position, seen_by, key_at, keys, values,
-    depths, path, path_length, old_length, first, begin, end, highest, total, out, scale,
+    depths, path, path_length, old_length, num_read, begin, end, highest, total, out, scale,
     SHAPE: tl.constexpr, BLOCK: tl.constexpr, REPLAY: tl.constexpr, SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -247,7 +247,7 @@ def _attend_corner(
     """
     half, d = tl.arange(0, BLOCK.HALF), tl.arange(0, 2 * BLOCK.HALF)
     head_dim: tl.constexpr = SHAPE.head_dim
-    num_cached = path_length if REPLAY else first
+    num_cached = path_length if REPLAY else num_read
     for start in range(begin, end, CORNER_KEYS):
         k = start + tl.arange(0, CORNER_KEYS)
         there, cached = k < end, k < num_cached
@@ -263,7 +263,7 @@ def _attend_corner(
             else:
                 slot = old_length + k
             depth = load_kept(depths + node, fresh)
-            new_at = key_at + (node - first) * call.qkv_strides[1]
+            new_at = key_at + (node - num_read) * call.qkv_strides[1]
             slot_at = slot * call.cache_strides[2]
             # A choice between pointers would be one load, but of two bytes at a time
             old_low, old_high = load_halves(keys + slot_at, cached, half, head_dim)
@@ -289,7 +289,7 @@ def _attend_corner(
 
 @triton.jit
 def attend_kernel(
-    call, tree, cache, first, num_new, scale, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+    call, tree, cache, num_read, num_new, scale, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
     REPLAY: tl.constexpr, SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, READY: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -310,7 +310,7 @@ def attend_kernel(
         variant = load_kept(cache.variants + batch)
         depths += variant * tree.size
         ancestors += variant * tree.size * tree.size
-    depth = load_kept(depths + first + query, known)
+    depth = load_kept(depths + num_read + query, known)
     old_length = load_kept(call.lengths + batch).to(tl.int32)
     path_length = 0
     if REPLAY:
@@ -326,7 +326,7 @@ def attend_kernel(
     begin = seen_from + (part - SHAPE.num_corners) * share
     end = tl.minimum(begin + share, old_length)
     num_keys, corner_share = _corner(
-        block * BLOCK.M, num_new, path_length if REPLAY else first, SHAPE, BLOCK
+        block * BLOCK.M, num_new, path_length if REPLAY else num_read, SHAPE, BLOCK
     )
     corner_end = tl.minimum((part + 1) * corner_share, num_keys)
     if part < SHAPE.num_corners:
@@ -373,9 +373,9 @@ def attend_kernel(
     if part < SHAPE.num_corners:
         highest, total, out = _attend_corner(
             call, q_low, q_high, known, length + depth,
-            ancestors + (first + query)[:, None] * tree.size,
+            ancestors + (num_read + query)[:, None] * tree.size,
             qkv + (SHAPE.num_kv_heads * SHAPE.shared + kv_head) * head_dim, keys, values,
-            depths, cache.path + batch * cache.path_stride, path_length, old_length, first,
+            depths, cache.path + batch * cache.path_stride, path_length, old_length, num_read,
             part * corner_share, corner_end, highest, total, out, scale,
             SHAPE, BLOCK, REPLAY, SKIPS, PRECISION,
         )
@@ -393,7 +393,7 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def combine_kernel(
-    call, tree, cache, first, num_new, y_pointer, y_strides, writers, num_slots,
+    call, tree, cache, num_read, num_new, y_pointer, y_strides, writers, num_slots,
     SHAPE: tl.constexpr, BLOCK: tl.constexpr, REPLAY: tl.constexpr, ONE_TREE: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -415,7 +415,7 @@ def combine_kernel(
         num_seen = old_length - _first_seen(old_length + path_length, old_length, SHAPE)
         share = _split_length(num_seen, SHAPE.num_splits, BLOCK.L)
         num_keys, corner_share = _corner(
-            row, num_new, path_length if REPLAY else first, SHAPE, BLOCK
+            row, num_new, path_length if REPLAY else num_read, SHAPE, BLOCK
         )
         # A part without keys left nothing
         split = part - SHAPE.num_corners
@@ -471,7 +471,7 @@ def combine_kernel(
         for start in range(0, num_new, BLOCK_N):
             new = start + tl.arange(0, BLOCK_N)
             used = new < num_new
-            depth = load_kept(depths + first + new, used)
+            depth = load_kept(depths + num_read + new, used)
             new_at = key_at + new * call.qkv_strides[1]
             k_low, k_high = load_halves(new_at, used, half, head_dim)
             new_at += SHAPE.num_kv_heads * head_dim  # the values
@@ -479,7 +479,7 @@ def combine_kernel(
             k_low, k_high = rotated(
                 k_low, k_high, length + depth, used, half, call, head_dim
             )
-            used = used & (length + first + new < num_slots)
-            at = (length + first + new) * call.cache_strides[2]
+            used = used & (length + num_read + new < num_slots)
+            at = (length + num_read + new) * call.cache_strides[2]
             store_halves(keys + at, used, half, k_low, k_high, head_dim)
             store_halves(values + at, used, half, v_low, v_high, head_dim)

@@ -21,31 +21,31 @@ BLOCK_NODES = 16
 
 
 def short_conv_tree(
-    projected: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology,
-    cache_state: CacheState, first: int,
+    projected: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology,
+    cache_state: CacheState, num_read: int,
 ) -> Tensor:
-    """Compute `naive.short_conv_tree` in one launch; projected's and rows' last strides are 1."""
+    """Compute `naive.short_conv_tree` in one launch; last strides of projected and history: 1."""
     batch, num_new, channels = *projected.shape[:2], len(weight)
-    assert projected.stride(2) == rows.stride(3) == 1
+    assert projected.stride(2) == history.stride(3) == 1
     out = projected.new_empty(batch, num_new, channels)
     short_conv_kernel[(triton.cdiv(channels, BLOCK_CHANNELS), batch)](
         projected, projected.stride(0), projected.stride(1),
-        rows, rows.stride(0), rows.stride(1), rows.stride(2),
+        history, history.stride(0), history.stride(1), history.stride(2),
         weight, weight.stride(0), weight.stride(1), bias, out,
         topology.windows, topology.windows.shape[1],
         cache_state.path, cache_state.path.stride(0), cache_state.path_length, cache_state.variant,
-        cache_state.parity, first, num_new, channels,
-        WIDTH=weight.shape[1], NEW=first == 0, READY=cache_state.ready,
+        cache_state.parity, num_read, num_new, channels,
+        WIDTH=weight.shape[1], NEW=num_read == 0, READY=cache_state.ready,
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES, num_warps=4, **overlapping(projected),
     )
     return out
 
 
-@triton.jit(do_not_specialize=["first", "num_new"])
+@triton.jit(do_not_specialize=["num_read", "num_new"])
 def short_conv_kernel(
-    projected, batch_stride, node_stride, rows, half_stride, rows_batch_stride, row_stride,
+    projected, batch_stride, node_stride, history, half_stride, history_batch_stride, row_stride,
     weights, channel_stride, tap_stride, bias, out, windows, tree_size,
-    path, path_stride, path_lengths, variants, parities, first, num_new, channels,
+    path, path_stride, path_lengths, variants, parities, num_read, num_new, channels,
     WIDTH: tl.constexpr, NEW: tl.constexpr, READY: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -53,15 +53,15 @@ def short_conv_kernel(
     batch = tl.program_id(1).to(tl.int64)
     mine = channel < channels
     projected += batch * batch_stride
-    rows += batch * rows_batch_stride
+    history += batch * history_batch_stride
     out += batch * num_new * channels
     if READY == "none":
         follow(OVERLAPS)
     parity = load_kept(parities)
     windows += load_kept(variants + batch) * tree_size * WIDTH
-    old = rows + parity * half_stride
+    old = history + parity * half_stride
     half = 1 - parity if NEW else parity
-    now = rows + half * half_stride
+    now = history + half * half_stride
     path += batch * path_stride
     path_length = 0
     if NEW:
@@ -79,9 +79,9 @@ def short_conv_kernel(
             sums += load_kept(bias + channel, mine).to(tl.float32)[None, :]
         at_new, taps = (), ()
         for tap in tl.static_range(WIDTH):
-            seen = load_kept(windows + (first + new) * WIDTH + tap, known)
+            seen = load_kept(windows + (num_read + new) * WIDTH + tap, known)
             weight = load_kept(weights + channel * channel_stride + tap * tap_stride, mine)
-            fresh = seen - (WIDTH - 1) - first
+            fresh = seen - (WIDTH - 1) - num_read
             at_new += (fresh,)  # type: ignore[assignment]
             taps += (weight.to(tl.float32),)  # type: ignore[assignment]
             row = seen  # row of the tree so far, or of the conv state when the tree began
@@ -104,7 +104,7 @@ def short_conv_kernel(
             value = tl.load(given + 2 * channels, mask=there, other=0.0)
             value = (opened * value.to(tl.float32)).to(value.dtype)
             sums += value.to(tl.float32) * taps[tap][None, :]
-        row = WIDTH - 1 + first + new
+        row = WIDTH - 1 + num_read + new
         store_kept(now + row[:, None] * row_stride + channel[None, :], value, here)
         given = projected + new[:, None] * node_stride + channel[None, :]
         gate = tl.load(given + channels, mask=here, other=0.0)

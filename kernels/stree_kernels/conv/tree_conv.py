@@ -89,13 +89,15 @@ class ConvDims(NamedTuple):
 
 
 def convolve(
-    kept: Tensor, rows: Tensor, derived: Derived, state: Tensor | None,
+    kept: Tensor, history: Tensor, derived: Derived, state: Tensor | None,
     weights: MixerWeights | GatedDeltaWeights, shape: MixerShape | GatedDeltaShape, dims: ConvDims,
-    topology: Topology, cache_state: CacheState, first: int,
+    topology: Topology, cache_state: CacheState, num_read: int,
 ) -> Tensor:
-    """Replay the accepted path into a state, if any, and convolve nodes first … first + Q − 1.
+    """Replay the accepted path into a state, if any, and convolve the new nodes.
 
-    kept (B, Q, C + H) holds their raw inputs. Writes rows and state, as `naive.mamba_tree` or
+    These are num_read … num_read + Q − 1.
+
+    kept (B, Q, C + H) holds their raw inputs. Writes history and state, as `naive.mamba_tree` or
     `naive.gated_delta_tree` does, and derived. Of a gated-delta layer q, k and v stand in the
     places of x, B and C, and a in dt's. Returns C (B, Q, Gc·S), or v (B, Q, H·V).
     """
@@ -113,19 +115,19 @@ def convolve(
         triton.cdiv(num_channels, block_c), triton.cdiv(dims.scan.head_dim, block_p)
     )
     xb, steps, heads = derived.convolved, derived.decays, shape.num_heads
-    assert kept.stride(2) == rows.stride(3) == xb.stride(3) == steps.stride(4) == 1
+    assert kept.stride(2) == history.stride(3) == xb.stride(3) == steps.stride(4) == 1
     assert state is None or state.stride(3) == 1
-    assert min(xb.shape[2], steps.shape[3]) >= first + num_new
-    assert first + num_new <= topology.depths.shape[1]
-    assert rows.shape[2] >= shape.tail + first + num_new
-    num_replays = heads * head_blocks if first == 0 and state is not None else 0
+    assert min(xb.shape[2], steps.shape[3]) >= num_read + num_new
+    assert num_read + num_new <= topology.depths.shape[1]
+    assert history.shape[2] >= shape.tail + num_read + num_new
+    num_replays = heads * head_blocks if num_read == 0 and state is not None else 0
     num_tiles = triton.cdiv(num_new, BLOCK_NODES)
     replay_conv_kernel[(num_replays + (num_blocks + 1) * num_tiles, batch)](
-        kept, kept.stride()[:2], rows, rows.stride()[:3], derived.args, C, C.stride()[:2],
+        kept, kept.stride()[:2], history, history.stride()[:3], derived.args, C, C.stride()[:2],
         state, (0, 0, 0) if state is None else state.stride()[:3],
         weights.conv, weights.conv.stride(), weights.conv_bias, weights.dt_bias, weights.A_log,
         topology.args, cache_state.args,
-        first, num_new, min(xb.shape[2], steps.shape[3]), num_replays, num_blocks,
+        num_read, num_new, min(xb.shape[2], steps.shape[3]), num_replays, num_blocks,
         SCAN=dims.scan,
         CONV=ConvShape(
             heads, x_channels // x_columns, b_channels // b_columns,
@@ -136,7 +138,7 @@ def convolve(
             block_c, block_q, BLOCK_NODES, max(16, triton.next_power_of_2(heads)), block_p,
             max(16, triton.next_power_of_2(dims.scan.d_state)), head_blocks,
         ),
-        WIDTH=shape.width, REPLAY=first == 0, READY=cache_state.ready,
+        WIDTH=shape.width, REPLAY=num_read == 0, READY=cache_state.ready,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         num_warps=4, **overlapping(kept),
     )
@@ -145,9 +147,9 @@ def convolve(
 
 @triton.jit
 def replay_conv_kernel(
-    projected, projected_strides, rows, rows_strides, nodes, C, C_strides, state, state_strides,
-    weight, weight_strides, conv_bias, dt_bias, A_log, tree, cache,
-    first, num_new, num_slots, num_replays, num_blocks,
+    projected, projected_strides, history, history_strides, nodes, C, C_strides, state,
+    state_strides, weight, weight_strides, conv_bias, dt_bias, A_log, tree, cache,
+    num_read, num_new, max_nodes, num_replays, num_blocks,
     SCAN: tl.constexpr, CONV: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     REPLAY: tl.constexpr, READY: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -160,10 +162,10 @@ def replay_conv_kernel(
     parity = load_kept(cache.parities)
     variant = load_kept(cache.variants + batch)
     projected += batch * projected_strides[0]
-    rows += batch * rows_strides[1]
+    history += batch * history_strides[1]
     xb = nodes.convolved + batch * nodes.convolved_strides[1]
     steps = nodes.decays + batch * nodes.decays_strides[1]
-    old = rows + parity * rows_strides[0]
+    old = history + parity * history_strides[0]
     path = cache.path + batch * cache.path_stride
     if REPLAY:
         path_length = load_kept(cache.path_lengths + batch).to(tl.int32)
@@ -171,7 +173,7 @@ def replay_conv_kernel(
     else:
         path_length = 0
         half = parity
-    new = rows + half * rows_strides[0]
+    new = history + half * history_strides[0]
     if program < num_replays:  # never so without REPLAY
         if state is not None:
             head = program // BLOCK.HEAD
@@ -179,7 +181,7 @@ def replay_conv_kernel(
                 state + batch * state_strides[0] + head * state_strides[1], state_strides[2],
                 xb + parity * nodes.convolved_strides[0], nodes.convolved_strides[2],
                 steps + parity * nodes.decays_strides[0] + head, nodes.decays_strides[3],
-                A_log + head, path, cache.path_size, path_length, num_slots,
+                A_log + head, path, cache.path_size, path_length, max_nodes,
                 (program % BLOCK.HEAD) * BLOCK.P, (head // SCAN.heads_a_x) * SCAN.head_dim,
                 SCAN.b_channel + (head // SCAN.heads_a_b) * SCAN.d_state,
                 SCAN, BLOCK, PRECISION, MIXED,
@@ -189,20 +191,20 @@ def replay_conv_kernel(
         tile = (program - num_replays) // (num_blocks + 1)
         if block == num_blocks:
             _keep_steps(
-                projected, projected_strides[1], old, new, rows_strides[2],
+                projected, projected_strides[1], old, new, history_strides[2],
                 steps + half * nodes.decays_strides[0],
                 nodes.decays_strides[2], nodes.decays_strides[3], dt_bias, A_log,
                 tree.ancestors + variant * tree.size * tree.size, tree.size,
-                path, path_length, tile, first, num_new,
+                path, path_length, tile, num_read, num_new,
                 CONV, BLOCK, WIDTH, REPLAY, OVERLAPS,
             )
         else:
             _keep_channels(
-                projected, projected_strides[1], old, new, rows_strides[2],
+                projected, projected_strides[1], old, new, history_strides[2],
                 xb + half * nodes.convolved_strides[0], nodes.convolved_strides[2],
                 C + batch * C_strides[0], C_strides[1], weight, weight_strides, conv_bias,
                 tree.windows + variant * tree.size * WIDTH,
-                path, path_length, block, tile, first, num_new,
+                path, path_length, block, tile, num_read, num_new,
                 SCAN, CONV, BLOCK, WIDTH, REPLAY, OVERLAPS,
             )
 
@@ -210,7 +212,7 @@ def replay_conv_kernel(
 @triton.jit
 def replay(
     state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log,
-    path, path_size, path_length, num_slots,
+    path, path_size, path_length, max_nodes,
     start_p, x_start, b_start, SCAN: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):
@@ -224,13 +226,13 @@ def replay(
     # All values of the first nodes are loaded before it is known how many of them count
     k = tl.arange(0, PATH_BLOCK)
     h = advanced_along(
-        h, A, path, k, k < path_size, k < path_length, num_slots, xb, xb_stride,
+        h, A, path, k, k < path_size, k < path_length, max_nodes, xb, xb_stride,
         dt_pointer, dt_stride, x_start + p, in_p, b_start + s, in_s, PRECISION, MIXED,
     )
     for start in range(PATH_BLOCK, path_length, PATH_BLOCK):
         counts = start + k < path_length
         h = advanced_along(
-            h, A, path, start + k, counts, counts, num_slots, xb, xb_stride,
+            h, A, path, start + k, counts, counts, max_nodes, xb, xb_stride,
             dt_pointer, dt_stride, x_start + p, in_p, b_start + s, in_s, PRECISION, MIXED,
         )
     if path_length > 0:
@@ -239,12 +241,12 @@ def replay(
 
 @triton.jit
 def advanced_along(
-    h, A, path, k, listed, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
+    h, A, path, k, listed, accepted, max_nodes, xb, xb_stride, dt_pointer, dt_stride,
     x_channel, in_p, b_channel, in_s, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):
     """Return a block of a state after the accepted nodes of a `PATH_BLOCK`; all listed are read."""
     node, there, dt, B = path_inputs(
-        path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
+        path, k, listed, max_nodes, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
     )
     at = xb + node[:, None] * xb_stride + x_channel[None, :]
     x = load_kept(at, there[:, None] & in_p[None, :])
@@ -254,14 +256,14 @@ def advanced_along(
 
 @triton.jit
 def path_inputs(
-    path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
+    path, k, listed, max_nodes, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
 ):
     """Return some nodes of a path buffer, which of them exist, and their dt and B.
 
     Not all of them need count.
     """
     node = load_kept(path + k, listed).to(tl.int32)
-    there = listed & (node >= 0) & (node < num_slots)
+    there = listed & (node >= 0) & (node < max_nodes)
     dt = load_kept(dt_pointer + node * dt_stride, there)
     at = xb + node[:, None] * xb_stride + b_channel[None, :]
     return node, there, dt, load_kept(at, there[:, None] & in_s[None, :])
@@ -300,7 +302,7 @@ def _replayed(place, path, WIDTH: tl.constexpr):
 @triton.jit
 def _keep_channels(
     projected, projected_stride, old, new, row_stride, xb, xb_stride, C, C_stride,
-    weight, weight_strides, conv_bias, windows, path, path_length, block, tile, first, num_new,
+    weight, weight_strides, conv_bias, windows, path, path_length, block, tile, num_read, num_new,
     SCAN: tl.constexpr, CONV: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -323,7 +325,7 @@ def _keep_channels(
 
     q = tile * BLOCK.Q + tl.arange(0, BLOCK.Q)
     known = q < num_new
-    node = first + q
+    node = num_read + q
     block_q: tl.constexpr = BLOCK.Q  # Triton 3.6 wants constants, not numbers, in lists
     block_c: tl.constexpr = BLOCK.C
     y = tl.zeros([block_q, block_c], dtype=tl.float32)
@@ -334,7 +336,7 @@ def _keep_channels(
         at = weight + channel * weight_strides[0] + tap * weight_strides[1]
         factor = load_kept(at, in_conv).to(tl.float32)
         seen = load_kept(windows + node * WIDTH + tap, known)
-        fresh = seen - (WIDTH - 1) - first
+        fresh = seen - (WIDTH - 1) - num_read
         at_new += (fresh,)  # type: ignore[assignment]
         taps += (factor,)  # type: ignore[assignment]
         row = seen  # row of the tree so far, or of the conv state when the tree began
@@ -379,7 +381,7 @@ def _keep_tail(old, new, row_stride, column, owned, path, path_length, WIDTH: tl
 @triton.jit
 def _keep_steps(
     projected, projected_stride, old, new, row_stride, steps, steps_part_stride, steps_stride,
-    dt_bias, A_log, ancestors, tree_size, path, path_length, tile, first, num_new,
+    dt_bias, A_log, ancestors, tree_size, path, path_length, tile, num_read, num_new,
     CONV: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -390,7 +392,7 @@ def _keep_steps(
     A = -tl.exp(load_kept(A_log + head, in_h).to(tl.float32))
     q = tile * BLOCK.STEPS + tl.arange(0, BLOCK.STEPS)
     known = q < num_new
-    node = first + q
+    node = num_read + q
     mine = known[:, None] & in_h[None, :]
     if REPLAY and tile == 0:
         _keep_tail(old, new, row_stride, column, in_h, path, path_length, WIDTH)
@@ -407,9 +409,9 @@ def _keep_steps(
     block_q: tl.constexpr = BLOCK.STEPS
     block_h: tl.constexpr = BLOCK.H
     total = tl.zeros([block_q, block_h], dtype=tl.float32)
-    for start in range(0, first + tl.minimum((tile + 1) * BLOCK.STEPS, num_new), BLOCK.STEPS):
+    for start in range(0, num_read + tl.minimum((tile + 1) * BLOCK.STEPS, num_new), BLOCK.STEPS):
         other = start + tl.arange(0, BLOCK.STEPS)
-        fresh = other - first
+        fresh = other - num_read
         is_new, is_old = (fresh >= 0) & (fresh < num_new), fresh < 0
         value = tl.load(
             projected + fresh[:, None] * projected_stride + column[None, :],

@@ -51,9 +51,9 @@ RuleArgs = namedtuple(
 
 
 def gated_delta_tree(
-    projected: Tensor, rows: Tensor, derived: Derived, updates: Tensor, state: Tensor,
+    projected: Tensor, history: Tensor, derived: Derived, updates: Tensor, state: Tensor,
     weights: GatedDeltaWeights, shape: GatedDeltaShape, topology: Topology, cache_state: CacheState,
-    first: int, as_chain: bool | None = None,
+    num_read: int, as_chain: bool | None = None,
 ) -> Tensor:
     """Compute `naive.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype.
 
@@ -62,13 +62,15 @@ def gated_delta_tree(
     says.
     """
     if as_chain is None:
-        as_chain = topology.comes_in_steps(first)
+        as_chain = topology.comes_in_steps(num_read)
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     conv = ConvDims(shape.conv_dims, shape.conv_dims)
-    v = convolve(kept, rows, derived, None, weights, shape, conv, topology, cache_state, first)
+    v = convolve(
+        kept, history, derived, None, weights, shape, conv, topology, cache_state, num_read
+    )
     y = torch.empty_like(v)
     assert state.stride(3) == updates.stride(3) == 1
-    assert updates.shape[1] >= first + projected.shape[1]
+    assert updates.shape[1] >= num_read + projected.shape[1]
     args = RuleArgs(
         v, v.stride()[:2], b, b.stride()[:2], updates, updates.stride()[:3],
         state, state.stride()[:3], y, y.stride()[:2],
@@ -80,7 +82,7 @@ def gated_delta_tree(
     if as_chain:
         advance_chain(args, derived, weights, dims, shape.num_heads, cache_state)
     else:
-        _advance_tree(args, derived, dims, shape.num_heads, topology, cache_state, first)
+        _advance_tree(args, derived, dims, shape.num_heads, topology, cache_state, num_read)
     return y
 
 
@@ -98,29 +100,29 @@ class RuleShape(NamedTuple):
 
 def _advance_tree(
     args: RuleArgs, derived: Derived, dims: RuleShape, num_heads: int, topology: Topology,
-    cache_state: CacheState, first: int,
+    cache_state: CacheState, num_read: int,
 ) -> None:
     batch, num_new, _ = args.y.shape
     rule: dict[str, Any] = dict(
-        SHAPE=dims, REPLAY=first == 0,
+        SHAPE=dims, REPLAY=num_read == 0,
         BLOCK_K=max(16, triton.next_power_of_2(dims.key_dim)), BLOCK_N=BLOCK_NODES,
         PRECISION=precision_of(args.y), num_stages=1, **overlapping(args.y),
     )
     pairs = None
     if MAX_NODES_TWO_WARPS < num_new <= MAX_NODES_PAIRED:
         num_blocks = triton.cdiv(num_new, BLOCK_NODES)
-        num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
-        size = 2, batch, num_heads, num_new, first + num_new
+        num_columns = triton.cdiv(num_read + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
+        size = 2, batch, num_heads, num_new, num_read + num_new
         pairs = torch.empty(size, device=args.y.device)
         pairs_kernel[(num_blocks * num_columns, num_heads, batch)](
             derived.args, args.b, args.b_strides, pairs, pairs.stride(0), topology.args,
-            cache_state.variant, cache_state.parity, first, num_new, num_columns,
+            cache_state.variant, cache_state.parity, num_read, num_new, num_columns,
             num_warps=2, **rule,
         )
     block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(dims.value_dim)))
     gated_delta_kernel[(triton.cdiv(dims.value_dim, block_v), num_heads, batch)](
         derived.args, args, pairs, 0 if pairs is None else pairs.stride(0), topology.args,
-        cache_state.args, first, num_new,
+        cache_state.args, num_read, num_new,
         min(derived.convolved.shape[2], derived.decays.shape[3], args.updates.shape[1]),
         BLOCK_V=block_v, BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(args.y.dtype),
         num_warps=2 if num_new <= MAX_NODES_TWO_WARPS else 4, **rule,
@@ -136,28 +138,28 @@ def exact_products(dtype: torch.dtype) -> str:
 @triton.jit(do_not_specialize=["num_new", "num_columns"])
 def pairs_kernel(
     nodes, b, b_strides, pairs, scores_stride, tree, variants, parities,
-    first, num_new, num_columns, SHAPE: tl.constexpr, REPLAY: tl.constexpr,
+    num_read, num_new, num_columns, SHAPE: tl.constexpr, REPLAY: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     """Compute the part of the system that couples a block of new nodes with earlier ones.
 
     Rows are new nodes. The last column is the block itself: its part is inverted and multiplied by
-    β. The scores of queries and keys come with it. Written: pairs (2, B, H, Q, first + Q).
+    β. The scores of queries and keys come with it. Written: pairs (2, B, H, Q, num_read + Q).
     """
     lead(OVERLAPS)  # the next launch begins with what neither this one nor the conv writes
     program, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = program // num_columns * BLOCK_N
     column = program % num_columns
-    begin, end = column * BLOCK_N, first + start
+    begin, end = column * BLOCK_N, num_read + start
     if column == num_columns - 1:
-        begin, end = first + start, first + num_new
+        begin, end = num_read + start, num_read + num_new
     if begin >= end:
         return
     d, at = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
     in_d = d < SHAPE.key_dim
     place, other = start + at, begin + at
     known, there = place < num_new, other < end
-    node = first + place
+    node = num_read + place
     half = load_kept(parities)
     if REPLAY:
         half = 1 - half
@@ -185,7 +187,7 @@ def pairs_kernel(
         beta = _strength(b + batch * b_strides[0] + place * b_strides[1] + head, known, SHAPE)
         system = _inverse(system * beta[:, None], depth, known, BLOCK_N) * beta[None, :]
     row = (batch * tl.num_programs(1) + head) * num_new + place
-    at = pairs + row[:, None] * (first + num_new) + other[None, :]
+    at = pairs + row[:, None] * (num_read + num_new) + other[None, :]
     mine = known[:, None] & there[None, :]
     store_kept(at, system, mine)
     store_kept(at + scores_stride, scores, mine)
@@ -204,7 +206,7 @@ def _strength(at, known, SHAPE: tl.constexpr):
 # H200, what keeps the warps' use of shared memory apart: wrong numbers, others at each run
 @triton.jit(do_not_specialize=["num_new"])
 def gated_delta_kernel(
-    nodes, rule, pairs, scores_stride, tree, cache, first, num_new, num_slots,
+    nodes, rule, pairs, scores_stride, tree, cache, num_read, num_new, max_nodes,
     SHAPE: tl.constexpr, REPLAY: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -237,7 +239,7 @@ def gated_delta_kernel(
             state, qk + half * nodes.convolved_strides[0], qk_stride, k_channel, in_d,
             log_decays + half * nodes.decays_strides[0], steps_stride,
             updates, updates_stride, p, in_p, cache.path + batch * cache.path_stride,
-            cache.path_size, path_length, num_slots, SHAPE.eps, PRECISION, MIXED,
+            cache.path_size, path_length, max_nodes, SHAPE.eps, PRECISION, MIXED,
         )
         if path_length > 0:
             tl.store(at_state, state.to(rule.state.dtype.element_ty), mask=in_state)
@@ -251,7 +253,7 @@ def gated_delta_kernel(
     for start in range(0, num_new, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
         known = place < num_new
-        node = first + place
+        node = num_read + place
         k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)
         q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
         log_decay = load_kept(log_decays + node * steps_stride, known)
@@ -275,9 +277,9 @@ def gated_delta_kernel(
             )
             system = product(k, tl.trans(k), PRECISION) * decays * (beta * k_scale)[:, None]
             scores = product(q, tl.trans(k), PRECISION) * decays
-            for earlier in range(0, first + start, BLOCK_N):  # nodes of which u is known
+            for earlier in range(0, num_read + start, BLOCK_N):  # nodes of which u is known
                 other = earlier + tl.arange(0, BLOCK_N)
-                there = other < first + start
+                there = other < num_read + start
                 keys = _rows(qk + k_channel[None, :], qk_stride, other, there, in_d)
                 decay_there = load_kept(log_decays + other * steps_stride, there)
                 decays = _inverse_length(keys, SHAPE.eps)[None, :] * _decays(
@@ -293,14 +295,14 @@ def gated_delta_kernel(
             inverse = _inverse(system, depth, known, BLOCK_N) * beta[None, :]
         else:
             row = (batch * tl.num_programs(1) + head) * num_new + place
-            line = pairs + row[:, None] * (first + num_new)
+            line = pairs + row[:, None] * (num_read + num_new)
             inverse = load_kept(line + node[None, :], known[:, None] & known[None, :])
             scores = load_kept(
                 line + scores_stride + node[None, :], known[:, None] & known[None, :]
             )
-            for earlier in range(0, first + start, BLOCK_KNOWN):
+            for earlier in range(0, num_read + start, BLOCK_KNOWN):
                 other = earlier + tl.arange(0, BLOCK_KNOWN)
-                there = other < first + start
+                there = other < num_read + start
                 u_there = _rows(updates + p[None, :], updates_stride, other, there, in_p)
                 both = known[:, None] & there[None, :]
                 wanted -= product(load_kept(line + other[None, :], both), u_there, "tf32x3")
@@ -343,20 +345,20 @@ def _inverse(system, depth, known, BLOCK_N: tl.constexpr):
 @triton.jit
 def _replay(
     state, qk, qk_stride, k_channel, in_d, log_decays, steps_stride, updates, updates_stride,
-    p, in_p, path, path_size, path_length, num_slots,
+    p, in_p, path, path_size, path_length, max_nodes,
     EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):
     """Return the state after the accepted path of the last tree."""
     # All values of the first nodes are loaded before it is known how many of them count
     at = tl.arange(0, PATH_BLOCK)
     k, u, log_decay = _path_nodes(
-        path, at, at < path_size, num_slots, qk, qk_stride, k_channel, in_d,
+        path, at, at < path_size, max_nodes, qk, qk_stride, k_channel, in_d,
         log_decays, steps_stride, updates, updates_stride, p, in_p,
     )
     state, decayed = _advanced(state, 0.0, k, u, log_decay, at, path_length, EPS, PRECISION, MIXED)
     for start in range(PATH_BLOCK, path_length, PATH_BLOCK):
         k, u, log_decay = _path_nodes(
-            path, start + at, start + at < path_length, num_slots, qk, qk_stride, k_channel, in_d,
+            path, start + at, start + at < path_length, max_nodes, qk, qk_stride, k_channel, in_d,
             log_decays, steps_stride, updates, updates_stride, p, in_p,
         )
         state, decayed = _advanced(
@@ -367,12 +369,12 @@ def _replay(
 
 @triton.jit
 def _path_nodes(
-    path, at, listed, num_slots, qk, qk_stride, k_channel, in_d,
+    path, at, listed, max_nodes, qk, qk_stride, k_channel, in_d,
     log_decays, steps_stride, updates, updates_stride, p, in_p,
 ):
     """Return k, u and log-decay of nodes of a path buffer; those that are not listed are 0."""
     node = load_kept(path + at, listed).to(tl.int32)
-    there = listed & (node >= 0) & (node < num_slots)
+    there = listed & (node >= 0) & (node < max_nodes)
     k = _rows(qk + k_channel[None, :], qk_stride, node, there, in_d)
     u = _rows(updates + p[None, :], updates_stride, node, there, in_p)
     return k, u, load_kept(log_decays + node * steps_stride, there)

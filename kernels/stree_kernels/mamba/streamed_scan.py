@@ -46,14 +46,14 @@ CROWDED_REGISTERS = 128  # of a thread
 MIN_SHARED_BYTES = 128 * 1024  # bytes of a multiprocessor; below this, do not prefetch (one stage)
 
 
-def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
+def streams(state: Tensor, num_new: int, num_read: int = 0) -> bool:
     """Return True if a call over num_new nodes should stream its states.
 
     It should for a whole tree, for states (B, H, P, S) that the L2 cache does not keep, and with
     at least one program per multiprocessor.
     """
     return (
-        first == 0 and num_new <= MAX_STREAMED_NODES and state.nbytes >= STATE_BYTES_PAST_L2
+        num_read == 0 and num_new <= MAX_STREAMED_NODES and state.nbytes >= STATE_BYTES_PAST_L2
         and state.shape[0] * state.shape[1] >= device_of(state)[0]
     )
 
@@ -104,7 +104,7 @@ def gated_by_silu(y, gate_at, mask, dtype: tl.constexpr):
 
 @triton.jit
 def streamed_scan_kernel(
-    nodes, scan, tree, cache, num_new, num_slots, SHAPE: tl.constexpr,
+    nodes, scan, tree, cache, num_new, max_nodes, SHAPE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
     CHAIN: tl.constexpr, LONG_PATHS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -129,7 +129,7 @@ def streamed_scan_kernel(
     old_steps = steps + parity * nodes.decays_strides[0]
     k = tl.arange(0, PATH_BLOCK)
     node, there, old_dt, old_B = path_inputs(
-        path, k, k < cache.path_size, num_slots, old, xb_stride, old_steps, steps_stride,
+        path, k, k < cache.path_size, max_nodes, old, xb_stride, old_steps, steps_stride,
         b_channel, in_s,
     )
     accepted = k < path_length
@@ -170,10 +170,10 @@ def streamed_scan_kernel(
         if LONG_PATHS:  # noqa: SIM102 (known when it is compiled, the other when it runs)
             # A loop that is in no `if` would keep this one from streaming
             if path_length > PATH_BLOCK:
-                for first in range(PATH_BLOCK, path_length, PATH_BLOCK):
-                    counts = first + k < path_length
+                for begin in range(PATH_BLOCK, path_length, PATH_BLOCK):
+                    counts = begin + k < path_length
                     h = advanced_along(
-                        h, A, path, first + k, counts, counts, num_slots, old, xb_stride,
+                        h, A, path, begin + k, counts, counts, max_nodes, old, xb_stride,
                         old_steps, steps_stride, x_channel, in_p, b_channel, in_s, PRECISION, MIXED,
                     )
         kept = h.to(scan.state.dtype.element_ty)

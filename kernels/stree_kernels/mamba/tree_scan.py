@@ -34,8 +34,8 @@ ScanArgs = namedtuple(
 
 
 def mamba_tree(
-    projected: Tensor, rows: Tensor, derived: Derived, state: Tensor, weights: MixerWeights,
-    shape: MixerShape, topology: Topology, cache_state: CacheState, first: int,
+    projected: Tensor, history: Tensor, derived: Derived, state: Tensor, weights: MixerWeights,
+    shape: MixerShape, topology: Topology, cache_state: CacheState, num_read: int,
     out: Tensor | None = None, as_chain: bool | None = None,
 ) -> Tensor:
     """Compute `naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype.
@@ -45,11 +45,13 @@ def mamba_tree(
     """
     batch, num_new, _ = projected.shape
     if as_chain is None:
-        as_chain = topology.comes_in_steps(first)
-    streamed, kept = streams(state, num_new, first), projected[..., shape.d_inner :]
+        as_chain = topology.comes_in_steps(num_read)
+    streamed, kept = streams(state, num_new, num_read), projected[..., shape.d_inner :]
     replayed = None if streamed else state  # else the scan advances the state
     dims = ConvDims(shape.xbc_dims, shape.conv_dims, shape.dt_limit, shape.scan)
-    C = convolve(kept, rows, derived, replayed, weights, shape, dims, topology, cache_state, first)
+    C = convolve(
+        kept, history, derived, replayed, weights, shape, dims, topology, cache_state, num_read
+    )
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     scan = ScanArgs(
@@ -61,27 +63,27 @@ def mamba_tree(
     elif as_chain:
         scan_chain(scan, derived, shape, cache_state)
     else:
-        _scan_tree(scan, derived, shape, topology, cache_state, first)
+        _scan_tree(scan, derived, shape, topology, cache_state, num_read)
     return y
 
 
 def _scan_tree(
     scan: ScanArgs, derived: Derived, shape: MixerShape, topology: Topology,
-    cache_state: CacheState, first: int,
+    cache_state: CacheState, num_read: int,
 ) -> None:
     batch, num_new, _ = scan.y.shape
     tile = TILE_SMALL_TREE if num_new <= TILE_SMALL_TREE[0] else TILE_LARGE_TREE
     block_q, max_channels, num_warps = tile
     query_blocks = triton.cdiv(num_new, block_q)
     block_p = max(16, min(max_channels, triton.next_power_of_2(shape.head_dim)))
-    num_nodes = first + num_new
+    num_nodes = num_read + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
     grid = triton.cdiv(shape.head_dim, block_p) * query_blocks, shape.num_heads, batch
     tree_scan_kernel[grid](
         derived.args, scan, topology.args, cache_state.variant, cache_state.parity,
-        first, num_new, query_blocks,
+        num_read, num_new, query_blocks,
         SHAPE=shape.scan, BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
-        BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n, NEW_HALF=first == 0,
+        BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n, NEW_HALF=num_read == 0,
         PRECISION=precision_of(scan.y), MIXED=mixed_precision_of(scan.y.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if scan.y.dtype == torch.float32 else 3,
@@ -125,7 +127,7 @@ def _among_nodes(
 
 @triton.jit
 def tree_scan_kernel(
-    nodes, scan, tree, variants, parities, first, num_new, query_blocks, SHAPE: tl.constexpr,
+    nodes, scan, tree, variants, parities, num_read, num_new, query_blocks, SHAPE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     ONE_TILE: tl.constexpr, NEW_HALF: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -139,7 +141,7 @@ def tree_scan_kernel(
     b_channel = SHAPE.b_channel + (head // SHAPE.heads_a_b) * SHAPE.d_state + s
     c_channel = (head // SHAPE.heads_a_c) * SHAPE.d_state + s
     q = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    node = first + q
+    node = num_read + q
     known = q < num_new
     D = load_kept(scan.D + head).to(tl.float32)
     # The first launch waited for all before it: the cache state is complete already
@@ -150,7 +152,7 @@ def tree_scan_kernel(
     steps = nodes.decays + (batch * nodes.decays_strides[1] + head)
     to_state = scan.state + (batch * scan.state_strides[0] + head * scan.state_strides[1])
     # Parents come before their children: nothing after these nodes is above them
-    num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
+    num_nodes = tl.minimum(num_read + (query_block + 1) * BLOCK_Q, num_read + num_new)
     if ONE_TILE:
         above = _above(ancestors, tree.size, node, known, 0, num_nodes, BLOCK_N)
     xb += half * nodes.convolved_strides[0]

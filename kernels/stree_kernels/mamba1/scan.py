@@ -148,22 +148,22 @@ def selective_scan_grad_kernel(
     grad_rates = tl.zeros([BLOCK_C, BLOCK_S], dtype=tl.float32)
     for back in range(0, num_chunks):
         chunk = num_chunks - 1 - back
-        first = chunk * CHUNK
-        count = tl.minimum(CHUNK, tokens - first)
+        begin = chunk * CHUNK
+        count = tl.minimum(CHUNK, tokens - begin)
         at_start = starts + (batch * num_chunks + chunk) * size + place
         h = tl.load(at_start, mask=in_state, other=0.0)
         for number in range(0, count):  # the state before each token
             tl.store(states + (batch * CHUNK + number) * size + place, h, mask=in_state)
-            token = first + number
+            token = begin + number
             h = _advanced(
                 h, x, dt, B, segments, batch * tokens + token, token, rates, channel, mine,
                 s, in_s, channels, num_states,
             )
         tl.debug_barrier()
         for number in range(0, count):
-            token = first + count - 1 - number
+            token = begin + count - 1 - number
             row = batch * tokens + token
-            at = states + (batch * CHUNK + token - first) * size + place
+            at = states + (batch * CHUNK + token - begin) * size + place
             before = tl.load(at, mask=in_state, other=0.0) * _keeps(segments, row, token)
             step = tl.load(dt + row * channels + channel, mask=mine, other=0.0)
             value = tl.load(x + row * channels + channel, mask=mine, other=0.0).to(tl.float32)

@@ -66,18 +66,18 @@ class Sizes(NamedTuple):
 
 def mamba1_advance(
     inputs: Tensor, held: Mamba1Held, weights: Mamba1Weights, shape: Mamba1Shape,
-    topology: Topology, cache_state: CacheState, first: int,
+    topology: Topology, cache_state: CacheState, num_read: int,
 ) -> Tensor:
     """Compute `naive.mamba1_advance` in one launch."""
     batch, num_new, channels = inputs.shape
-    assert held.inputs.shape[1] >= first + num_new
+    assert held.inputs.shape[1] >= num_read + num_new
     x = inputs.new_empty(batch, num_new, channels)
     sizes = _sizes(shape)
     mamba1_advance_kernel[(triton.cdiv(channels, sizes.C), batch)](
         inputs, inputs.stride()[:2], _held(held), x, weights.conv, weights.conv.stride(),
         weights.conv_bias, weights.dt_bias, weights.A_log, topology.args, cache_state.args,
-        first, num_new, SIZES=sizes, WIDTH=shape.width, REPLAY=first == 0, READY=cache_state.ready,
-        num_warps=2, **overlapping(x),
+        num_read, num_new, SIZES=sizes, WIDTH=shape.width, REPLAY=num_read == 0,
+        READY=cache_state.ready, num_warps=2, **overlapping(x),
     )
     return x
 
@@ -85,7 +85,7 @@ def mamba1_advance(
 def mamba1_scan(
     x: Tensor, selected: Tensor, dt: Tensor, gate: Tensor, held: Mamba1Held,
     weights: Mamba1Weights, shape: Mamba1Shape, topology: Topology, cache_state: CacheState,
-    first: int, out: Tensor | None = None,
+    num_read: int, out: Tensor | None = None,
 ) -> Tensor:
     """Compute `naive.mamba1_scan` in one launch."""
     batch, num_new, channels = x.shape
@@ -99,8 +99,8 @@ def mamba1_scan(
     mamba1_scan_kernel[(triton.cdiv(channels, sizes.C), num_new, batch)](
         new, _held(held), weights.conv, weights.conv.stride(), weights.conv_bias,
         weights.dt_bias, weights.A_log, weights.D, weights.c_scale, topology.args,
-        cache_state.variant, first,
-        SIZES=sizes, WIDTH=shape.width, GROWN=first > 0, num_warps=2, **overlapping(x),
+        cache_state.variant, num_read,
+        SIZES=sizes, WIDTH=shape.width, GROWN=num_read > 0, num_warps=2, **overlapping(x),
     )
     return y
 
@@ -137,7 +137,7 @@ def _sizes(shape: Mamba1Shape) -> Sizes:
 @triton.jit
 def mamba1_advance_kernel(
     given, given_strides, held, x, conv, conv_strides, conv_bias, dt_bias, A_log, tree, cache,
-    first, num_new, SIZES: tl.constexpr, WIDTH: tl.constexpr, REPLAY: tl.constexpr,
+    num_read, num_new, SIZES: tl.constexpr, WIDTH: tl.constexpr, REPLAY: tl.constexpr,
     READY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     channel = tl.program_id(0) * SIZES.C + tl.arange(0, SIZES.C)
@@ -178,7 +178,7 @@ def mamba1_advance_kernel(
         known = new < num_new
         here = known[:, None] & mine[None, :]
         y = _convolved(
-            windows, first + new, known, first, given + channel[None, :], given_strides[1],
+            windows, num_read + new, known, num_read, given + channel[None, :], given_strides[1],
             conv_state[None, :], held.conv_strides[1], inputs[None, :], held.inputs_strides[1],
             conv + channel * conv_strides[0], conv_strides[1], conv_bias, channel, mine,
             SIZES, WIDTH,
@@ -186,7 +186,7 @@ def mamba1_advance_kernel(
         raw = tl.load(
             given + new[:, None] * given_strides[1] + channel[None, :], mask=here, other=0.0
         )
-        at = inputs[None, :] + (first + new)[:, None] * held.inputs_strides[1]
+        at = inputs[None, :] + (num_read + new)[:, None] * held.inputs_strides[1]
         store_kept(at, raw, here)
         at = x + new[:, None] * SIZES.channels + channel[None, :]
         tl.store(at, y.to(x.dtype.element_ty), mask=here)
@@ -247,11 +247,11 @@ def _decay_rates(A_log, channel, s, in_state, SIZES: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    windows, node, known, first, given, given_stride, conv_state, conv_stride,
+    windows, node, known, num_read, given, given_stride, conv_state, conv_stride,
     inputs, inputs_stride, conv, tap_stride, conv_bias, channel, mine,
     SIZES: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Return silu(conv) (nodes, channels) of some nodes; those from `first` on are `given`."""
+    """Return silu(conv) (nodes, channels) of some nodes; those from `num_read` on are `given`."""
     y = tl.zeros([node.shape[0], channel.shape[0]], dtype=tl.float32)
     if conv_bias is not None:
         y += load_kept(conv_bias + channel, mine).to(tl.float32)[None, :]
@@ -260,9 +260,9 @@ def _convolved(
         if tap == WIDTH - 1:  # whatever the windows of padding hold
             place = WIDTH - 1 + node
         seen = place - (WIDTH - 1)
-        is_new, in_state = known & (seen >= first), known & (seen < 0)
-        is_old = known & (seen >= 0) & (seen < first)
-        at = given + (seen - first)[:, None] * given_stride
+        is_new, in_state = known & (seen >= num_read), known & (seen < 0)
+        is_old = known & (seen >= 0) & (seen < num_read)
+        at = given + (seen - num_read)[:, None] * given_stride
         value = tl.load(at, mask=is_new[:, None] & mine[None, :], other=0.0)
         at = conv_state + place[:, None] * conv_stride
         value += tl.load(at, mask=in_state[:, None] & mine[None, :], other=0.0)
@@ -275,7 +275,7 @@ def _convolved(
 
 @triton.jit
 def mamba1_scan_kernel(
-    new, held, conv, conv_strides, conv_bias, dt_bias, A_log, D, c_scale, tree, variants, first,
+    new, held, conv, conv_strides, conv_bias, dt_bias, A_log, D, c_scale, tree, variants, num_read,
     SIZES: tl.constexpr, WIDTH: tl.constexpr, GROWN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     channel = tl.program_id(0) * SIZES.C + tl.arange(0, SIZES.C)
@@ -289,7 +289,7 @@ def mamba1_scan_kernel(
     follow(OVERLAPS)
     variant = load_kept(variants + batch)
     windows = tree.windows + variant * tree.size * WIDTH
-    depth = load_kept(tree.depths + variant * tree.size + first + q)
+    depth = load_kept(tree.depths + variant * tree.size + num_read + q)
     dtype = new.y.dtype.element_ty
     at = held.state + batch * held.state_strides[0]
     at = at + channel[:, None] * held.state_strides[1] + s[None, :]
@@ -307,18 +307,18 @@ def mamba1_scan_kernel(
     scale = _dt_scale(row, q >= 0, SIZES)
     dt = tl.load(dt_at + q * new.dt_strides[1], mask=mine, other=0.0).to(tl.float32) * scale
     own_dt = dt.to(held.dt.dtype.element_ty)
-    store_kept(held_dt + (first + q) * held.dt_strides[1], own_dt, mine)
+    store_kept(held_dt + (num_read + q) * held.dt_strides[1], own_dt, mine)
     own_B = _normed(row + SIZES.rank + s, in_s, SIZES.states, SIZES)
     own_B = own_B.to(held.B.dtype.element_ty)
     if tl.program_id(0) == 0:
-        store_kept(held_B + (first + q) * held.B_strides[1], own_B, in_s)
+        store_kept(held_B + (num_read + q) * held.B_strides[1], own_B, in_s)
     x = tl.load(x_at + q * new.x_strides[1], mask=mine, other=0.0).to(tl.float32)
     y = skip * x
     passed = tl.zeros_like(bias)  # dt summed over the nodes below the present one
-    node = first + q
+    node = num_read + q
     for _ in range(depth + 1):
         there = node >= 0
-        fresh = node - first
+        fresh = node - num_read
         is_new = there & (fresh >= 0)
         its_row = selected + fresh * new.selected_strides[1]
         mine_new, in_s_new = _if(is_new, channel, SIZES.channels), _if(is_new, s, SIZES.states)

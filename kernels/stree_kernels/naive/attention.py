@@ -1,7 +1,7 @@
 """Attention of tree nodes in plain PyTorch: the twin of `attention/tree_attention.py`.
 
 Shapes: B batch, N tree nodes, Q new nodes, H heads, Hkv heads of keys, D head dim, L cache slots,
-K slots of an accepted path.
+K places of an accepted path.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stree_kernels.naive.dtypes import as_dtype
 
 def attend_tree(
     qkv: Tensor, keys: Tensor, values: Tensor, rotary: Tensor, topology: Topology,
-    cache_state: CacheState, first: int, bound: int, scale: float | None = None,
+    cache_state: CacheState, num_read: int, bound: int, scale: float | None = None,
     out: Tensor | None = None, window: int = 0,
 ) -> Tensor:
-    """Compute attention between a layer's projections, for nodes first … first + Q − 1 of trees.
+    """Compute attention between a layer's projections, for Q new nodes of trees.
 
-    With first = 0 a new tree begins, and the accepted keys of the last one are made contiguous. The
-    new nodes' keys and values are rotated to their depths, and take the slots after them; nodes
+    With num_read = 0 a new tree begins, and the accepted keys of the last one are made contiguous.
+    The new nodes' keys and values are rotated to their depths, and take the slots after them; nodes
     without a slot are not stored.
 
     Args:
@@ -35,7 +35,7 @@ def attend_tree(
         rotary: (2, positions, D / 2), cosines and sines.
         topology: The trees.
         cache_state: Committed lengths, accepted paths, and the tree of each sequence.
-        first: Nodes of the trees that earlier calls have read.
+        num_read: Nodes of the trees that earlier calls have read.
         bound: Slots to attend to, at least those in use after this call.
         scale: Factor of the scores; None is D^−½.
         out: (B, Q, H·D), written; None returns a new tensor.
@@ -46,14 +46,14 @@ def attend_tree(
     batch, num_new, _ = qkv.shape
     if cache_state.rows is not None:
         return _attend_rows(
-            qkv, (keys, values), rotary, topology, cache_state, first, bound, scale, out, window
+            qkv, (keys, values), rotary, topology, cache_state, num_read, bound, scale, out, window
         )
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
     num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
     places = attention_places(
-        topology, cache_state, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype,
-        window,
+        topology, cache_state, num_read, num_new, bound, rotary, (num_heads, num_kv_heads),
+        qkv.dtype, window,
     )
     rotated = rotate(heads.narrow(1, 0, num_heads + num_kv_heads), *places.rotary)
     new = rotated.narrow(1, num_heads, num_kv_heads), heads.narrow(1, -num_kv_heads, num_kv_heads)
@@ -70,17 +70,17 @@ def attend_tree(
 
 def _attend_rows(
     qkv: Tensor, caches: tuple[Tensor, Tensor], rotary: Tensor, topology: Topology,
-    cache_state: CacheState, first: int, bound: int, scale: float | None, out: Tensor | None,
+    cache_state: CacheState, num_read: int, bound: int, scale: float | None, out: Tensor | None,
     window: int,
 ) -> Tensor:
     """Compute `attend_tree` of some sequences of a cache, on copies with a slot for each node."""
     rows, count = cache_state.rows, caches[0].shape[2]
     assert rows is not None
-    room = (0, 0, 0, first + qkv.shape[1])
+    room = (0, 0, 0, num_read + qkv.shape[1])
     keys, values = (F.pad(cache.index_select(0, rows), room) for cache in caches)
     cache_state = replace(cache_state, rows=None)
     y = attend_tree(
-        qkv, keys, values, rotary, topology, cache_state, first, bound, scale, out, window
+        qkv, keys, values, rotary, topology, cache_state, num_read, bound, scale, out, window
     )
     for cache, each in zip(caches, (keys, values), strict=True):
         cache.index_copy_(0, rows, each[:, :, :count])

@@ -1,7 +1,7 @@
 """Causal depthwise convolutions in plain PyTorch: along a tree, over a sequence, and gated.
 
 The gated one is a layer of its own, the twin of `conv/short_conv.py`. The last functions read and
-write a layer's `rows`.
+write a layer's `history`.
 
 Shapes: B batch, T tokens, N tree nodes, C channels, W conv width, L inputs of a line.
 Sums run in fp32, or in fp64 when the inputs are.
@@ -74,17 +74,17 @@ def convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def short_conv_tree(
-    projected: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology,
-    cache_state: CacheState, first: int,
+    projected: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, topology: Topology,
+    cache_state: CacheState, num_read: int,
 ) -> Tensor:
-    """Compute the gated convolution C·conv(B·x) of nodes first … first + Q − 1 of trees.
+    """Compute the gated convolution C·conv(B·x) of nodes num_read … num_read + Q − 1 of trees.
 
-    As in `mamba_tree`, with first = 0 a new tree begins after the accepted path of the last one;
-    else the trees continue. Writes `rows`.
+    As in `mamba_tree`, with num_read = 0 a new tree begins after the accepted path of the last one;
+    else the trees continue. Writes `history`.
 
     Args:
         projected: (B, Q, 3·C), the gates B and C, and then x.
-        rows: (2, B, W − 1 + N, C), two halves of B·x of [conv state, nodes], as in `mamba_tree`.
+        history: (2, B, W − 1 + N, C), two halves of B·x of [conv state, nodes], as in `mamba_tree`.
         weight: (C, W).
         bias: (C,) or None.
 
@@ -93,27 +93,27 @@ def short_conv_tree(
     opened, gate, values = projected.chunk(3, dim=-1)
     inputs = opened * values
     places = conv_places(
-        rows, weight.shape[1] - 1, topology, cache_state, first, first, inputs.shape[1]
+        history, weight.shape[1] - 1, topology, cache_state, num_read, num_read, inputs.shape[1]
     )
-    line = torch.cat([held_at(rows, places.before), inputs], dim=1)
-    write_kept(rows, places, line)
+    line = torch.cat([held_at(history, places.before), inputs], dim=1)
+    write_kept(history, places, line)
     seen = seen_of(line, places.windows, weight.shape[1])[:, places.path :]
     return gate * convolve(seen, weight, bias)
 
 
-def short_conv_replay(rows: Tensor, tail: int, cache_state: CacheState) -> Tensor:
+def short_conv_replay(history: Tensor, tail: int, cache_state: CacheState) -> Tensor:
     """Return the conv state (B, W − 1, C) after the accepted path, for the caller to write.
 
     tail is W − 1.
     """
-    places = path_places(rows, tail, cache_state)
-    return kept_of(held_at(rows, places.before), places)
+    places = path_places(history, tail, cache_state)
+    return kept_of(held_at(history, places.before), places)
 
 
-def held_at(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the entries (…, C) of rows (…, C) at flat indices (…) of all but their last dim."""
-    channels = rows.shape[-1]
-    found = rows.reshape(-1, channels).index_select(0, places.reshape(-1))
+def held_at(history: Tensor, places: Tensor) -> Tensor:
+    """Return the entries (…, C) of history (…, C) at flat indices (…) of all but its last dim."""
+    channels = history.shape[-1]
+    found = history.reshape(-1, channels).index_select(0, places.reshape(-1))
     return found.view(*places.shape, channels)
 
 
@@ -128,8 +128,8 @@ def kept_of(line: Tensor, places: ConvPlaces) -> Tensor:
     return line[:, kept:] if isinstance(kept, int) else held_at(line, kept)
 
 
-def write_kept(rows: Tensor, places: ConvPlaces, line: Tensor) -> None:
-    """Write the entries that `ConvPlaces` keeps of lines to the rows."""
+def write_kept(history: Tensor, places: ConvPlaces, line: Tensor) -> None:
+    """Write the entries that `ConvPlaces` keeps of lines to the history."""
     kept = kept_of(line, places)
-    there = rows.narrow(2, places.written, kept.shape[1])
+    there = history.narrow(2, places.written, kept.shape[1])
     there.index_copy_(0, places.half, kept[None])

@@ -9,7 +9,7 @@ Per value head S is a state (K, V), g ≤ 0 the log of its decay and β the stre
     u = β·(v − e^g·Sᵀ·k),  S ← e^g·S + k ⊗ u,  y = Sᵀ·q
 
 Shapes: B batch, T tokens, N tree nodes, H value heads, G key heads, K and V head dims of keys and
-values, C channels, W conv width, M slots of an accepted path. Value head h reads key head
+values, C channels, W conv width, M places of an accepted path. Value head h reads key head
 h // (H // G). q and k are given raw: their L2 norm, and q's scale K^−½, belong to the rule.
 Sums run in fp32, or in fp64 when the inputs are. The derivation is in kernels/gated_delta.md.
 """
@@ -125,18 +125,18 @@ def tree_delta(
     Returns y (B, Q, H, V) in v's dtype and u (B, Q, H, V).
     """
     num_heads = log_decay.shape[-1]
-    first, out_dtype = updates.shape[1], v.dtype
+    num_read, out_dtype = updates.shape[1], v.dtype
     dtype = accumulation_dtype(out_dtype)
     q, k = _scaled_queries(q, num_heads).transpose(1, 2), _unit(k, num_heads).transpose(1, 2)
     v, beta = v.to(dtype).transpose(1, 2), beta.to(dtype).transpose(1, 2)[..., None]
     state, known = state.to(dtype), updates.to(dtype).transpose(1, 2)
     totals = torch.einsum("ij,bjh->bhi", ancestors.to(dtype), log_decay.to(dtype))
-    decays = _decays(totals, ancestors)[:, :, first:]
-    from_root = totals[..., first:, None].exp()
-    new = k[:, :, first:]
+    decays = _decays(totals, ancestors)[:, :, num_read:]
+    from_root = totals[..., num_read:, None].exp()
+    new = k[:, :, num_read:]
     system, scores = (new @ k.mT) * decays * beta, (q @ k.mT) * decays
-    wanted = beta * (v - from_root * (new @ state)) - system[..., :first] @ known
-    u = _solve(system[..., first:], wanted)
+    wanted = beta * (v - from_root * (new @ state)) - system[..., :num_read] @ known
+    u = _solve(system[..., num_read:], wanted)
     y = from_root * (q @ state) + scores @ torch.cat([known, u], dim=2)
     return y.transpose(1, 2).to(out_dtype), u.transpose(1, 2)
 
@@ -156,7 +156,7 @@ def replay_updates(
     Returns the new state in state's dtype.
     """
     num_heads = log_decay.shape[-1]
-    # where(), not a product: an uncounted slot may hold anything, NaN included
+    # where(), not a product: an uncounted place may hold anything, NaN included
     log_decay = torch.where(counts[..., None], log_decay, 0.0)
     k = torch.where(counts[..., None, None], _unit(k, num_heads), 0.0)
     updates = torch.where(counts[..., None, None], updates.to(k.dtype), 0.0)
@@ -167,20 +167,21 @@ def replay_updates(
 
 
 def gated_delta_tree(
-    projected: Tensor, rows: Tensor, derived: Derived | None, updates: Tensor, state: Tensor,
+    projected: Tensor, history: Tensor, derived: Derived | None, updates: Tensor, state: Tensor,
     weights: GatedDeltaWeights, shape: GatedDeltaShape, topology: Topology, cache_state: CacheState,
-    first: int,
+    num_read: int,
 ) -> Tensor:
-    """Compute conv and delta rule between a layer's projections, for nodes first … first + Q − 1.
+    """Compute conv and delta rule between a layer's projections, for Q new nodes of trees.
 
-    With first = 0 a new tree begins: the last one's accepted path is replayed into the state,
-    and the new one's inputs go to the other half of `rows`. Else the tree continues. Writes rows,
-    updates and state.
+    They come after the num_read nodes that earlier calls have read. With num_read = 0 a new
+    tree begins: the last one's accepted path is replayed into the state, and the new one's inputs
+    go to the other half of `history`. Else the tree continues. Writes history, updates and state.
 
     Args:
-        projected: (B, Q, H·V + C + 2·H), z, the inputs that `rows` keeps, and b.
-        rows: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and a of [conv state, nodes];
-            `cache_state.parity` names the last tree's, and the caller flips it after all layers.
+        projected: (B, Q, H·V + C + 2·H), z, the inputs that `history` keeps, and b.
+        history: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and a of [conv state,
+            nodes]; `cache_state.parity` names the last tree's, and the caller flips it after all
+            layers.
         derived: Written by the kernels (`ops.new_derived`); plain PyTorch needs none.
         updates: (B, N, H, V), u of the tree's nodes; the replay reads them before they are written.
         state: (B, H, K, V).
@@ -189,14 +190,14 @@ def gated_delta_tree(
     """
     batch, num_new, _ = projected.shape
     half = cache_state.parity
-    if first == 0:
-        tail = gated_delta_replay(rows, updates, state, weights, shape, cache_state)
+    if num_read == 0:
+        tail = gated_delta_replay(history, updates, state, weights, shape, cache_state)
         half = 1 - half
-        rows[half, :, : shape.tail] = tail[None]
+        history[half, :, : shape.tail] = tail[None]
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
-    last = first + num_new
-    rows[half, :, shape.tail + first : shape.tail + last] = kept[None]
-    seen = rows.index_select(0, half)[0, :, : shape.tail + last]
+    last = num_read + num_new
+    history[half, :, shape.tail + num_read : shape.tail + last] = kept[None]
+    seen = history.index_select(0, half)[0, :, : shape.tail + last]
     beta = strengths(b, shape)
     outputs = []
     for row in range(batch):  # each sequence may have its own tree
@@ -207,24 +208,24 @@ def gated_delta_tree(
         q, k, v = convolved_heads(line[..., : shape.num_channels], weights, shape, windows)
         g = log_decays(line[:, shape.tail :, shape.num_channels :], weights)
         y, u = tree_delta(
-            q[:, first:], k, v[:, first:], g, beta[row : row + 1], ancestors,
-            state[row : row + 1], updates[row : row + 1, :first],
+            q[:, num_read:], k, v[:, num_read:], g, beta[row : row + 1], ancestors,
+            state[row : row + 1], updates[row : row + 1, :num_read],
         )
-        updates[row, first:last] = u[0]
+        updates[row, num_read:last] = u[0]
         outputs.append(y.flatten(-2))
     return torch.cat(outputs)
 
 
 def gated_delta_replay(
-    rows: Tensor, updates: Tensor, state: Tensor, weights: GatedDeltaWeights,
+    history: Tensor, updates: Tensor, state: Tensor, weights: GatedDeltaWeights,
     shape: GatedDeltaShape, cache_state: CacheState,
 ) -> Tensor:
-    """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
+    """Advance a layer's state, in place, along the accepted path of the tree that `history` holds.
 
     Args as in `gated_delta_tree`. Returns the new conv state with a, (B, W − 1, C + H), for the
     caller to write.
     """
-    seen = rows.index_select(0, cache_state.parity)[0]
+    seen = history.index_select(0, cache_state.parity)[0]
     sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
     path, path_length = cache_state.path, cache_state.path_length
     steps = torch.arange(path.shape[1], device=path.device)

@@ -3,7 +3,7 @@
 The functions are the twins of `conv/tree_conv.py` and of `mamba/`.
 
 Shapes: B batch, T tokens, N tree nodes, H heads, P head dim, S state, G groups, C channels,
-W conv width, K slots of an accepted path.
+W conv width, K places of an accepted path.
 
 x, B and C come in groups (their own number each): head h reads group h // (H // G).
 Sums run in fp32, or in fp64 when the inputs are. The derivation is in kernels/README.md.
@@ -177,7 +177,7 @@ def replay(
             all.
     """
     x, dt, B, A = (as_dtype(part, state.dtype) for part in (x, dt, B, A))
-    if counts is not None:  # where(), not a product: an uncounted slot may hold anything, NaN too
+    if counts is not None:  # where(), not a product: an uncounted place may hold anything, NaN too
         x, B = (torch.where(counts[..., None, None], part, 0.0) for part in (x, B))
         dt = torch.where(counts[..., None], dt, 0.0)
     batch, length, groups = B.shape[:3]
@@ -199,20 +199,21 @@ def _repeated(grouped: Tensor, repeats: int) -> Tensor:
 
 
 def mamba_tree(
-    projected: Tensor, rows: Tensor, derived: Derived | None, state: Tensor, weights: MixerWeights,
-    shape: MixerShape, topology: Topology, cache_state: CacheState, first: int,
-    out: Tensor | None = None,
+    projected: Tensor, history: Tensor, derived: Derived | None, state: Tensor,
+    weights: MixerWeights, shape: MixerShape, topology: Topology, cache_state: CacheState,
+    num_read: int, out: Tensor | None = None,
 ) -> Tensor:
-    """Compute conv and scan between a Mamba-2 layer's projections, for nodes first … first + Q − 1.
+    """Compute conv and scan between a Mamba-2 layer's projections, for Q new nodes of trees.
 
-    With first = 0 a new tree begins: the last one's accepted path is replayed into the state,
-    and the new one's inputs go to the other half of `rows`. Else the tree continues. Writes `rows`
-    and `state`.
+    They come after the num_read nodes that earlier calls have read. With num_read = 0 a new tree
+    begins: the last one's accepted path is replayed into the state, and the new one's inputs go to
+    the other half of `history`. Else the tree continues. Writes `history` and `state`.
 
     Args:
-        projected: (B, Q, H·P + C + H), z, and the inputs that `rows` keeps.
-        rows: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and dt of [conv state, nodes];
-            `cache_state.parity` names the last tree's, and the caller flips it after all layers.
+        projected: (B, Q, H·P + C + H), z, and the inputs that `history` keeps.
+        history: (2, B, W − 1 + N, C + H), two halves of raw conv inputs and dt of [conv state,
+            nodes]; `cache_state.parity` names the last tree's, and the caller flips it after all
+            layers.
         derived: Written by the kernels (`ops.new_derived`); plain PyTorch needs none.
         state: (B, H, P, S).
         out: (B, Q, H·P), written; None returns a new tensor.
@@ -220,16 +221,16 @@ def mamba_tree(
     Returns y (B, Q, H·P) in projected's dtype, gated if `shape` says so.
     """
     num_new = projected.shape[1]
-    places = conv_places(rows, shape.tail, topology, cache_state, 0, first, num_new)
-    line = torch.cat([held_at(rows, places.before), projected[..., shape.d_inner :]], dim=1)
-    write_kept(rows, places, line)
+    places = conv_places(history, shape.tail, topology, cache_state, 0, num_read, num_new)
+    line = torch.cat([held_at(history, places.before), projected[..., shape.d_inner :]], dim=1)
+    write_kept(history, places, line)
     x, dt, B, C = _scan_inputs(seen_of(line, places.windows, shape.width), weights, shape)
     A, path = _negative(weights.A_log), places.path
-    if first == 0:
+    if num_read == 0:
         replay(state, x[:, :path], dt[:, :path], A, B[:, :path], places.counts)
         x, dt, B = x[:, path:], dt[:, path:], B[:, path:]
-    ancestors = ancestors_of(topology, cache_state, first, num_new, dt.dtype)
-    C = C.narrow(1, path + first, num_new)
+    ancestors = ancestors_of(topology, cache_state, num_read, num_new, dt.dtype)
+    C = C.narrow(1, path + num_read, num_new)
     y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state).flatten(-2)
     if shape.gated:
         y = gated(y, projected[..., : shape.d_inner])
@@ -237,15 +238,16 @@ def mamba_tree(
 
 
 def mamba_replay(
-    rows: Tensor, state: Tensor, weights: MixerWeights, shape: MixerShape, cache_state: CacheState
+    history: Tensor, state: Tensor, weights: MixerWeights, shape: MixerShape,
+    cache_state: CacheState,
 ) -> Tensor:
-    """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
+    """Advance a layer's state, in place, along the accepted path of the tree that `history` holds.
 
     Args as in `mamba_tree`. Returns the new conv state with dt, (B, W − 1, C + H), for the caller
     to write.
     """
-    places = path_places(rows, shape.tail, cache_state)
-    line = held_at(rows, places.before)
+    places = path_places(history, shape.tail, cache_state)
+    line = held_at(history, places.before)
     x, dt, B, _ = _scan_inputs(seen_of(line, places.windows, shape.width), weights, shape)
     replay(state, x, dt, _negative(weights.A_log), B, places.counts)
     return kept_of(line, places)
@@ -261,7 +263,7 @@ def _scan_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x (B, n, Gx, P), dt (B, n, H), B (B, n, Gb, S) and C (B, n, Gc, S) of n nodes.
 
-    They are computed from the entries (B, n, W, C + H) of `rows` in each node's window.
+    They are computed from the entries (B, n, W, C + H) of `history` in each node's window.
     """
     inputs = conv_channels(seen.narrow(-1, 0, shape.num_channels), shape)
     convolved = F.silu(convolve(inputs, weights.conv, weights.conv_bias))

@@ -10,7 +10,7 @@ with A (E, S), so that no product of matrices computes a chunk. dt, B and C are 
 the conv: hence a tree call is `mamba1_advance`, these products, and `mamba1_scan`.
 
 Shapes: B batch, T tokens, N tree nodes, Q new nodes, E channels, S state, R rank of dt, W conv
-width, K slots of an accepted path. Sums run in fp32, or in fp64 when the inputs are.
+width, K places of an accepted path. Sums run in fp32, or in fp64 when the inputs are.
 """
 
 from __future__ import annotations
@@ -85,31 +85,31 @@ def advanced_by_token(state: Tensor, dt: Tensor, written: Tensor, A: Tensor, B: 
 
 def mamba1_advance(
     inputs: Tensor, held: Mamba1Held, weights: Mamba1Weights, shape: Mamba1Shape,
-    topology: Topology, cache_state: CacheState, first: int,
+    topology: Topology, cache_state: CacheState, num_read: int,
 ) -> Tensor:
-    """Replay the accepted path, and compute the conv of nodes first … first + Q − 1 of trees.
+    """Replay the accepted path, and compute the conv of nodes num_read … num_read + Q − 1 of trees.
 
-    With first = 0 a new tree begins: the last one's accepted path advances state and conv state in
-    place. Else the tree continues. The nodes' inputs are kept.
+    With num_read = 0 a new tree begins: the last one's accepted path advances state and conv state
+    in place. Else the tree continues. The nodes' inputs are kept.
 
     Args:
         inputs: (B, Q, E), x as projected.
 
     Returns x after conv and SiLU, (B, Q, E).
     """
-    if first == 0:
+    if num_read == 0:
         mamba1_replay(held, weights, shape, cache_state)
-    last = first + inputs.shape[1]
-    held.inputs[:, first:last] = inputs
-    return _convolved(held, weights, topology, cache_state, first, last)
+    last = num_read + inputs.shape[1]
+    held.inputs[:, num_read:last] = inputs
+    return _convolved(held, weights, topology, cache_state, num_read, last)
 
 
 def mamba1_scan(
     x: Tensor, selected: Tensor, dt: Tensor, gate: Tensor, held: Mamba1Held,
     weights: Mamba1Weights, shape: Mamba1Shape, topology: Topology, cache_state: CacheState,
-    first: int, out: Tensor | None = None,
+    num_read: int, out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the scan of nodes first … first + Q − 1 of trees, after `mamba1_advance`.
+    """Compute the scan of nodes num_read … num_read + Q − 1 of trees, after `mamba1_advance`.
 
     y_i = C_i·h_i + D·x_i, where h_i is the state after node i's ancestors and itself, from the
     committed state, which stays. The nodes' dt and B are kept.
@@ -123,16 +123,16 @@ def mamba1_scan(
 
     Returns y·silu(z), (B, Q, E), in x's dtype.
     """
-    last = first + x.shape[1]
+    last = num_read + x.shape[1]
     low, B, C = selected.split(shape.selected_dims, dim=-1)
     if shape.norm_eps is not None:
         dt = dt * root_mean_square(low, shape.norm_eps).reciprocal()
         B, C = (part / root_mean_square(part, shape.norm_eps) for part in (B, C))
     if weights.c_scale is not None:
         C = C * widened(weights.c_scale)
-    held.dt[:, first:last] = dt
-    held.B[:, first:last] = B
-    seen = x if first == 0 else _convolved(held, weights, topology, cache_state, 0, last)
+    held.dt[:, num_read:last] = dt
+    held.B[:, num_read:last] = B
+    seen = x if num_read == 0 else _convolved(held, weights, topology, cache_state, 0, last)
     A = -widened(weights.A_log).exp()
     steps = mamba1_dt(held.dt[:, :last], weights)
     written = steps * widened(seen)
@@ -147,7 +147,7 @@ def mamba1_scan(
         states[:, node + 1] = advanced_by_token(
             above, steps[:, node], written[:, node], A, widened(held.B[:, node])
         )
-    y = torch.einsum("bnes,bns->bne", states[:, first + 1 :], as_dtype(C, states.dtype))
+    y = torch.einsum("bnes,bns->bne", states[:, num_read + 1 :], as_dtype(C, states.dtype))
     y = gated((y + widened(weights.D) * x).to(x.dtype), gate)
     return y if out is None else out.copy_(y)
 
@@ -159,7 +159,7 @@ def mamba1_replay(
     path, counts = accepted_path(cache_state)
     rows = torch.arange(len(path), device=path.device)[:, None]
     inputs, dt, B = (each[rows, path] for each in (held.inputs, held.dt, held.B))
-    if counts is not None:  # where(), not a product: an uncounted slot may hold anything, NaN too
+    if counts is not None:  # where(), not a product: an uncounted place may hold anything, NaN too
         inputs, B = (torch.where(counts[..., None], each, 0.0) for each in (inputs, B))
     line = torch.cat([held.conv_state, inputs], dim=1)
     seen = line.unfold(1, shape.width, 1).mT
@@ -177,10 +177,10 @@ def mamba1_replay(
 
 def _convolved(
     held: Mamba1Held, weights: Mamba1Weights, topology: Topology, cache_state: CacheState,
-    first: int, last: int,
+    num_read: int, last: int,
 ) -> Tensor:
     """Return silu(conv) (B, last − first, E) of nodes whose inputs are kept."""
-    windows = topology.windows.index_select(0, cache_state.variant)[:, first:last].long()
+    windows = topology.windows.index_select(0, cache_state.variant)[:, num_read:last].long()
     line = torch.cat([held.conv_state, held.inputs[:, :last]], dim=1)
     rows = torch.arange(len(line), device=line.device)[:, None, None]
     return F.silu(convolve(line[rows, windows], weights.conv, weights.conv_bias))

@@ -45,10 +45,10 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
 
 
 def pick_level(
-    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
+    values: Tensor, drawn_by: Tensor, begin: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
     """Compute `naive.pick_level` in one launch; last strides are 1."""
-    _pick(values, drawn_by, first, end, picks, parents, None, None, None, None, None, None)
+    _pick(values, drawn_by, begin, end, picks, parents, None, None, None, None, None, None)
 
 
 def pick_tree(
@@ -86,15 +86,15 @@ def rate_slots(
 
 
 def _pick(
-    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor,
+    values: Tensor, drawn_by: Tensor, begin: int, end: int, picks: Tensor, parents: Tensor,
     drawn: Tensor | None, pool_depths: Tensor | None, pool_tokens: Tensor | None,
     depths: Tensor | None, numbers: Tensor | None, inner: Tensor | None, least: float = -math.inf,
 ) -> None:
     assert values.stride(1) == picks.stride(1) == parents.stride(1) == 1
-    block = triton.next_power_of_2(end - first)
+    block = triton.next_power_of_2(end - begin)
     block_n = triton.next_power_of_2(picks.shape[1])
     pick_kernel[(len(values),)](
-        values, values.stride(0), drawn_by, first, end,
+        values, values.stride(0), drawn_by, begin, end,
         picks, picks.stride(0), parents, parents.stride(0), picks.shape[1],
         drawn, 0 if drawn is None else drawn.stride(0), pool_depths,
         pool_tokens, 0 if pool_tokens is None else pool_tokens.stride(0), depths, numbers,
@@ -140,7 +140,7 @@ def topology_kernel(
 # A bound of 1 is not made a constant here, either
 @triton.jit(do_not_specialize=["count"])
 def pick_kernel(
-    values, value_stride, drawn_by, first, end, picks, pick_stride, parents, parent_stride, count,
+    values, value_stride, drawn_by, begin, end, picks, pick_stride, parents, parent_stride, count,
     drawn, drawn_stride, pool_depths, pool_tokens, pool_stride, depths, numbers,
     inner, least, num_drawn,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -148,7 +148,7 @@ def pick_kernel(
 ):
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    node = first + tl.arange(0, BLOCK)
+    node = begin + tl.arange(0, BLOCK)
     known = node < end
     key = _key(values + row * value_stride + node, known)
     key = tl.where(known, key, LOWEST)

@@ -1,8 +1,8 @@
 """Drafts from a text in one launch (Triton): search and merge of all nodes of a tree.
 
 One program serves one sequence. It goes through the nodes in their order, parents first: a node's
-matches with all slots of the text follow from its parent's, which are in memory, and its children
-are found in one more pass each. Of the slots only those up to the root are read. The naive twin is
+matches with all places of the text follow from its parent's, which are in memory, and its children
+are found in one more pass each. Of the places only those up to the root are read. The naive twin is
 in `naive/sampling/ngrams.py`.
 """
 
@@ -16,27 +16,27 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.naive.sampling.ngrams import TreesToFill
 
-BLOCK_SLOTS = 4096  # that a program compares at a time
+BLOCK_TOKENS = 4096  # that a program compares at a time
 
 
 def draft_ngrams(
-    slots: Tensor, roots: Tensor, tokens: Tensor, trees: TreesToFill, context: int,
+    texts: Tensor, roots: Tensor, tokens: Tensor, trees: TreesToFill, context: int,
     num_excerpts: int = 0, excerpt: int = 1, places: Tensor | None = None,
     barred: Tensor | None = None,
 ) -> None:
     """Compute `naive.draft_ngrams` in one launch; last strides are 1, children are contiguous."""
-    batch, length = slots.shape
+    batch, length = texts.shape
     num_nodes, widest = trees.children.shape[1:]
-    assert slots.stride(1) == tokens.stride(1) == trees.parents.stride(1) == roots.stride(0) == 1
+    assert texts.stride(1) == tokens.stride(1) == trees.parents.stride(1) == roots.stride(0) == 1
     assert trees.children.is_contiguous()
     num_places = 0 if places is None else places.shape[2]
     num_barred = 0 if barred is None else barred.shape[2]
-    matches = torch.empty(batch, num_nodes, length, dtype=torch.int32, device=slots.device)
-    block = min(BLOCK_SLOTS, triton.next_power_of_2(length))
-    # Matches and slots in one number, to find the longest and latest
+    matches = torch.empty(batch, num_nodes, length, dtype=torch.int32, device=texts.device)
+    block = min(BLOCK_TOKENS, triton.next_power_of_2(length))
+    # Matches and places in one number, to find the longest and latest
     is_wide = (context + num_nodes + 1) * length >= 2**31
     ngram_kernel[(batch,)](
-        slots, slots.stride(0), length, roots, tokens, tokens.stride(0),
+        texts, texts.stride(0), length, roots, tokens, tokens.stride(0),
         trees.parents, trees.parents.stride(0), trees.children, num_nodes, widest, matches,
         context, num_excerpts * excerpt, excerpt,
         None if places is None else places.contiguous(), num_places,
@@ -45,21 +45,21 @@ def draft_ngrams(
         BLOCK_K=triton.next_power_of_2(max(widest, num_places)),
         BLOCK_T=triton.next_power_of_2(max(widest, num_places) + num_barred + 1),
         BLOCK_J=triton.next_power_of_2(max(num_barred, 1)),
-        num_warps=max(1, min(16, block // 256)), **overlapping(slots),
+        num_warps=max(1, min(16, block // 256)), **overlapping(texts),
     )
 
 
 # Bounds of 1 are not made constants: loops over such were once compiled wrongly
 @triton.jit(do_not_specialize=["num_nodes", "widest", "context", "num_places", "num_barred"])
 def ngram_kernel(
-    slots, slot_stride, length, roots, tokens, token_stride, parents, parent_stride, children,
+    texts, text_stride, length, roots, tokens, token_stride, parents, parent_stride, children,
     num_nodes, widest, matches, context, base, excerpt, places, num_places, barred, num_barred,
     ORDER: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_J: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    slots += row * slot_stride
+    texts += row * text_stride
     tokens += row * token_stride
     parents += row * parent_stride
     children += row * num_nodes * widest
@@ -86,34 +86,34 @@ def ngram_kernel(
             parent = tl.load(parents + node)
             token = tl.load(tokens + node)
             for start in range(0, end, BLOCK):
-                slot = start + tl.arange(0, BLOCK)
-                there = slot < end
+                index = start + tl.arange(0, BLOCK)
+                there = index < end
                 match = tl.zeros([BLOCK], dtype=tl.int32)
                 if node == 0:
                     same = there
                     for back in range(context):
-                        here = tl.load(slots + slot - back, mask=same & (slot >= back), other=-1)
-                        wanted = tl.load(slots + tl.maximum(root - back, base))
+                        here = tl.load(texts + index - back, mask=same & (index >= back), other=-1)
+                        wanted = tl.load(texts + tl.maximum(root - back, base))
                         same = same & (here == tl.where(wanted < 0, -2, wanted))
                         match += same.to(tl.int32)
-                    beside = (slot < base) & (slot % excerpt != context - 1)
+                    beside = (index < base) & (index % excerpt != context - 1)
                     match = tl.where(beside, -1, match)
                 else:
-                    here = tl.load(slots + slot, mask=there, other=-1)
+                    here = tl.load(texts + index, mask=there, other=-1)
                     match = tl.load(
-                        matches + parent * length + slot - 1, mask=there & (slot > 0), other=0
+                        matches + parent * length + index - 1, mask=there & (index > 0), other=0
                     )
                     match = tl.where(here == token, match + 1, 0)
-                tl.store(matches + node * length + slot, match, mask=there)
+                tl.store(matches + node * length + index, match, mask=there)
             found = tl.full([BLOCK_K], -1, tl.int64)
             for number in range(count):
                 best = tl.full([BLOCK], -1, ORDER)
                 for start in range(0, end, BLOCK):
-                    slot = start + tl.arange(0, BLOCK)
-                    there = slot + 1 < end  # nothing follows the root
-                    following = tl.load(slots + slot + 1, mask=there, other=-1)
-                    match = tl.load(matches + node * length + slot, mask=there, other=-1)
-                    order = match.to(ORDER) * length + slot
+                    index = start + tl.arange(0, BLOCK)
+                    there = index + 1 < end  # nothing follows the root
+                    following = tl.load(texts + index + 1, mask=there, other=-1)
+                    match = tl.load(matches + node * length + index, mask=there, other=-1)
+                    order = match.to(ORDER) * length + index
                     wanted = there & (following >= 0)
                     for one in range(number):
                         taken = tl.sum(tl.where(of_child == one, found, 0), axis=0)
@@ -124,7 +124,7 @@ def ngram_kernel(
                     best = tl.maximum(best, tl.where(wanted, order, -1))
                 longest = tl.max(best, axis=0)
                 place = tl.minimum(tl.maximum(longest, 0) % length + 1, length - 1)
-                token = tl.where(longest < 0, -1, tl.load(slots + place))
+                token = tl.where(longest < 0, -1, tl.load(texts + place))
                 found = tl.where(of_child == number, token, found)
             # What a text has too few of: the smallest ids that are not taken
             free = tl.arange(0, BLOCK_T)

@@ -119,7 +119,7 @@ class Attention(Mixer):
             state = replace(state, ready="memory")
         return ops.attend_tree(
             advanced, cache.keys, cache.values, cache.rotary,
-            nodes.topology, state, nodes.first, nodes.bound, self.scale, out, self.window,
+            nodes.topology, state, nodes.num_read, nodes.bound, self.scale, out, self.window,
         )
 
     def _norm(self, qkv: Tensor, num_k: int) -> Tensor:

@@ -81,8 +81,8 @@ class GatedDeltaNet(Mixer):
         self, advanced: Tensor, cache: GatedDeltaCache, nodes: Nodes, out: Tensor | None
     ) -> Tensor:
         return ops.gated_delta_tree(
-            advanced, cache.rows, cache.derived, cache.updates, cache.state, self.weights,
-            self.shape, nodes.topology, nodes.cache_state, nodes.first,
+            advanced, cache.history, cache.derived, cache.updates, cache.state, self.weights,
+            self.shape, nodes.topology, nodes.cache_state, nodes.num_read,
         )
 
     def gate(self, y: Tensor, projected: Tensor, out: Tensor | None) -> Tensor:

@@ -132,8 +132,8 @@ class Mamba2(Mixer):
         self, advanced: Tensor, cache: MambaCache, nodes: Nodes, out: Tensor | None
     ) -> Tensor:
         return ops.mamba_tree(
-            advanced, cache.rows, cache.derived, cache.state, self.weights, self.shape,
-            nodes.topology, nodes.cache_state, nodes.first, out,
+            advanced, cache.history, cache.derived, cache.state, self.weights, self.shape,
+            nodes.topology, nodes.cache_state, nodes.num_read, out,
         )
 
     def gate(self, y: Tensor, projected: Tensor, out: Tensor | None) -> Tensor | Gated:

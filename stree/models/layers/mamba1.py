@@ -109,7 +109,7 @@ class Mamba1(Mixer):
         inputs, gate = projected.chunk(2, dim=-1)
         x = ops.mamba1_advance(
             inputs, cache.held, self.weights, self.shape,
-            nodes.topology, nodes.cache_state, nodes.first,
+            nodes.topology, nodes.cache_state, nodes.num_read,
         )
         return x, gate
 
@@ -121,7 +121,7 @@ class Mamba1(Mixer):
         dt = ops.linear(selected[..., : self.shape.dt_rank], self.dt_proj.weight)
         return ops.mamba1_scan(
             x, selected, dt, gate, cache.held, self.weights, self.shape,
-            nodes.topology, nodes.cache_state, nodes.first, out,
+            nodes.topology, nodes.cache_state, nodes.num_read, out,
         )
 
 

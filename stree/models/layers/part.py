@@ -153,7 +153,7 @@ class Nodes(NamedTuple):
 
     topology: Topology
     cache_state: CacheState
-    first: int
+    num_read: int
     bound: int
 
 
@@ -168,12 +168,12 @@ class TreePass:
     Attributes:
         topology: The trees.
         cache_state: Where caches stand, and which accepted paths are pending.
-        first: Number of the tree's nodes that earlier calls have read.
+        num_read: Number of the tree's nodes that earlier calls have read.
         bound: Cache slots to attend to.
         caches: One a mixer.
         embedding: (V, D).
         tokens: (B, Q), or (B, N) of which `nodes` are new.
-        nodes: (B, Q) indices of the new nodes, −1 for none; None for `first` and the next ones.
+        nodes: (B, Q) indices of the new nodes, −1 for none; None for `num_read` and the next ones.
         shared: Transformer blocks of several layers.
         inputs: (B, Q, D), added to the embeddings; None adds nothing.
         features: Takes hidden states for a drafter.
@@ -184,7 +184,7 @@ class TreePass:
 
     topology: Topology
     cache_state: CacheState
-    first: int
+    num_read: int
     bound: int
     caches: Sequence[Any]
     embedding: Tensor
@@ -274,7 +274,7 @@ class TreePass:
         self, mixer: Mixer, projected: Tensor, cache: Any, out: Tensor | None = None
     ) -> Tensor:
         """Return a mixer's output (B, Q, …) at the nodes, written to `out` if given."""
-        nodes = Nodes(self.topology, self.cache_state, self.first, self.bound)
+        nodes = Nodes(self.topology, self.cache_state, self.num_read, self.bound)
         return mixer.over_nodes(projected, cache, nodes, out)
 
     def after_a_mixer(self) -> TreePass:
@@ -289,7 +289,7 @@ class TreePass:
 
     def end(self, hidden: Tensor) -> Tensor:
         """End the call after all layers; return the hidden states (B, Q, D) of its nodes."""
-        if self.first == 0:
+        if self.num_read == 0:
             ops.advance(self.cache_state, hidden)
         return hidden
 

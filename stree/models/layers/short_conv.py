@@ -45,6 +45,6 @@ class ShortConv(Mixer):
         self, advanced: Tensor, cache: ShortConvCache, nodes: Nodes, out: Tensor | None
     ) -> Tensor:
         return put(ops.short_conv_tree(
-            advanced, cache.rows, self.conv.weight[:, 0], self.conv.bias,
-            nodes.topology, nodes.cache_state, nodes.first,
+            advanced, cache.history, self.conv.weight[:, 0], self.conv.bias,
+            nodes.topology, nodes.cache_state, nodes.num_read,
         ), out)

@@ -52,11 +52,11 @@ def filled(module, slots, roots, trees, *options, grafted=None):
     return tokens.cpu()
 
 
-@pytest.mark.parametrize("block", [16, ngrams.BLOCK_SLOTS])
+@pytest.mark.parametrize("block", [16, ngrams.BLOCK_TOKENS])
 @pytest.mark.parametrize(("seed",), quick_first([(0,), (1,)], [(n,) for n in range(2, 20)]))
 def test_drafts_are_those_of_a_search_by_hand(seed, block, monkeypatch):
     """Texts of several lengths and vocabularies, longer than a block and shorter."""
-    monkeypatch.setattr(ngrams, "BLOCK_SLOTS", block)
+    monkeypatch.setattr(ngrams, "BLOCK_TOKENS", block)
     rng = random.Random(seed)
     context, trees = rng.randint(1, 4), rng.choices([*TREES, random_tree(9, seed)], k=3)
     texts = [

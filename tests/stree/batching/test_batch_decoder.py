@@ -114,7 +114,7 @@ def test_rows_are_clean_when_they_change_hands():
     wanted = decoder.generate([request, request])
     for cache in (decoder.cache, decoder.drafter.cache):
         for layer in cache.layers:
-            for name in ("keys", "values", "state", "rows"):
+            for name in ("keys", "values", "state", "history"):
                 if hasattr(layer, name):
                     getattr(layer, name).fill_(torch.nan)
     again = decoder.generate([request, request])

@@ -113,7 +113,7 @@ def test_a_system_prompt_is_read_once_for_many_rows():
     served = [Request([*SYSTEM, each], GenerationConfig(9)) for each in range(6)]
     outputs = decoder.generate(served)
     for layer in decoder.cache.layers:  # what is kept is its own
-        for tensor in (vars(layer).get(name) for name in ("keys", "values", "state", "rows")):
+        for tensor in (vars(layer).get(name) for name in ("keys", "values", "state", "history")):
             if tensor is not None:
                 tensor.fill_(torch.nan)
     outputs += decoder.generate(served)

@@ -111,7 +111,7 @@ def test_of_a_long_corpus_the_first_continuation_is_that_of_a_whole_search():
         assert seen.continuations(seen.matches, 1)[0, 0].tolist() == wanted_continuations(
             words, corpus, 5, 1, []
         )
-        assert seen.slots.shape[1] < 1500
+        assert seen.texts.shape[1] < 1500
     assert {1, 5} <= lengths
 
 
@@ -259,7 +259,7 @@ def test_what_plain_steps_added_stands_in_its_place_in_the_text(grafted, capture
                 decoder.release(report.row)
         for row in rows:
             text = decoder.drafter.text
-            written = text.slots[row, text.start : -1]
+            written = text.texts[row, text.start : -1]
             certain = [row + 4, 2, 3, *decoder.tokens_of(row)]
             count = int((written >= 0).sum())
             assert count > len(certain) - 16

@@ -72,8 +72,8 @@ def test_states_after_commits_are_those_of_the_committed_tokens():
         tree_batch = make_tree_batch(trees, model.device)
         tokens = torch.randint(61, (4, tree_batch.num_nodes), generator=generator)
         for layer in cache.layers:
-            if hasattr(layer, "rows"):  # nothing of what a call has computed is left to the next
-                layer.rows.fill_(torch.nan)
+            if hasattr(layer, "history"):  # nothing of what a call has computed is left to the next
+                layer.history.fill_(torch.nan)
         logits = model.tree_batch_forward(tokens, tree_batch, cache, bound=60)
         for row, tree in enumerate(trees):
             path = tree.path_to(rng.randrange(tree.num_nodes))
@@ -143,7 +143,8 @@ def test_it_keeps_less_and_plain_decoding_has_nothing_to_take_back():
     def kept(backtracking):
         cache = target.new_cache(64, 13, 4, backtracking=backtracking)
         buffers = {
-            layer.rows.data_ptr(): layer.rows for layer in cache.layers if hasattr(layer, "rows")
+            layer.history.data_ptr(): layer.history
+            for layer in cache.layers if hasattr(layer, "history")
         }
         return sum(each.nbytes for each in buffers.values())
 

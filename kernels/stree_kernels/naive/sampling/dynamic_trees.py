@@ -41,9 +41,9 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
 
 
 def pick_level(
-    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
+    values: Tensor, drawn_by: Tensor, begin: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
-    """Pick the nodes first … end − 1 of each pool with the largest values, to have children next.
+    """Pick the nodes begin … end − 1 of each pool with the largest values, to have children next.
 
     Args:
         values: (B, P) fp32, at most 0; NaN counts least; the first of equal values wins.
@@ -51,8 +51,8 @@ def pick_level(
         picks: (B, Q) int64, written in ascending order.
         parents: (B, Q), written: parents in these nodes' trees without the root, drawn_by − 1.
     """
-    best = _ranked(values[:, first:end])[:, : picks.shape[1]]
-    found = first + best.sort(dim=1).values
+    best = _ranked(values[:, begin:end])[:, : picks.shape[1]]
+    found = begin + best.sort(dim=1).values
     picks.copy_(found)
     parents.copy_(drawn_by[found] - 1)
 

@@ -1,6 +1,6 @@
 """Drafts from a text in plain PyTorch: the twin of `sampling/ngrams.py`.
 
-Shapes: B sequences, L slots of text, N nodes, n nodes of a level, k children of each at most, V
+Shapes: B sequences, L places of text, N nodes, n nodes of a level, k children of each at most, V
 vocabulary.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NOTHING = -1  # a slot of no token
+NOTHING = -1  # a place of no token
 
 
 class TreesToFill(NamedTuple):
@@ -36,18 +36,18 @@ class MatchedTexts:
     """Texts that a step searches for continuations, and how well each place in them matches.
 
     Attributes:
-        slots: (B, L), tokens of a corpus' excerpts and of the rows' own text.
-        matches: (B, 1, L) int64, how many tokens up to each slot equal those up to the root; below
-            0 for slots that no continuation begins after.
+        texts: (B, L), tokens of a corpus' excerpts and of the rows' own text.
+        matches: (B, 1, L) int64, how many tokens up to each place equal those up to the root; below
+            0 for places that no continuation begins after.
     """
 
-    slots: Tensor
+    texts: Tensor
     matches: Tensor
 
     def after(self, matches: Tensor, tokens: Tensor) -> Tensor:
         """Return the matches (B, n, L) of nodes with tokens (B, n), given their parents'."""
         longer = F.pad(matches[..., :-1] + 1, (1, 0), value=1)
-        return longer * (self.slots[:, None] == tokens[..., None])
+        return longer * (self.texts[:, None] == tokens[..., None])
 
     def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
         """Return `count` different tokens (B, n, count) that came next, the longest match first.
@@ -55,7 +55,7 @@ class MatchedTexts:
         Among equal matches the latest is first. barred (B, n, j) are tokens to leave out, V for
         none.
         """
-        following = F.pad(self.slots[:, None, 1:], (0, 1), value=NOTHING).expand_as(matches)
+        following = F.pad(self.texts[:, None, 1:], (0, 1), value=NOTHING).expand_as(matches)
         length = matches.shape[2]
         order = matches * length + torch.arange(length, device=matches.device)
         unwanted = following < 0
@@ -74,28 +74,28 @@ class MatchedTexts:
 
 
 def look(
-    slots: Tensor, roots: Tensor, context: int, num_excerpts: int = 0, excerpt: int = 1
+    texts: Tensor, roots: Tensor, context: int, num_excerpts: int = 0, excerpt: int = 1
 ) -> MatchedTexts:
-    """Compare all slots with each sequence's last tokens; arguments as of `draft_ngrams`."""
+    """Compare all places with each sequence's last tokens; arguments as of `draft_ngrams`."""
     base = num_excerpts * excerpt
-    places = roots[:, None] - torch.arange(context, device=slots.device)
-    last = slots.gather(1, places.clamp(min=base))
-    last = last.masked_fill(last < 0, NOTHING - 1)  # slots before a text match no slot
-    earlier = F.pad(slots, (context - 1, 0), value=NOTHING)
-    same = torch.ones_like(slots, dtype=torch.bool)
-    length = torch.zeros_like(slots)
+    places = roots[:, None] - torch.arange(context, device=texts.device)
+    last = texts.gather(1, places.clamp(min=base))
+    last = last.masked_fill(last < 0, NOTHING - 1)  # places before a text match none
+    earlier = F.pad(texts, (context - 1, 0), value=NOTHING)
+    same = torch.ones_like(texts, dtype=torch.bool)
+    length = torch.zeros_like(texts)
     for back in range(context):
-        shifted = earlier[:, context - 1 - back :][:, : slots.shape[1]]
+        shifted = earlier[:, context - 1 - back :][:, : texts.shape[1]]
         same &= shifted == last[:, back : back + 1]
         length += same
     if base:
-        number = torch.arange(base, device=slots.device) % excerpt
+        number = torch.arange(base, device=texts.device) % excerpt
         length[:, :base].masked_fill_(number != context - 1, NOTHING)
-    return MatchedTexts(slots, length[:, None])
+    return MatchedTexts(texts, length[:, None])
 
 
 def draft_ngrams(
-    slots: Tensor, roots: Tensor, tokens: Tensor, trees: TreesToFill, context: int,
+    texts: Tensor, roots: Tensor, tokens: Tensor, trees: TreesToFill, context: int,
     num_excerpts: int = 0, excerpt: int = 1, places: Tensor | None = None,
     barred: Tensor | None = None,
 ) -> None:
@@ -105,19 +105,19 @@ def draft_ngrams(
     taken fill up.
 
     Args:
-        slots: (B, L) int64, −1 for no token: excerpts of a corpus, a slot of no token, the text.
-        roots: (B,) slot of each root, with the last token of the text.
+        texts: (B, L) int64, −1 for no token: excerpts of a corpus, a place of no token, the text.
+        roots: (B,) place of each root, with the last token of the text.
         tokens: (B, N) int64, the roots first; the others are written.
         trees: The trees.
         context: Tokens up to the root that a match may have, the root's included, at least 1.
-        num_excerpts: Number of excerpts at the beginning of slots.
-        excerpt: Slots of each; a continuation begins after the slot `context` of it alone.
+        num_excerpts: Number of excerpts at the beginning of texts.
+        excerpt: Places of each; a continuation begins after the place `context` of it alone.
         places: (B, 1, k), the root's children to write; None is all.
         barred: (B, 1, j), tokens that these children must not be; None is none.
     """
-    seen, size = look(slots, roots, context, num_excerpts, excerpt), tokens.shape[1]
+    seen, size = look(texts, roots, context, num_excerpts, excerpt), tokens.shape[1]
     matches = seen.matches
-    padded = F.pad(tokens, (0, 1))  # the last slot takes drafts without a node
+    padded = F.pad(tokens, (0, 1))  # the last column takes drafts without a node
     for depth, (nodes, children, above) in enumerate(trees.levels):
         if depth:
             matches = matches.gather(1, above[..., None].expand(-1, -1, matches.shape[2]))

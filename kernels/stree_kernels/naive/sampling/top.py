@@ -81,10 +81,10 @@ def choose_children(
     every = choice_scores(logits, depths, sampling, ids)
     scores, best = every.topk(places.shape[2], dim=-1)
     chosen = best if ids is None else ids[best]
-    slots = F.pad(tokens, (0, 1))  # the last takes what no node does
+    padded = F.pad(tokens, (0, 1))  # the last takes what no node does
     places = torch.where(places < 0, tokens.shape[1], places)
-    slots.scatter_(1, places.flatten(1), chosen.flatten(1))
-    tokens.copy_(slots[:, :-1])
+    padded.scatter_(1, places.flatten(1), chosen.flatten(1))
+    tokens.copy_(padded[:, :-1])
     finite.copy_(scores[..., 0].isfinite())
     if values is not None:
         assert nodes is not None
@@ -93,9 +93,9 @@ def choose_children(
             every = every * torch.where(temperature > 0, temperature, 1.0)
         shares = every.log_softmax(-1).gather(-1, best)
         paths = values.gather(1, nodes)[..., None] + shares.to(values.dtype).clamp(max=0.0)
-        slots = F.pad(values, (0, 1))
-        slots.scatter_(1, places.flatten(1), paths.flatten(1))
-        values.copy_(slots[:, :-1])
+        padded = F.pad(values, (0, 1))
+        padded.scatter_(1, places.flatten(1), paths.flatten(1))
+        values.copy_(padded[:, :-1])
 
 
 def draw_children(

@@ -206,7 +206,7 @@ def accept_traversal(
     """
     batch, size = drafts.tokens.shape
     at = torch.arange(batch, device=logits.device)[:, None]
-    # The last slot takes what padding gives
+    # The last place takes what padding gives
     given = torch.zeros(batch, size + 1, dtype=torch.float64, device=logits.device)
     given[:, 0] = 1.0
     left = given.clone()

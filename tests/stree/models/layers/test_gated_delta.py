@@ -71,7 +71,7 @@ def test_memory_of_a_node(monkeypatch):
         sizes = CacheSizes(1, num_nodes, 0, torch.zeros(1), None, "meta", torch.bfloat16)
         cache = GatedDeltaCache.empty(shape, sizes)
         kept = {name: each.nbytes for name, _, each in cache.buffers(NODES)}
-        assert set(kept) == {"rows", "q_and_k", "gate_and_decay", "updates"}
+        assert set(kept) == {"history", "q_and_k", "gate_and_decay", "updates"}
         return sum(kept.values()), cache.state.nbytes
 
     (more, state), (fewer, _) = num_bytes(17), num_bytes(16)
