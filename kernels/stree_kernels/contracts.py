@@ -346,7 +346,7 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A weight in 8 bits: values (E, D) in fp8 e4m3, and scales (E, G) in fp32.
+    """A weight in 8 bits: values (…, E, D) in fp8 e4m3, and scales (…, E, G) in fp32.
 
     Each row has a scale for each of its G groups of D / G inputs: one, or with the published blocks
     of 128 × 128 one for 128 inputs.
@@ -357,13 +357,21 @@ class Scaled:
 
     @property
     def shape(self) -> torch.Size:
-        """Return (E, D)."""
+        """Return (…, E, D)."""
         return self.values.shape
 
     @property
     def group(self) -> int:
         """Return the inputs of a scale."""
-        return self.values.shape[1] // self.scale.shape[1]
+        return self.values.shape[-1] // self.scale.shape[-1]
+
+    def __getitem__(self, index: Any) -> Scaled:
+        """Return the rows, or the matrices of a stack, at an index of the first dimension."""
+        return Scaled(self.values[index], self.scale[index])
+
+    def to(self, device: torch.device | str) -> Scaled:
+        """Return the weight on a device."""
+        return Scaled(self.values.to(device), self.scale.to(device))
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ from stree.common.files import MANIFEST_NAME, publish_directory, verify_manifest
 from stree.common.plain_data import read_json, require_small_header
 from stree.common.words import counted, dtype_name
 from stree.models.config import HybridConfig
-from stree.models.layers.packed_linear import ScaledLinear
 from stree.models.layers.part import has_products_in_8_bits, require_products_in_8_bits
 from stree.models.model import HybridModel
+from stree.models.packing import scale_name
 from stree_kernels import naive
 from stree_kernels.contracts import Scaled
 
@@ -117,9 +117,8 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Return a model's parameters of the names and shapes `expected`, after checking all of them.
 
-    With in_8_bits, `PackedModel.projections` are replaced by projections in 8 bits; without, those
-    of which the stored weights are in 8 bits. Other weights of 8 bits are written out, with a
-    warning.
+    With in_8_bits, all `PackedModel.weights_for_8_bits` are held so; without, those that are stored
+    so. Other weights that are stored in 8 bits are written out, with a warning.
     """
     if checkpoint.quantisation is not None:
         stored = with_scales(stored, checkpoint.quantisation, directory)
@@ -127,21 +126,21 @@ def read_weights(
     _require_equal_copies(sources.values(), stored, directory)
     weights: dict[str, Tensor] = {}
     written_out: list[str] = []
-    projections = model.projections() if has_products_in_8_bits(torch.device(device)) else {}
+    has_products = has_products_in_8_bits(torch.device(device))
+    taken = model.weights_for_8_bits() if has_products else {}
     for name, source in sources.items():
-        place = name.removesuffix(".weight")
         tensors = [stored[each].read() for each in source.names]
-        made = make_parameter(source, tensors, place in projections)
+        made = make_parameter(source, tensors, name in taken)
         rows = slice(expected[name][0])  # without the padding of the vocabulary
         if isinstance(made, Scaled):
-            made = Scaled(made.values[rows].to(device), made.scale[rows].to(device))
+            made = made[rows].to(device)
         elif not all(isinstance(each, Tensor) for each in tensors):
             written_out.append(name)
-        if isinstance(made, Tensor) and in_8_bits and place in projections:
+        if isinstance(made, Tensor) and in_8_bits and name in taken:
             made = naive.in_8_bits(made[rows].to(device))
         if isinstance(made, Scaled):
-            model.set_submodule(place, ScaledLinear(made, projections[place].bias))
-            weights[name], weights[f"{place}.scale"] = made.values, made.scale
+            model.hold_in_8_bits(name, made)
+            weights[name], weights[scale_name(name)] = made.values, made.scale
         else:
             weights[name] = made[rows].to(device, kept_dtype(name, dtype, source), copy=True)
     if written_out:

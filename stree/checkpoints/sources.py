@@ -52,6 +52,7 @@ class Source:
         shape: Shape of each stored tensor; None is the parameter's.
         splits: Where the stored tensors' shapes differ, the shapes of all in each known layout.
         wide: Whether the parameter stays in fp32 in a model of any dtype.
+        stacks: Whether `make` only stacks the tensors or joins them along their outputs.
         copies: Other names under which a single tied tensor may be stored, in addition or instead.
     """
 
@@ -60,6 +61,7 @@ class Source:
     shape: tuple[int, ...] | None = None
     splits: tuple[tuple[tuple[int, ...], ...], ...] = ()
     wide: bool = False
+    stacks: bool = False
     copies: tuple[str, ...] = ()
 
     def among(self, stored: Collection[str]) -> Source:
@@ -187,7 +189,8 @@ def named(
         starts = range(0, len(tensors), step)
         return torch.stack([torch.cat(tensors[start : start + step]) for start in starts])
 
-    return Source(each, stacked, (outer, inner) if name.endswith(".down") else (inner, outer))
+    shape = (outer, inner) if name.endswith(".down") else (inner, outer)
+    return Source(each, stacked, shape, stacks=True)
 
 
 def rotary_order(config: HybridConfig) -> Make:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.head import HeadedModel
 from stree.models.layers.layer import Layer, SharedTransformer, SharedUse
-from stree.models.layers.packed_linear import ScaledLinear, lay_for_products
+from stree.models.layers.mlp import Experts
+from stree.models.layers.packed_linear import FLOAT8, ScaledLinear, lay_for_products
 from stree.models.layers.part import Part, require_products_in_8_bits
 from stree_kernels import naive
 from stree_kernels.contracts import Scaled
@@ -28,6 +29,12 @@ def version_of(weight: Tensor) -> int:
         return 0
 
 
+def scale_name(name: str) -> str:
+    """Return the name of the scales of a weight in 8 bits, by the weight's name."""
+    place, _, own = name.rpartition(".")
+    return f"{place}.scale" if own == "weight" else f"{name}_scale"
+
+
 class PackedModel(HeadedModel):
     """A model that packs its weights, and sees when they have moved."""
 
@@ -42,10 +49,10 @@ class PackedModel(HeadedModel):
     @property
     def is_in_8_bits(self) -> bool:
         """True if weights of products are held in fp8 e4m3."""
-        return any(isinstance(each, ScaledLinear) for each in self.modules())
+        return any(each.dtype == FLOAT8 for each in self.parameters())
 
     def projections(self) -> dict[str, nn.Linear]:
-        """Return what `put_in_8_bits` takes, by name, the head's projection included."""
+        """Return the projections that `put_in_8_bits` takes, by name, the head's included."""
         modules = list(self.modules())
         parts = [each.in_8_bits() for each in modules if isinstance(each, Part)]
         wanted = set(chain.from_iterable(parts))
@@ -57,35 +64,54 @@ class PackedModel(HeadedModel):
             if isinstance(each, nn.Linear) and each in wanted
         }
 
+    def weights_for_8_bits(self) -> dict[str, Tensor]:
+        """Return the weights that `put_in_8_bits` takes, by name: `projections`' and experts'."""
+        return {
+            **{f"{name}.weight": each.weight for name, each in self.projections().items()},
+            **{
+                f"{name}.{own}": getattr(each, own) for name, each in self.named_modules()
+                if isinstance(each, Experts) for own in Experts.WEIGHTS
+            },
+        }
+
+    def hold_in_8_bits(self, name: str, weight: Scaled) -> None:
+        """Hold one of `weights_for_8_bits`, by its name, as `weight` from now on."""
+        place, _, own = name.rpartition(".")
+        module = self.get_submodule(place)
+        if isinstance(module, Experts):
+            module.hold(own, weight)
+        else:
+            self.set_submodule(place, ScaledLinear(weight, cast(nn.Linear, module).bias))
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def put_in_8_bits(self, head: bool = True, rounds_inputs: bool = False) -> None:
         """Hold the weights of a step's products in fp8 e4m3 from now on, with one scale an output.
 
-        These are the projections of attention, recurrent layers, convolutions and MLPs, and with
-        `head` the head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings, norms,
-        convolutions, A, D, dt's bias, biases, low-rank adapters, routers, experts, and what Mamba-1
+        These are the projections of attention, recurrent layers, convolutions and MLPs, experts,
+        and with `head` the head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings,
+        norms, convolutions, A, D, dt's bias, biases, low-rank adapters, routers, and what Mamba-1
         selects by stay as they are. With `rounds_inputs` inputs of many rows are rounded, too, in
-        passes over whole sequences. Such a model can neither be trained nor saved.
+        passes over whole sequences, but for experts. Such a model can neither be trained nor saved.
 
         Raises `UsageError` for a GPU without float8.
         """
         require_products_in_8_bits(self.device, "load the target without target_dtype")
-        for name, each in self.projections().items():
-            if not isinstance(each, ScaledLinear) and (head or name != "lm_head"):
-                scaled = ScaledLinear(naive.in_8_bits(each.weight), each.bias)
-                scaled.rounds_inputs = rounds_inputs
-                self.set_submodule(name, scaled)
+        for name, weight in self.weights_for_8_bits().items():
+            if weight.dtype != FLOAT8 and (head or name != "lm_head.weight"):
+                self.hold_in_8_bits(name, naive.in_8_bits(weight))
+        for each in self.modules():
+            if isinstance(each, ScaledLinear):
+                each.rounds_inputs = rounds_inputs
         if head:
             self.put_head_in_8_bits()
 
     def plain_state(self) -> dict[str, Tensor]:
         """Return the state dict, weights in 8 bits as numbers of the model's dtype."""
         state = self.state_dict()
-        for name, each in self.named_modules():
-            if isinstance(each, ScaledLinear):
-                scaled = Scaled(state[f"{name}.weight"], state.pop(f"{name}.scale"))
-                state[f"{name}.weight"] = naive.dequantised(scaled, self.dtype)
+        for name in self.weights_for_8_bits():
+            if (scale := state.pop(scale_name(name), None)) is not None:
+                state[name] = naive.dequantised(Scaled(state[name], scale), self.dtype)
         return state
 
     @torch.inference_mode(False)  # weights laid out inside it could not be trained any more

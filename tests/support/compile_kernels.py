@@ -266,6 +266,9 @@ def experts(num_rows: int, dtype: torch.dtype) -> None:
             torch.zeros(num_rows, count), torch.zeros(count), Router(top, softmax)
         )
     ops.experts(rows, *chosen, up, down, "swiglu")
+    up, down = map(naive.in_8_bits, (up, down))
+    in_blocks = Scaled(down.values, down.scale.repeat(1, 1, inner // 128))
+    ops.experts(rows, *chosen, up, in_blocks, "swiglu")
 
 
 def windowed(num_nodes: int, dtype: torch.dtype) -> None:

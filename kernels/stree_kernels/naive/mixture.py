@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree_kernels.contracts import Router
+from stree_kernels.contracts import Router, Scaled
 from stree_kernels.naive.pointwise import activated
+from stree_kernels.naive.products import dequantised
 
 ALL_ROWS = 64  # whose outputs of all experts exist at once
 
@@ -45,11 +46,12 @@ def choose_experts(
 
 
 def experts(
-    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor | Scaled, down: Tensor | Scaled,
+    kind: str,
 ) -> Tensor:
     """Compute down(activation(up·x)) of each row's experts, weighed and added up.
 
-    No step waits for the device.
+    No step waits for the device. Weights in 8 bits are written out in rows' dtype first.
 
     Args:
         rows: (R, D).
@@ -62,20 +64,26 @@ def experts(
     Returns parts of a sum, (S, R, D) in rows' dtype or wider; here S = 1.
     """
     weights = weights.to(rows.dtype)
-    if chosen.numel() <= len(up):
-        return _by_the_chosen(rows, weights, chosen, up, down, kind)[None]
+    if chosen.numel() <= up.shape[0]:
+        matrices = (_numbers(each[chosen], rows.dtype) for each in (up, down))
+        return _by_the_chosen(rows, weights, *matrices, kind)[None]
+    up, down = (_numbers(each, rows.dtype) for each in (up, down))
     pieces = (each.split(ALL_ROWS) for each in (rows, weights, chosen))
     results = [_by_all(r, w, c, up, down, kind) for r, w, c in zip(*pieces, strict=True)]
     return torch.cat(results)[None]
 
 
+def _numbers(weight: Tensor | Scaled, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else dequantised(weight, dtype)
+
+
 def _by_the_chosen(
-    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+    rows: Tensor, weights: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """Compute few rows: read only the chosen experts' weights, for each row."""
-    inner = torch.einsum("rd,rkid->rki", rows, up[chosen])
+    """Compute few rows: read only the chosen experts' weights, (R, K, …) each, for each row."""
+    inner = torch.einsum("rd,rkid->rki", rows, up)
     inner = activated(inner, kind) * weights[..., None]
-    return torch.einsum("rki,rkdi->rd", inner, down[chosen])
+    return torch.einsum("rki,rkdi->rd", inner, down)
 
 
 def _by_all(

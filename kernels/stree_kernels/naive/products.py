@@ -28,22 +28,23 @@ def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
 
 
 def dequantised(weight: Scaled, dtype: torch.dtype) -> Tensor:
-    """Return a weight in 8 bits as numbers (E, D) of another dtype, rounded once."""
-    grouped = weight.values.to(dtype).unflatten(1, (-1, weight.group))
-    return grouped.mul_(weight.scale[..., None]).flatten(1)
+    """Return a weight in 8 bits as numbers (…, E, D) of another dtype, rounded once."""
+    grouped = weight.values.to(dtype).unflatten(-1, (-1, weight.group))
+    return grouped.mul_(weight.scale[..., None]).flatten(-2)
 
 
 def in_8_bits(weight: Tensor) -> Scaled:
-    """Return a weight (E, D) in e4m3 with scales (E, 1), so that each row's largest number is 448.
+    """Return a weight (…, E, D) in e4m3 with scales (…, E, 1): each row's largest number is 448.
 
     448 is the largest number of e4m3. A row that is not finite stays so.
     """
+    shape, weight = weight.shape, weight.flatten(0, -2)
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), ROWS_AT_ONCE):
         piece = slice(start, start + ROWS_AT_ONCE)
         values[piece], scale[piece] = rounded(weight[piece])
-    return Scaled(values, scale)
+    return Scaled(values.view(shape), scale.view(*shape[:-1], 1))
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,10 @@ of its inner values, for all rows: a tensor core multiplies 16 rows in the time 
 which have not chosen the expert cost nothing, and are filled with zeros. In `down_kernel` a program
 adds up some outputs over a share of the list; the norm that follows adds up the shares. The naive
 twins are in `naive/mixture.py`.
+
+Weights in 8 bits are converted to the rows' type in registers, which is exact, and products of
+their tiles are scaled. Splitting rows into two in e4m3, as `scaled.py` does, would take another
+launch before each of the two products, or be done again by each program that reads the rows.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels import naive
-from stree_kernels.contracts import Router
+from stree_kernels.contracts import Router, Scaled
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times
 from stree_kernels.products.linear import input_tile, precision_of, product, weight_tile
 
-MAX_ROWS = 64  # more are left to batched products over all experts
+MAX_ROWS = 64  # of a launch; more are left to batched products over all experts, or go in pieces
+MIN_GROUP = 32  # inputs of a scale, and so of a step
 KINDS = ("swiglu", "relu2")
 # Chosen by what fits the registers, not yet by time on a GPU
 BLOCK_OUTPUTS = 32
 BLOCK_INPUTS = 128
+WARPS, STAGES = 4, 3
 SHARES = 4  # of the list
 CHOSEN_EXPERTS = 4096  # comparisons of chosen experts with all at a time
 
@@ -53,34 +59,62 @@ def choose_experts(
 
 
 def experts(
-    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor | Scaled, down: Tensor | Scaled,
+    kind: str,
 ) -> Tensor:
-    """Compute `naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
+    """Compute `naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32.
+
+    More than `MAX_ROWS` rows go in pieces where a weight is in 8 bits, as a piece reads it in less
+    time than writing it out takes.
+    """
     (count, width), (num_experts, _, inner), top = rows.shape, down.shape, chosen.shape[1]
-    assert len(up) == num_experts and up.shape[2] == down.shape[1] == width
-    if count > MAX_ROWS or kind not in KINDS:
+    assert up.shape[0] == num_experts and up.shape[2] == down.shape[1] == width
+    in_8_bits = isinstance(up, Scaled) or isinstance(down, Scaled)
+    steps = _step_of(up), _step_of(down)
+    if kind not in KINDS or min(steps) < MIN_GROUP or (count > MAX_ROWS and not in_8_bits):
         return naive.experts(rows, weights, chosen, up, down, kind)
-    assert all(each.is_contiguous() for each in (rows, weights, chosen, up, down))
+    if count > MAX_ROWS:
+        pieces = zip(*(each.split(MAX_ROWS) for each in (rows, weights, chosen)), strict=True)
+        return torch.cat([experts(*piece, up, down, kind).sum(0) for piece in pieces])[None]
+    up_values, up_scale, up_group = _held(up)
+    down_values, down_scale, down_group = _held(down)
+    given = (rows, weights, chosen, up_values, up_scale, down_values, down_scale)
+    assert all(each is None or each.is_contiguous() for each in given)
     most = min(num_experts, count * top)  # experts that can be on the list
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
     block_experts = triton.next_power_of_2(num_experts)
     block_rows = max(16, triton.next_power_of_2(count))
     hidden = rows.new_empty(most, count, inner)
     up_kernel[(triton.cdiv(inner, BLOCK_OUTPUTS), most)](
-        rows, weights, chosen, up, hidden, listed, num_experts, count, top, width, inner,
-        GATED=kind == "swiglu",
+        rows, weights, chosen, up_values, up_scale, hidden, listed,
+        num_experts, count, top, width, inner, GATED=kind == "swiglu", GROUP=up_group,
         BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, CHOSEN_EXPERTS // block_experts),
-        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
-        PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=steps[0],
+        PRECISION=precision_of(rows), num_warps=WARPS, num_stages=STAGES, **overlapping(rows),
     )
     shares = min(SHARES, most)
     parts = rows.new_empty(shares, count, width, dtype=torch.float32)
     down_kernel[(triton.cdiv(width, BLOCK_OUTPUTS), shares)](
-        hidden, down, parts, listed, count, width, inner, shares,
-        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
-        PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
+        hidden, down_values, down_scale, parts, listed, count, width, inner, shares,
+        GROUP=down_group,
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=steps[1],
+        PRECISION=precision_of(rows), num_warps=WARPS, num_stages=STAGES, **overlapping(rows),
     )
     return parts
+
+
+def _held(weight: Tensor | Scaled) -> tuple[Tensor, Tensor | None, int | None]:
+    """Return a weight's numbers and, in 8 bits, its scales and the inputs of a scale."""
+    if isinstance(weight, Tensor):
+        return weight, None, None
+    return weight.values, weight.scale, weight.group
+
+
+def _step_of(weight: Tensor | Scaled) -> int:
+    """Return the inputs of a step, which keeps to one scale."""
+    if isinstance(weight, Tensor) or weight.scale.shape[-1] == 1:
+        return BLOCK_INPUTS
+    return min(BLOCK_INPUTS, weight.group & -weight.group)
 
 
 @triton.jit
@@ -141,8 +175,8 @@ def _listed(
 
 @triton.jit(do_not_specialize=["count", "top"])
 def up_kernel(
-    rows, weights, chosen, up, hidden, listed, num_experts, count, top, width, inner,
-    GATED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    rows, weights, chosen, up, up_scale, hidden, listed, num_experts, count, top, width, inner,
+    GATED: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -165,21 +199,17 @@ def up_kernel(
             share = tl.load(weights + row * top + rank, mask=known & hit, other=0.0)
             scale += share.to(dtype).to(tl.float32)
             wanted = tl.maximum(wanted, hit.to(tl.int32))
-        if GATED:
-            up += expert * 2 * inner * width
-        else:
-            up += expert * inner * width
-        weight = up + output[:, None] * width
+        place = (expert * 2 if GATED else expert) * inner + output
         to_row = rows + row[None, :] * width
         sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
         others = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
         for start in range(0, width, BLOCK_INPUTS):
             values = input_tile(to_row, start + k, width, known)
-            # (outputs, rows) += (outputs, inputs) @ (inputs, rows)
-            sums += product(weight_tile(weight, start + k, width, mine), values, PRECISION)
+            sums += _term(up, up_scale, place, start, k, width, mine, values, GROUP, PRECISION)
             if GATED:
-                tile = weight_tile(weight + inner * width, start + k, width, mine)
-                others += product(tile, values, PRECISION)
+                others += _term(
+                    up, up_scale, place + inner, start, k, width, mine, values, GROUP, PRECISION
+                )
         y = sums.to(dtype)
         if GATED:
             y = silu_times(y, others.to(dtype))
@@ -195,7 +225,7 @@ def up_kernel(
 
 @triton.jit(do_not_specialize=["count", "shares"])
 def down_kernel(
-    hidden, down, parts, listed, count, width, inner, shares,
+    hidden, down, down_scale, parts, listed, count, width, inner, shares, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -208,10 +238,58 @@ def down_kernel(
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     for slot in range(share, tl.load(listed), shares):
         expert = tl.load(listed + 1 + slot).to(tl.int64)
-        weight = down + expert * width * inner + output[:, None] * inner
-        values = hidden + (slot * count + row)[None, :] * inner
+        place = expert * width + output
+        to_row = hidden + (slot * count + row)[None, :] * inner
         for start in range(0, inner, BLOCK_INPUTS):
-            tile = weight_tile(weight, start + k, inner, mine)
-            sums += product(tile, input_tile(values, start + k, inner, known), PRECISION)
+            values = input_tile(to_row, start + k, inner, known)
+            sums += _term(down, down_scale, place, start, k, inner, mine, values, GROUP, PRECISION)
     at = parts + (share * count + row)[None, :] * width + output[:, None]
     tl.store(at, sums, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit
+def _term(
+    weight, scale, place, start, k, inputs, mine, values, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply inputs of the weight's outputs at `place` by rows: (outputs, k) @ (k, rows)."""
+    tile = weight_tile(weight + place[:, None] * inputs, start + k, inputs, mine)
+    if GROUP is None:
+        return product(tile, values, PRECISION)
+    else:
+        factor = tl.load(scale + place * (inputs // GROUP) + start // GROUP, mask=mine, other=0.0)
+        if PRECISION == "as given" and values.dtype == tl.bfloat16:
+            tile = in_bf16(tile)
+        else:
+            tile = tile.to(tl.float16).to(values.dtype)
+        return product(tile, values, PRECISION) * factor[:, None]
+
+
+@triton.jit
+def in_bf16(tile):
+    """Convert numbers in e4m3 exactly, except NaN, which becomes 480.
+
+    The bits of a number, three places further right below its sign, are those of 2⁻¹²⁰ times it in
+    bf16, also where it is subnormal. So five instructions convert two numbers; Triton's own
+    conversion goes by fp16, one number at a time.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, s, t, zero, factor;
+        mov.b32 zero, 0x80008000;
+        mov.b32 factor, 0x7b807b80;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, 4;
+        shr.u32 b, b, 4;
+        lop3.b32 a, a, 0x07f007f0, s, 0xea;
+        lop3.b32 b, b, 0x07f007f0, t, 0xea;
+        fma.rn.bf16x2 $0, a, factor, zero;
+        fma.rn.bf16x2 $1, b, factor, zero;
+        }
+        """,
+        "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )

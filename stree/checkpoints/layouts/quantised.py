@@ -112,8 +112,7 @@ class ScaledTensor(NamedTuple):
 
     def numbers(self) -> Tensor:
         """Return the numbers in fp32, which holds them to 24 binary digits."""
-        repeats = self.values.shape[-1] // self.scale.shape[-1]
-        return self.values.float() * self.scale.repeat_interleave(repeats, dim=-1)
+        return self.values.float() * _in_groups(self, 1)
 
 
 def scaled_tensor(values: Tensor, scale: Tensor, block: tuple[int, int]) -> ScaledTensor:
@@ -188,24 +187,29 @@ def make_parameter(
     theirs, and a factor becomes a part of the scale. Where that does not give the layout's numbers,
     because it mixes them or their groups of inputs, the parameter is returned as numbers.
     """
-    numbers = [each if isinstance(each, Tensor) else each.numbers() for each in tensors]
     scaled = [each for each in tensors if isinstance(each, ScaledTensor)]
-    if not keeps or len(scaled) < len(tensors) or any(each.values.ndim != 2 for each in scaled):
+    numbers = (each if isinstance(each, Tensor) else each.numbers() for each in tensors)
+    if not keeps or len(scaled) < len(tensors):
         return source.make(*numbers)
-    if source.make is as_stored:
-        return Scaled(scaled[0].values, scaled[0].scale.contiguous())
+    group = math.gcd(*(each.values.shape[-1] // each.scale.shape[-1] for each in scaled))
+    if source.stacks or source.make is as_stored:
+        scales = (_in_groups(each, group) for each in scaled)
+        values = source.make(*(each.values for each in scaled))
+        return Scaled(values, source.make(*scales).contiguous())
     made = source.make(*numbers)
-    scale = source.make(*(
-        each.scale.repeat_interleave(each.values.shape[1] // each.scale.shape[1], dim=1)
-        for each in scaled
-    )).float()
-    group = math.gcd(*(each.values.shape[1] // each.scale.shape[1] for each in scaled))
-    if made.ndim != 2 or made.shape[1] % group:
+    if made.shape[-1] % group:
         return made
-    in_groups = scale.unflatten(1, (-1, group))
+    scale = source.make(*(_in_groups(each, 1) for each in scaled)).float()
+    in_groups = scale.unflatten(-1, (-1, group))
     if not bool((in_groups == in_groups[..., :1]).all()):
         return made
     values = torch.where(scale == 0, 0.0, made.float() / scale).to(FLOAT8)
     if not torch.allclose(values.float() * scale, made.float(), rtol=ROUNDING, atol=0):
         return made
     return Scaled(values, in_groups[..., 0].contiguous())
+
+
+def _in_groups(tensor: ScaledTensor, group: int) -> Tensor:
+    """Return the scales (…, E, D / group) of smaller groups of inputs."""
+    repeats = tensor.values.shape[-1] // tensor.scale.shape[-1] // group
+    return tensor.scale.repeat_interleave(repeats, dim=-1)

@@ -5,16 +5,17 @@ Shapes: R rows (tokens of all sequences), E experts, K of them chosen, I an MLP'
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.config import UNGATED, HybridConfig
-from stree.models.layers.part import Part, Pass
+from stree.models.layers.packed_linear import KeepsScaled, Weight
+from stree.models.layers.part import Part, Pass, product_dtype
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Router, Stream
+from stree_kernels.contracts import Router, Scaled, Stream
 
 
 class MLP(Part):
@@ -68,11 +69,19 @@ class MLP(Part):
         return y * self.gate(x).sigmoid().to(y.dtype) if self.gated else y
 
 
-class Experts(Part):
+class Experts(KeepsScaled, Part):
     """Mixture of MLPs: a router (`Router`) chooses a few for each token, and weighs their outputs.
 
     No step waits for the device, so that calls can be captured.
+
+    Attributes:
+        up: (E, I, D), or (E, 2·I, D) with a gate above it.
+        down: (E, D, I).
+        up_scale: (E, I or 2·I, G) fp32, the scales of `up` in fp8 e4m3 (`Scaled`), else None.
+        down_scale: (E, D, G) fp32, those of `down`, else None.
     """
+
+    WEIGHTS: ClassVar = ("up", "down")
 
     correction_bias: Tensor  # (E,), of a sigmoid router
 
@@ -93,6 +102,8 @@ class Experts(Part):
             torch.empty(experts, inner * (1 if config.mlp_kind in UNGATED else 2), outer)
         )
         self.down = nn.Parameter(torch.empty(experts, outer, inner))
+        self.register_parameter("up_scale", None)
+        self.register_parameter("down_scale", None)
         if config.expert_latent_size:
             self.latent_in = nn.Linear(d_model, outer, bias=config.mlp_bias)
             self.latent_out = nn.Linear(outer, d_model, bias=config.mlp_bias)
@@ -104,8 +115,20 @@ class Experts(Part):
     def in_8_bits(self) -> list[nn.Linear]:
         return [each for (each,) in self.products()[1:]]  # without the router
 
+    def stack(self, name: str) -> Weight:
+        """Return "up" or "down" as products take it."""
+        values, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        return values if scale is None else Scaled(values, scale)
+
+    def hold(self, name: str, weight: Scaled) -> None:
+        """Hold "up" or "down" in 8 bits from now on."""
+        setattr(self, name, nn.Parameter(weight.values, requires_grad=False))
+        setattr(self, f"{name}_scale", nn.Parameter(weight.scale, requires_grad=False))
+
     def forward(self, x: Tensor, context: Pass) -> Tensor:
-        return self._parts(x, naive)[0]
+        in_8_bits = self.up_scale is not None or self.down_scale is not None
+        module = ops if in_8_bits and not torch.is_grad_enabled() else naive
+        return self._parts(x, module).sum(0).to(product_dtype(x))
 
     def tree(self, x: Stream, cache: None, call: Pass) -> Tensor:
         return self._parts(ops.norm(x), ops)
@@ -119,7 +142,8 @@ class Experts(Part):
         latent = self.config.expert_latent_size
         if latent:
             rows = self.latent_in(rows)
-        y = module.experts(rows, weights, chosen, self.up, self.down, self.config.mlp_kind)
+        up, down = map(self.stack, self.WEIGHTS)
+        y = module.experts(rows, weights, chosen, up, down, self.config.mlp_kind)
         if latent:
             y = self.latent_out(y.sum(0).to(rows.dtype))[None]
         return y.unflatten(1, x.shape[:-1])

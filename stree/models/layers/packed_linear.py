@@ -14,9 +14,29 @@ from stree_kernels import naive, ops
 from stree_kernels.contracts import Gated, Scaled, Stream
 
 Weight = Tensor | Scaled
+FLOAT8 = torch.float8_e4m3fn
 
 
-class ScaledLinear(nn.Linear):
+class KeepsScaled(nn.Module):
+    """Base of modules whose own weights in fp8 e4m3, and their scales, are not cast.
+
+    Values would change otherwise. So a model in 8 bits can be cast (`model.to(dtype)`): only the
+    rest of it is. Names of scales end with "scale".
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsScaled:
+        held = [
+            (each, each.data) for name, each in self._parameters.items()
+            if each is not None and (each.dtype == FLOAT8 or name.endswith("scale"))
+        ]
+        super()._apply(fn, recurse)
+        for each, data in held:
+            if each.dtype != data.dtype:
+                each.data = data.to(each.device)
+        return self
+
+
+class ScaledLinear(KeepsScaled, nn.Linear):
     """A projection in 8 bits: weight (E, D) in fp8 e4m3, scale (E, G) in fp32 (`Scaled`).
 
     Inputs keep their dtype, sums are fp32. It is not trained; gradients go through it.
@@ -43,18 +63,6 @@ class ScaledLinear(nn.Linear):
         else:
             y = (naive if torch.is_grad_enabled() else ops).linear(x, weight)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLinear:
-        """Move to another device; values and scales keep their dtypes, or the values would change.
-
-        So a model in 8 bits can be cast (`model.to(dtype)`): only the rest of it is.
-        """
-        held = self.weight.data, self.scale.data
-        super()._apply(fn, recurse)
-        for each, data in zip((self.weight, self.scale), held, strict=True):
-            if each.dtype != data.dtype:
-                each.data = data.to(each.device)
-        return self
 
 
 def weight_of(projection: nn.Linear) -> Weight:

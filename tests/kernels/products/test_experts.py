@@ -1,12 +1,14 @@
 """Experts' products against the naive twin in fp64; weights that nobody chose are NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error
 from lanes import quick_first
 
 from stree_kernels import naive
-from stree_kernels.contracts import Router
+from stree_kernels.contracts import Router, Scaled
 from stree_kernels.products import experts
 
 # Five roundings to bf16; the interpreter's are towards zero, by 2⁻⁸ each on average
@@ -48,6 +50,68 @@ def test_experts(num_rows, num_experts, top, kind, dtype):
     got = experts.experts(*given).sum(0)
     assert got.shape == (num_rows, 40)
     assert relative_error(got, wanted[0]) < TOLERANCE[dtype]
+
+
+def scaled_case(num_rows, groups, kind, dtype, width=192, inner=96):
+    """Make a case with weights in 8 bits: each matrix has scales for so many groups of inputs."""
+    *given, up, down, _ = case(num_rows, 20, 3, kind, dtype, width, inner)
+    stacks = []
+    for weight in (up, down):
+        grouped = naive.in_8_bits(weight.float().unflatten(-1, (groups, -1)).flatten(0, 2))
+        assert not grouped.scale.isfinite().all()
+        scale = grouped.scale.view(*weight.shape[:2], groups)
+        stacks.append(Scaled(grouped.values.view(weight.shape), scale))
+    return *given, *stacks, kind
+
+
+def finite(weight: Scaled) -> Scaled:
+    numbers = weight.values.float().nan_to_num().to(weight.values.dtype)
+    return Scaled(numbers, weight.scale.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "num_rows, groups, kind, dtype",
+    quick_first(
+        [(5, 3, "swiglu", torch.bfloat16), (70, 1, "relu2", torch.float32)],
+        [
+            (rows, groups, kind, dtype) for rows in (1, 5, 33, 70) for groups in (1, 3)
+            for kind in experts.KINDS for dtype in (*TOLERANCE, torch.float16)
+        ],
+    ),
+)
+def test_experts_in_8_bits(num_rows, groups, kind, dtype):
+    """70 rows go in two pieces; 96 inputs in 3 groups are 32 in each, the fewest of a step."""
+    rows, weights, chosen, *stacks, _ = given = scaled_case(num_rows, groups, kind, dtype)
+    known = [finite(each) for each in stacks]
+    wide = [naive.dequantised(replace(each, scale=each.scale.double()), torch.double)
+            for each in known]
+    share = weights.to(dtype).double()
+    wanted = naive.experts(rows.double(), share, chosen, *wide, kind)[0]
+    tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16] / 8)
+    for got in (experts.experts(*given), naive.experts(rows, weights, chosen, *known, kind)):
+        assert got.shape[1:] == wanted.shape and relative_error(got.sum(0), wanted) < tolerance
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_each_number_of_e4m3_is_converted_exactly(sign):
+    """Inputs and outputs are one hot; squares of four binary digits have eight, as bf16 has."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    up = finite(Scaled(numbers.repeat(256, 1).t()[None].contiguous(), torch.ones(1, 256, 1)))
+    up, down = (
+        Scaled(each.to(numbers.dtype), torch.ones(1, 256, 1, device=DEVICE))
+        for each in (up.values, torch.eye(256, device=DEVICE)[None])
+    )
+    rows = sign * torch.eye(256, device=DEVICE)[:1].bfloat16()
+    weights, chosen = torch.ones(1, 1, device=DEVICE), torch.zeros(1, 1, device=DEVICE).long()
+    got = experts.experts(rows, weights, chosen, up, down, "relu2").sum(0)[0]
+    assert torch.equal(got, (sign * up.values[0, :, 0].float()).relu().square())
+
+
+@pytest.mark.parametrize("groups", [6, 24])
+def test_groups_that_are_too_small_for_a_step_go_to_the_twin(groups):
+    given = scaled_case(2, groups, "swiglu", torch.float32)
+    given = (*given[:3], *(finite(each) for each in given[3:5]), given[5])
+    assert torch.equal(experts.experts(*given), naive.experts(*given))
 
 
 def test_what_nobody_asked_for_may_overflow():

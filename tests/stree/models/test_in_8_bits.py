@@ -1,6 +1,7 @@
 """Targets in 8 bits: the model of their numbers written out is the oracle, at every product."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from lanes import costly
 from stree import TokenTree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import UsageError
-from stree.models.layers.packed_linear import ScaledLinear
+from stree.models.layers.mlp import Experts
 from stree.models.model import HybridModel
+from stree.models.packing import scale_name
 from stree.models.slicing import slice_drafter
 
 FLOAT8 = torch.float8_e4m3fn
@@ -27,14 +29,20 @@ def written_out(model: HybridModel) -> HybridModel:
 
 
 def put_back_every_third(model: HybridModel) -> None:
-    """Hold some projections as numbers, as published checkpoints do, others with several scales."""
-    for index, (name, each) in enumerate(model.projections().items()):
-        if index % 3 == 2:
-            own = torch.nn.Linear(each.in_features, each.out_features, bias=False)
-            own.weight.data, own.bias = model.plain_state()[f"{name}.weight"], each.bias
-            model.set_submodule(name, own)
-        elif index % 3 == 1 and each.in_features % 4 == 0:
-            each.scale.data = each.scale.repeat(1, 4) * torch.tensor([1.0, 0.5, 2.0, 1.5])
+    """Hold some weights as numbers, as published checkpoints do, others with several scales."""
+    for index, (name, weight) in enumerate(model.weights_for_8_bits().items()):
+        place, _, own = name.rpartition(".")
+        module, numbers = model.get_submodule(place), model.plain_state()[name]
+        if index % 3 == 1 and weight.shape[-1] % 4 == 0:
+            scale = model.get_parameter(scale_name(name))
+            scale.data = scale.repeat_interleave(4, -1) * torch.tensor([1.0, 0.5, 2.0, 1.5])
+        elif index % 3 == 2 and isinstance(module, Experts):
+            setattr(module, own, torch.nn.Parameter(numbers))
+            setattr(module, f"{own}_scale", None)
+        elif index % 3 == 2:
+            linear = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+            linear.weight.data, linear.bias = numbers, module.bias
+            model.set_submodule(place, linear)
 
 
 @pytest.mark.parametrize("partly", [False, True], ids=["all", "some"])
@@ -47,10 +55,12 @@ def test_products_in_8_bits_are_those_of_the_numbers(layout, partly, tmp_path):
     model, before = load_model(tmp_path, in_8_bits=True), load_model(tmp_path)
     if partly:
         put_back_every_third(model)
-    names = {name for name, each in model.named_modules() if isinstance(each, ScaledLinear)}
-    assert partly or (names == model.projections().keys() and len(names) > model.config.num_layers)
-    for name, each in model.named_modules():
-        assert (name in names) == (getattr(each, "weight", torch.zeros(0)).dtype == FLOAT8), name
+    names = {name for name, each in model.named_parameters() if each.dtype == FLOAT8}
+    taken = model.weights_for_8_bits().keys()
+    assert names < taken if partly else names == taken
+    assert {name for name in taken if name.endswith((".up", ".down"))} == {
+        name for name in model.state_dict() if re.fullmatch(r".*\.experts\.(up|down)", name)
+    }
     plain, tokens = written_out(model), torch.randint(VOCAB, (2, 12))
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(model(tokens), before(tokens), atol=1e-3)
@@ -80,12 +90,13 @@ def test_what_a_model_in_8_bits_is_asked_for(tmp_path):
         save_model(model, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("layout", ["falcon", "lfm2_moe"])
 @torch.no_grad()
-def test_a_cast_leaves_the_numbers_in_8_bits(tmp_path):
-    random_reference("falcon", 1).save_pretrained(tmp_path)
+def test_a_cast_leaves_the_numbers_in_8_bits(layout, tmp_path):
+    random_reference(layout, 1).save_pretrained(tmp_path)
     model, tokens = load_model(tmp_path, in_8_bits=True), torch.randint(VOCAB, (2, 12))
     wanted = written_out(model).double()(tokens)
     cast = model.double()
     assert cast.dtype == torch.float64
-    assert all(each.weight.dtype == FLOAT8 for each in cast.projections().values())
+    assert all(each.dtype == FLOAT8 for each in cast.weights_for_8_bits().values())
     torch.testing.assert_close(cast(tokens), wanted, rtol=1e-4, atol=1e-4)

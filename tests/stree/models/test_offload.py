@@ -32,6 +32,7 @@ def tokens_of(target, drafter, requests, **options):
     ("family", "in_8_bits"),
     [
         *((each, False) for each in OF_EACH_KIND), ("falcon", True), costly("zamba", True),
+        ("lfm2_moe", True),
         *(costly(each, False) for each in LAYOUTS if each not in (*OF_EACH_KIND, "mamba2")),
     ],
 )
