@@ -84,6 +84,7 @@ KINDS = {  # the attention layers of a target's three and a drafter's two, or on
     "Transformer for Mamba": ((), (0, 1)), "Transformer for hybrid": ((1,), (0, 1)),
     "Mamba-1 for Mamba-1": ("mamba1", "mamba1"), "Mamba-1 for hybrid": ((1,), "mamba1 mlp"),
     "Mamba for hybrid in 8 bits": ((1,), ()),
+    "Mamba for experts in 8 bits": ("mamba+attention experts", ()),
 }
 
 
@@ -92,6 +93,7 @@ def of_kind(seed: int, num_layers: int, kind: str | tuple[int, ...]) -> HybridMo
         return tiny_model(seed, vocab_size=5, num_layers=num_layers, attn_layers=kind)
     return tiny_model(
         seed, vocab_size=5, num_layers=num_layers, attn_layers=(), mamba1_channels=40, dt_rank=3,
+        num_experts=5, experts_per_token=2, expert_intermediate_size=12,
         layer_types=(kind,) * num_layers,
     )
 
@@ -102,7 +104,8 @@ def of_kind(seed: int, num_layers: int, kind: str | tuple[int, ...]) -> HybridMo
         [("Mamba-1 for hybrid", "replay")],
         [(kinds, backtracking) for kinds in KINDS for backtracking in ("replay", "joint")],
         [("Mamba for Transformer", "replay"), ("Mamba for hybrid in 8 bits", "replay"),
-         ("Transformer for hybrid", "joint"), ("Mamba-1 for Mamba-1", "joint")],
+         ("Transformer for hybrid", "joint"), ("Mamba-1 for Mamba-1", "joint"),
+         ("Mamba for experts in 8 bits", "joint")],
     ),
 )
 def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):

@@ -14,6 +14,8 @@ launch before each of the two products, or be done again by each program that re
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,12 +30,20 @@ from stree_kernels.products.linear import input_tile, precision_of, product, wei
 MAX_ROWS = 64  # of a launch; more are left to batched products over all experts, or go in pieces
 MIN_GROUP = 32  # inputs of a scale, and so of a step
 KINDS = ("swiglu", "relu2")
+
+
+class Tiling(NamedTuple):
+    """Tiling of a program's weights: outputs and inputs of a tile, tiles in flight, warps."""
+
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int
+
+
 # Chosen by what fits the registers, not yet by time on a GPU
-BLOCK_OUTPUTS = 32
-BLOCK_INPUTS = 128
-WARPS, STAGES = 4, 3
+UP = DOWN = Tiling(32, 128, 3, 4)
 SHARES = 4  # of the list
-CHOSEN_EXPERTS = 4096  # comparisons of chosen experts with all at a time
 
 
 def choose_experts(
@@ -70,7 +80,7 @@ def experts(
     (count, width), (num_experts, _, inner), top = rows.shape, down.shape, chosen.shape[1]
     assert up.shape[0] == num_experts and up.shape[2] == down.shape[1] == width
     in_8_bits = isinstance(up, Scaled) or isinstance(down, Scaled)
-    steps = _step_of(up), _step_of(down)
+    steps = _step_of(up, UP), _step_of(down, DOWN)
     if kind not in KINDS or min(steps) < MIN_GROUP or (count > MAX_ROWS and not in_8_bits):
         return naive.experts(rows, weights, chosen, up, down, kind)
     if count > MAX_ROWS:
@@ -82,23 +92,24 @@ def experts(
     assert all(each is None or each.is_contiguous() for each in given)
     most = min(num_experts, count * top)  # experts that can be on the list
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
-    block_experts = triton.next_power_of_2(num_experts)
     block_rows = max(16, triton.next_power_of_2(count))
     hidden = rows.new_empty(most, count, inner)
-    up_kernel[(triton.cdiv(inner, BLOCK_OUTPUTS), most)](
+    up_kernel[(triton.cdiv(inner, UP.outputs), most)](
         rows, weights, chosen, up_values, up_scale, hidden, listed,
         num_experts, count, top, width, inner, GATED=kind == "swiglu", GROUP=up_group,
-        BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, CHOSEN_EXPERTS // block_experts),
-        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=steps[0],
-        PRECISION=precision_of(rows), num_warps=WARPS, num_stages=STAGES, **overlapping(rows),
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_CHOSEN=triton.next_power_of_2(block_rows * top),
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=UP.outputs, BLOCK_INPUTS=steps[0],
+        PRECISION=precision_of(rows), num_warps=UP.warps, num_stages=UP.stages,
+        **overlapping(rows),
     )
     shares = min(SHARES, most)
     parts = rows.new_empty(shares, count, width, dtype=torch.float32)
-    down_kernel[(triton.cdiv(width, BLOCK_OUTPUTS), shares)](
+    down_kernel[(triton.cdiv(width, DOWN.outputs), shares)](
         hidden, down_values, down_scale, parts, listed, count, width, inner, shares,
-        GROUP=down_group,
-        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=steps[1],
-        PRECISION=precision_of(rows), num_warps=WARPS, num_stages=STAGES, **overlapping(rows),
+        GROUP=down_group, BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=DOWN.outputs, BLOCK_INPUTS=steps[1],
+        PRECISION=precision_of(rows), num_warps=DOWN.warps, num_stages=DOWN.stages,
+        **overlapping(rows),
     )
     return parts
 
@@ -110,11 +121,11 @@ def _held(weight: Tensor | Scaled) -> tuple[Tensor, Tensor | None, int | None]:
     return weight.values, weight.scale, weight.group
 
 
-def _step_of(weight: Tensor | Scaled) -> int:
+def _step_of(weight: Tensor | Scaled, tiling: Tiling) -> int:
     """Return the inputs of a step, which keeps to one scale."""
     if isinstance(weight, Tensor) or weight.scale.shape[-1] == 1:
-        return BLOCK_INPUTS
-    return min(BLOCK_INPUTS, weight.group & -weight.group)
+        return tiling.inputs
+    return min(tiling.inputs, weight.group & -weight.group)
 
 
 @triton.jit
@@ -164,11 +175,9 @@ def _listed(
     """Count the experts that any row has chosen, and return the one at a place of their list."""
     expert = tl.arange(0, BLOCK_E)
     place = tl.arange(0, BLOCK_CHOSEN)
-    wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
-    for start in range(0, num_chosen, BLOCK_CHOSEN):
-        each = tl.load(chosen + start + place, mask=start + place < num_chosen, other=-1)
-        wanted = tl.maximum(wanted, tl.max((each[:, None] == expert[None, :]).to(tl.int32), axis=0))
-    wanted = tl.where(expert < num_experts, wanted, 0)
+    given = place < num_chosen
+    each = tl.load(chosen + place, mask=given, other=0).to(tl.int32)
+    wanted = (tl.histogram(each, BLOCK_E, mask=given) > 0).to(tl.int32)
     here = (tl.cumsum(wanted, axis=0) == slot + 1) & (wanted > 0)
     return tl.sum(wanted, axis=0), tl.sum(tl.where(here, expert, 0), axis=0).to(tl.int64)
 
