@@ -65,9 +65,9 @@ def experts(
     """
     weights = weights.to(rows.dtype)
     if chosen.numel() <= up.shape[0]:
-        matrices = (_numbers(each[chosen], rows.dtype) for each in (up, down))
-        return _by_the_chosen(rows, weights, *matrices, kind)[None]
-    up, down = (_numbers(each, rows.dtype) for each in (up, down))
+        up, down = _numbers(up[chosen], rows.dtype), _numbers(down[chosen], rows.dtype)
+        return _by_the_chosen(rows, weights, up, down, kind)[None]
+    up, down = _numbers(up, rows.dtype), _numbers(down, rows.dtype)
     pieces = (each.split(ALL_ROWS) for each in (rows, weights, chosen))
     results = [_by_all(r, w, c, up, down, kind) for r, w, c in zip(*pieces, strict=True)]
     return torch.cat(results)[None]
@@ -77,9 +77,7 @@ def _numbers(weight: Tensor | Scaled, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else dequantised(weight, dtype)
 
 
-def _by_the_chosen(
-    rows: Tensor, weights: Tensor, up: Tensor, down: Tensor, kind: str
-) -> Tensor:
+def _by_the_chosen(rows: Tensor, weights: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
     """Compute few rows: read only the chosen experts' weights, (R, K, …) each, for each row."""
     inner = torch.einsum("rd,rkid->rki", rows, up)
     inner = activated(inner, kind) * weights[..., None]

@@ -84,8 +84,9 @@ def experts(
     if kind not in KINDS or min(steps) < MIN_GROUP or (count > MAX_ROWS and not in_8_bits):
         return naive.experts(rows, weights, chosen, up, down, kind)
     if count > MAX_ROWS:
-        pieces = zip(*(each.split(MAX_ROWS) for each in (rows, weights, chosen)), strict=True)
-        return torch.cat([experts(*piece, up, down, kind).sum(0) for piece in pieces])[None]
+        pieces = (each.split(MAX_ROWS) for each in (rows, weights, chosen))
+        of_pieces = [experts(r, w, c, up, down, kind) for r, w, c in zip(*pieces, strict=True)]
+        return torch.cat([each.sum(0) for each in of_pieces])[None]
     up_values, up_scale, up_group = _held(up)
     down_values, down_scale, down_group = _held(down)
     given = (rows, weights, chosen, up_values, up_scale, down_values, down_scale)
