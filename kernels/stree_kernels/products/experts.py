@@ -74,8 +74,7 @@ def experts(
 ) -> Tensor:
     """Compute `naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32.
 
-    More than `MAX_ROWS` rows go in pieces where a weight is in 8 bits, as a piece reads it in less
-    time than writing it out takes.
+    More than `MAX_ROWS` rows go in pieces where a weight is in 8 bits, so that none is written out.
     """
     (count, width), (num_experts, _, inner), top = rows.shape, down.shape, chosen.shape[1]
     assert up.shape[0] == num_experts and up.shape[2] == down.shape[1] == width
@@ -95,13 +94,14 @@ def experts(
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
     block_rows = max(16, triton.next_power_of_2(count))
     hidden = rows.new_empty(most, count, inner)
+    fewer = int(rows.element_size() == 4)  # stages, of tiles that are twice as large
     up_kernel[(triton.cdiv(inner, UP.outputs), most)](
         rows, weights, chosen, up_values, up_scale, hidden, listed,
         num_experts, count, top, width, inner, GATED=kind == "swiglu", GROUP=up_group,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_CHOSEN=triton.next_power_of_2(block_rows * top),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=UP.outputs, BLOCK_INPUTS=steps[0],
-        PRECISION=precision_of(rows), num_warps=UP.warps, num_stages=UP.stages,
+        PRECISION=precision_of(rows), num_warps=UP.warps, num_stages=UP.stages - fewer,
         **overlapping(rows),
     )
     shares = min(SHARES, most)
@@ -109,7 +109,7 @@ def experts(
     down_kernel[(triton.cdiv(width, DOWN.outputs), shares)](
         hidden, down_values, down_scale, parts, listed, count, width, inner, shares,
         GROUP=down_group, BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=DOWN.outputs, BLOCK_INPUTS=steps[1],
-        PRECISION=precision_of(rows), num_warps=DOWN.warps, num_stages=DOWN.stages,
+        PRECISION=precision_of(rows), num_warps=DOWN.warps, num_stages=DOWN.stages - fewer,
         **overlapping(rows),
     )
     return parts

@@ -175,7 +175,7 @@ def test_its_own_mtp_head_drafts(of, form, in_16_bits, tmp_path):
     drafts, texts = [], []
     for name in ("stored", "plain"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of experts, and of what projects the hidden state
+            warnings.simplefilter("ignore")  # of what projects the hidden state
             target, drafter = load_model(tmp_path / name), load_mtp(tmp_path / name)
         drafter.share_ends(target)
         layer = [each for each in drafter.model.layers.modules() if isinstance(each, ScaledLinear)]
