@@ -32,7 +32,6 @@ from stree.batching.sequences import Request
 from stree.common.errors import UsageError, shown
 from stree.common.words import described, ends_of, placed
 from stree.generation import DecodingStats, GenerationConfig
-from stree.loading import DTYPE_HELP
 from stree.prompts import EncodedPrompt, chat_prompt, text_prompt
 from stree.text_stream import TextStream
 from stree.tree_policy.names import as_tree_policy
@@ -203,12 +202,10 @@ def build_parser() -> PlainParser:
     add = parser.add_argument
     add_pair(parser)
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add_options(parser, DEFAULTS, OFF)
+    add_options(parser, DEFAULTS, ["device", "dtype", *OFF])
     add("--seed", type=int, help="of sampling (default: a fresh one for each answer)")
     add("--max_new_tokens", type=int, default=GenerationConfig.max_new_tokens, help="an answer")
     add("--max_length", type=int, default=2048, help="tokens of a conversation")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", help=DTYPE_HELP)
     return parser
 
 

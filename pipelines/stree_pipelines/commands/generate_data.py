@@ -28,11 +28,11 @@ from stree.common.errors import UsageError
 from stree.common.words import dtype_name
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.generation import GenerationConfig
-from stree.loading import DTYPE_HELP, pick_dtype
+from stree.loading import pick_dtype
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import TokenTree
-from stree.verifiers import VERIFIERS, named, require_tree
+from stree.verifiers import named, require_tree
 from stree_pipelines.console.command_line import CommandParser, input_path
 from stree_pipelines.console.input_checks import drafter as drafter_there
 from stree_pipelines.console.input_checks import folder, require_there, source, template
@@ -73,18 +73,13 @@ def build_parser() -> CommandParser:
     add("--samples", type=int, default=1, help="answers to each prompt")
     add("--temperatures", type=float, nargs="+", default=[1.0],
         help="of the samples of a prompt, in turn; 0 is greedy")
-    add_options(parser, DEFAULTS, OFF)
+    add_options(parser, DEFAULTS, ["verifier", "chat_template", "dtype", "device", *OFF])
     add("--max_new_tokens", type=int, default=512, help="an answer")
     add("--max_length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")
     add("--tree", type=str, default="paper", help=f"that the drafter fills: {TREE_POLICIES}")
-    add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_rows", type=int, default=16, help="answers decoded at once")
-    add("--chat_template", type=str | None,
-        help="name or .jinja file (default: the tokenizer's own)")
     add("--seed", type=int, default=0, help="of sampling, together with prompt and sample")
-    add("--dtype", type=str, default="auto", help=DTYPE_HELP)
-    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--shard_samples", type=int, default=1024,
         help="answers in a shard: what a kill loses at most")
     add("--compare", type=int, default=16,

@@ -36,10 +36,9 @@ from stree.batching.batch_decoder import BatchDecoder
 from stree.common.errors import InvariantBroken, StreeError, UsageError
 from stree.common.words import counted, size
 from stree.generation import GenerationConfig
-from stree.loading import DTYPE_HELP
 from stree.tree_policy.names import as_tree_policy
 from stree_pipelines.console.command_line import PlainParser, input_path
-from stree_pipelines.evaluation.options import add_pair
+from stree_pipelines.evaluation.options import DEFAULTS, add_options, add_pair
 
 if TYPE_CHECKING:
     from stree_pipelines.serving.app import Server
@@ -74,8 +73,7 @@ def build_parser() -> PlainParser:
         "core (default: one without Ray)")
     add("--max_replicas", type=int, help="replicas under load at most (default: "
         "as many as --replicas)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", help=DTYPE_HELP)
+    add_options(parser, DEFAULTS, ["device", "dtype"])
     return parser
 
 

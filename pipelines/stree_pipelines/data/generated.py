@@ -23,6 +23,7 @@ from stree.checkpoints.checked_json import LARGEST
 from stree.common.errors import BadData, CheckpointRefused, UsageError, warn_once
 from stree.common.files import require_own_files, verify_manifest
 from stree.common.plain_data import read_json
+from stree.metrics import tau
 from stree.verifiers import named
 from stree_pipelines.evaluation.records import config_hash
 from stree_pipelines.evaluation.sampling import Sampling
@@ -176,7 +177,8 @@ def read_answers(
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:
     """Yield tokens (T,), the answer's mask (T,) and the acceptance length of each answer.
 
-    Verifies each shard's bytes before it is read. Warns of another chat template.
+    An answer without a call has NaN. Verifies each shard's bytes before it is read. Warns of
+    another chat template.
 
     Args:
         folder: The folder of generated data.
@@ -260,9 +262,9 @@ def _shard_rows(
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 *tokens, calls = batch.columns
                 for prompt, answer, count in zip(*map(_lists, tokens), calls, strict=True):
-                    # The first token came with the prompt; a lone one took no call
-                    tau = (len(answer) - 1) / max(count.as_py() or 0, 1)
-                    yield *_checked(path, spec, prompt, answer), tau
+                    # The first token came with the prompt, so a lone one took no call
+                    length = tau(len(answer) - 1, count.as_py() or 0)
+                    yield *_checked(path, spec, prompt, answer), length
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         if isinstance(error, BadData):
             raise

@@ -93,12 +93,11 @@ class Asker:
         given: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if isinstance(body.prompt, list) and all(isinstance(each, int) for each in body.prompt):
             given = [body.prompt]
-        return [self._asked(body, self._encoded(each), most, Marks()) for each in given]
-
-    def _encoded(self, prompt: str | list[int]) -> EncodedPrompt:
-        return text_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else (
-            EncodedPrompt(list(prompt))
-        )
+        prompts = [
+            text_prompt(self.tokenizer, each) if isinstance(each, str) else EncodedPrompt([*each])
+            for each in given
+        ]
+        return [self._asked(body, each, most, Marks()) for each in prompts]
 
     def _asked(
         self, body: Body, prompt: EncodedPrompt, most: int | None, marks: Marks,

@@ -16,6 +16,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from stree.generation import DecodingStats, GenerationOutput
+from stree.metrics import acceptance_length
 from stree_pipelines.serving.engine_client import EngineClient
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -184,7 +185,6 @@ def usage_of(prompts: list[int], outputs: list[GenerationOutput]) -> dict[str, A
     accepted = sum(sum(each.accepted_per_call) for each in stats)
     drafted, calls = sum(map(num_drafts, stats)), sum(each.num_calls for each in stats)
     histogram = Counter(count for each in stats for count in each.accepted_per_call)
-    decoded = sum(each.num_new_tokens for each in stats)
     return {
         "prompt_tokens": sum(prompts),
         "completion_tokens": new,
@@ -195,7 +195,7 @@ def usage_of(prompts: list[int], outputs: list[GenerationOutput]) -> dict[str, A
             "rejected_prediction_tokens": drafted - accepted,
         },
         "num_spec_steps": calls,
-        "mean_acceptance_length": decoded / calls if calls else None,
+        "mean_acceptance_length": acceptance_length(stats),
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_histogram": [
             histogram[count] for count in range(max(histogram, default=-1) + 1)

@@ -35,7 +35,10 @@ def waiting_s(timing: Answered) -> float | None:
 
 def outliers(answers: Sequence[Answered]) -> list[int]:
     """Return which answers of one row waited, or took, far longer a step than its median answer."""
-    steps = {number: _num_steps(each) for number, each in enumerate(answers) if each.decode_s}
+    steps = {  # one that is shared among n rows counts 1/n, as its seconds do
+        number: each.num_calls if each.call_share is None else each.call_share
+        for number, each in enumerate(answers) if each.decode_s
+    }
     steps = {number: count for number, count in steps.items() if count}
     if len(steps) < MIN_ANSWERS:
         return []
@@ -85,8 +88,3 @@ def _is_timed(sample: SampleRow) -> bool:
     """Return whether the steps of its plain answer are known: older batches do not say."""
     plain = sample.baseline
     return plain is not None and (sample.batch_size == 1 or plain.call_share is not None)
-
-
-def _num_steps(timing: Answered) -> float:
-    """Count an answer's steps; one shared among n rows counts 1/n, as its seconds do."""
-    return timing.num_calls if timing.call_share is None else timing.call_share

@@ -295,7 +295,9 @@ def _chunk_terms(
         if with_grad:
             ce_grad_CV = log_q_CV.exp_().mul_(spec.ce_weight)
             grad_CV = ce_grad_CV if grad_CV is None else grad_CV.add_(ce_grad_CV)
-            _subtract_one_hot(grad_CV, labels_C, spec.ce_weight)
+            places = labels_C[:, None]
+            one_hot = torch.full_like(places, -spec.ce_weight, dtype=grad_CV.dtype)
+            grad_CV.scatter_add_(1, places, one_hot)
     if grad_CV is not None:
         grad_CV = grad_CV.to(head_VD.dtype)
     return grad_CV, torch.stack([divergence, cross_entropy, accepted])
@@ -328,9 +330,3 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=torch.float32, out=total_VD)
     else:  # products of 16 bits that sum in 32 are there on GPUs only
         total_VD.addmm_(left_VC.float(), right_CD.float())
-
-
-def _subtract_one_hot(grad_CV: Tensor, labels_C: Tensor, weight: float) -> None:
-    grad_CV.scatter_add_(
-        1, labels_C[:, None], torch.full_like(labels_C[:, None], -weight, dtype=grad_CV.dtype)
-    )
