@@ -82,7 +82,7 @@ def tau(num_new_tokens: NDArray[Any] | float, num_calls: NDArray[Any] | float) -
     return length if length.ndim else float(length)
 
 
-def acceptance_length(prompts: Sequence[PromptCounts]) -> float | None:
+def acceptance_length(prompts: Sequence[Timing]) -> float | None:
     """Return τ of all prompts' calls; None, which results files can hold, instead of NaN."""
     length = tau(sum(p.num_new_tokens for p in prompts), sum(p.num_calls for p in prompts))
     return None if math.isnan(length) else length

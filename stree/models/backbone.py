@@ -37,10 +37,12 @@ class Backbone(nn.Module):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.embed_tokens = _embedding(config.vocab_size, config.d_model)
-        slots = [0]
+        first_caches = [0]
         for layer in range(config.num_layers):
-            slots.append(slots[-1] + len(config.mixers(layer)))
-        self.layers = nn.ModuleList(Layer(config, i, slots[i]) for i in range(config.num_layers))
+            first_caches.append(first_caches[-1] + len(config.mixers(layer)))
+        self.layers = nn.ModuleList(
+            Layer(config, i, first_caches[i]) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(
             config.d_model, config.rms_norm_eps, bias=config.final_norm_bias
         )
@@ -81,7 +83,7 @@ class Backbone(nn.Module):
         return inputs if isinstance(inputs, NormedEmbeddings) else None
 
     def mixers(self) -> list[tuple[int, nn.Module]]:
-        """Return every mixer with the slot of its cache."""
+        """Return every mixer with the index of its cache."""
         return [each for layer in cast(list[Layer], self.layers) for each in layer.mixers()]
 
 

@@ -6,7 +6,7 @@ layer reads the path as a chain from the state before it, advances the state alo
 count, and reads the tree from there. Only the states, the conv states and the tokens of the tree
 are left between two calls, so all layers share the buffers of a call.
 
-Shapes: B sequences, P nodes of the longest path, N of the tree, K slots of a path.
+Shapes: B sequences, P nodes of the longest path, N of the tree, K places of a path.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class LastTree:
         topology is that of a chain of K nodes; parity (1,) is the cache's, which joint calls do
         not change.
         """
-        slots = topology.depths.shape[1]
-        tokens = torch.zeros(batch, slots, dtype=torch.long, device=parity.device)
-        chain = torch.arange(slots, device=parity.device).repeat(batch, 1)
+        num_places = topology.depths.shape[1]
+        tokens = torch.zeros(batch, num_places, dtype=torch.long, device=parity.device)
+        chain = torch.arange(num_places, device=parity.device).repeat(batch, 1)
         return cls(tokens, chain, topology, torch.zeros_like(chain[:, 0]), (parity, 1 - parity))
 
     def narrow(self, first: int, count: int) -> LastTree:

@@ -420,8 +420,8 @@ class HybridModel(PackedModel):
         if cache.last_tree is not None:
             return self._read_path(cache)
         mixers = dict(self.model.mixers())
-        for slot, layer_cache in enumerate(cache.layers):
-            layer_cache.apply_path(mixers.get(slot), cache.cache_state)
+        for cache_index, layer_cache in enumerate(cache.layers):
+            layer_cache.apply_path(mixers.get(cache_index), cache.cache_state)
         cache.length += cache.path_length
         cache.path_length.zero_()
 

@@ -56,14 +56,14 @@ class Scanned:
 class MultiStepPass(TrainingPass):
     """One pass over whole sequences.
 
-    `scanned` holds what each layer reads of the passes so far, by the slot of its cache: a scan's
+    `scanned` holds what each layer reads of the passes so far, by the index of its cache: a scan's
     inputs, or keys and values.
     """
 
     scanned: dict[int, list[Any]] = field(default_factory=dict)
 
-    def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
-        return part(x, self) if slot is None else part.ahead(x, slot, self)
+    def run(self, part: Any, x: Tensor, cache_index: int | None, *adapters: Any) -> Tensor:
+        return part(x, self) if cache_index is None else part.ahead(x, cache_index, self)
 
 
 def convolved(

@@ -3,7 +3,7 @@
 A GPU then holds a model whose weights do not fit in its memory. A call takes as long as the copies
 do, so a tree of many nodes costs little more than one token (DySpec, Section 6.3).
 
-A streamed layer's weights are views of one of two slots on the GPU, the same slot in each call. So
+A streamed layer's weights are views of one of two buffers on the GPU, the same one in each call. So
 kernels and captured graphs find them where they always were; only their values come and go.
 """
 
@@ -23,7 +23,7 @@ from stree.models.layers.layer import Layer
 from stree.models.layers.mlp import Experts
 from stree.models.packing import PackedModel
 
-NUM_SLOTS = 2  # the weights that are read, and those that are copied meanwhile
+NUM_BUFFERS = 2  # the weights that are read, and those that are copied meanwhile
 _ALIGNMENT = 256  # bytes, as PyTorch's allocator
 
 
@@ -44,17 +44,17 @@ class _Streamed:
 
 @dataclass
 class Offload:
-    """The streamed layers of a model, in order, and the slots on its device that they share.
+    """The streamed layers of a model, in order, and the buffers on its device that they share.
 
     Attributes:
         layers: Streamed layers.
-        slots: Bytes (n,) on the device.
+        buffers: Bytes (n,) on the device.
         is_copying: False while nothing is copied, to time a call without copies.
         stream: CUDA stream of the copies; None on a CPU.
     """
 
     layers: list[_Streamed]
-    slots: list[Tensor]
+    buffers: list[Tensor]
     is_copying: bool = True
     stream: Any = None
 
@@ -66,27 +66,27 @@ class Offload:
     def run(self, number: int, *arguments: Any) -> Any:
         """Run a streamed layer when its weights are there; then copy a later layer's."""
         if number == 0:
-            for each in range(min(NUM_SLOTS, len(self.layers))):
+            for each in range(min(NUM_BUFFERS, len(self.layers))):
                 self._copy(each)
         layer = self.layers[number]
         if layer.copied is not None:
             torch.cuda.current_stream().wait_event(layer.copied)
         result = layer.run(*arguments)
-        if number + NUM_SLOTS < len(self.layers):
-            self._copy(number + NUM_SLOTS)
+        if number + NUM_BUFFERS < len(self.layers):
+            self._copy(number + NUM_BUFFERS)
         return result
 
     def _copy(self, number: int) -> None:
         """Begin to copy a layer's weights, after all that the device was asked until now."""
-        layer, slot = self.layers[number], self.slots[number % NUM_SLOTS]
+        layer, buffer = self.layers[number], self.buffers[number % NUM_BUFFERS]
         if not self.is_copying:
             layer.copied = None
         elif self.stream is None:
-            slot[: len(layer.host)].copy_(layer.host)
+            buffer[: len(layer.host)].copy_(layer.host)
         else:
             self.stream.wait_event(torch.cuda.current_stream().record_event())
             with torch.cuda.stream(self.stream):
-                slot[: len(layer.host)].copy_(layer.host, non_blocking=True)
+                buffer[: len(layer.host)].copy_(layer.host, non_blocking=True)
                 layer.copied = self.stream.record_event()
 
     def copy_all(self) -> None:
@@ -145,15 +145,15 @@ def stream_layers(model: PackedModel, num_layers: int, device: torch.device | st
             taken.append(places)
             streamed.append(_Streamed(host, layer.run))
     longest = [
-        max(map(len, (each.host for each in streamed[slot::NUM_SLOTS])), default=0)
-        for slot in range(NUM_SLOTS)
+        max(map(len, (each.host for each in streamed[buffer::NUM_BUFFERS])), default=0)
+        for buffer in range(NUM_BUFFERS)
     ]
-    slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in longest]
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in longest]
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    result = Offload(streamed, slots, stream=stream)
+    result = Offload(streamed, buffers, stream=stream)
     for number, places in enumerate(taken):
         for place in places:
-            place.move_to(slots[number % NUM_SLOTS])
+            place.move_to(buffers[number % NUM_BUFFERS])
     for number, index in enumerate(sorted(chosen)):
         layers[index].run = partial(result.run, number)  # type: ignore[method-assign]
     model.to(device)
@@ -172,11 +172,11 @@ class _Place:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def move_to(self, slot: Tensor) -> None:
-        """Make the weight a view of a slot."""
-        first = self.offset // self.weight.element_size()
-        empty = torch.empty(0, dtype=self.weight.dtype, device=slot.device)
-        self.weight.data = empty.set_(slot.untyped_storage(), first, self.shape, self.strides)
+    def move_to(self, buffer: Tensor) -> None:
+        """Make the weight a view of a buffer."""
+        offset = self.offset // self.weight.element_size()
+        empty = torch.empty(0, dtype=self.weight.dtype, device=buffer.device)
+        self.weight.data = empty.set_(buffer.untyped_storage(), offset, self.shape, self.strides)
 
 
 def _taken(layer: Layer) -> tuple[Tensor, list[_Place]]:

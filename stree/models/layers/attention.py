@@ -73,11 +73,11 @@ class Attention(Mixer):
         q, k, v = self._project(x, context, adapters)
         return self._finish(self._attend(q, k, v, context), x)
 
-    def ahead(self, x: Tensor, slot: int, context: MultiStepPass) -> Tensor:
+    def ahead(self, x: Tensor, cache_index: int, context: MultiStepPass) -> Tensor:
         """Run one of the passes of `stree.models.multi_step`."""
         q, k, v = self._project(x, context, None)
-        passes = [*context.scanned.get(slot, []), (k.transpose(1, 2), v.transpose(1, 2))]
-        context.scanned[slot] = passes
+        passes = [*context.scanned.get(cache_index, []), (k.transpose(1, 2), v.transpose(1, 2))]
+        context.scanned[cache_index] = passes
         return self._finish(attended_ahead(q, passes, self.scale, context.segment_ids), x)
 
     def extend(

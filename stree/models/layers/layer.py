@@ -83,7 +83,7 @@ class SharedUse(nn.Module):
         self.mlp_adapter = Adapter(width, rank, inner)
         self.out = nn.Linear(width, width, bias=False)
 
-    def run(self, block: Any, normed: Any, slot: int, call: Any) -> Tensor:
+    def run(self, block: Any, normed: Any, cache_index: int, call: Any) -> Tensor:
         """Return the shared block's output, to be added to the mixer's input.
 
         normed is the norm of [stream, embeddings].
@@ -91,7 +91,7 @@ class SharedUse(nn.Module):
         adapters = None
         if self.adapts_attention:
             adapters = (self.q_adapter, self.k_adapter, self.v_adapter)
-        y = call.total(call.run(block.self_attn, normed, slot, adapters))
+        y = call.total(call.run(block.self_attn, normed, cache_index, adapters))
         _, normed = call.add_norm(y, None, block.post_attention_layernorm)
         y = call.total(call.run(block.mlp, normed, None, self.mlp_adapter))
         return call.project(self.out, y)
@@ -100,40 +100,43 @@ class SharedUse(nn.Module):
 class Layer(nn.Module):
     """One or two blocks as `HybridConfig.blocks` says.
 
-    A block is a norm and then parts side by side, or the parts and then a norm. first_slot is the
+    A block is a norm and then parts side by side, or the parts and then a norm. first_cache is the
     index of its first mixer's cache.
     """
 
-    def __init__(self, config: HybridConfig, index: int, first_slot: int) -> None:
+    def __init__(self, config: HybridConfig, index: int, first_cache: int) -> None:
         super().__init__()
         self.index = index
         self.blocks = config.blocks(index)
         self.reads_embeddings = config.eagle_inputs and index == 0
         self.begins_normed = "residual" in config.eagle_norms
         d_input = 2 * config.d_model if self.reads_embeddings else None
-        self.slots: dict[str, int] = {}
+        self.cache_indices: dict[str, int] = {}
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
             self.add_module(norm_name, RMSNorm(config.d_model, config.rms_norm_eps))
             if block.shared is not None:
                 self.shared_use = SharedUse(config)
-                self.slots["shared"] = first_slot + len(self.slots)
+                self.cache_indices["shared"] = first_cache + len(self.cache_indices)
             for kind in block.parts:
                 self.add_module(PART_NAMES.get(kind, kind), make_part(kind, config, d_input))
                 if kind in MIXERS:
-                    self.slots[kind] = first_slot + len(self.slots)
+                    self.cache_indices[kind] = first_cache + len(self.cache_indices)
         self._parts = {block: self._parts_of(block) for block in self.blocks}
 
     def _module_of(self, kind: str) -> Any:
         return getattr(self, PART_NAMES.get(kind, kind))
 
     def parts(self, block: Block) -> list[tuple[Any, int | None]]:
-        """Return the parts of a block with the slots of their caches."""
+        """Return the parts of a block with the indices of their caches."""
         return self._parts[block]
 
     def _parts_of(self, block: Block) -> list[tuple[Any, int | None]]:
-        """Return parts with slots; mixers alone are one part (`SideBySide`), which knows theirs."""
-        parts = [(self._module_of(kind), self.slots.get(kind)) for kind in block.parts]
-        mixers = [(part, slot) for part, slot in parts if slot is not None]
+        """Return parts with the indices of their caches; mixers alone are one part (`SideBySide`).
+
+        That one knows its mixers' indices.
+        """
+        parts = [(self._module_of(kind), self.cache_indices.get(kind)) for kind in block.parts]
+        mixers = [(part, cache_index) for part, cache_index in parts if cache_index is not None]
         if len(mixers) < 2 or len(mixers) < len(parts):
             return parts
         return [(SideBySide(mixers), None)]
@@ -145,9 +148,10 @@ class Layer(nn.Module):
                 part.pack()
 
     def mixers(self) -> list[tuple[int, Any]]:
-        """Return the layer's own mixers, each with the slot of its cache."""
+        """Return the layer's own mixers, each with the index of its cache."""
         return [
-            (slot, self._module_of(kind)) for kind, slot in self.slots.items() if kind != "shared"
+            (cache_index, self._module_of(kind))
+            for kind, cache_index in self.cache_indices.items() if kind != "shared"
         ]
 
     def run(self, x: Tensor | Stream | None, y: Any, call: Any) -> tuple[Any, Any]:
@@ -164,11 +168,11 @@ class Layer(nn.Module):
                 shared: Any = call.shared[block.shared]
                 assert call.embedded is not None
                 x, both = call.add_norm(x, y, shared.input_layernorm, call.embedded)
-                y = self.shared_use.run(shared, both, self.slots["shared"], call)
+                y = self.shared_use.run(shared, both, self.cache_indices["shared"], call)
                 _, normed = call.add_norm(x, y, before)
             if self.reads_embeddings and norm_name == NORM_NAMES[0]:
                 x, normed = call.beside_embeddings(x, normed, self.begins_normed)
-            y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
+            y = call.together([call.run(part, normed, index) for part, index in self.parts(block)])
             if block.normed_after:
                 y = call.norm_after(y, norm)
             if norm_name == NORM_NAMES[0]:

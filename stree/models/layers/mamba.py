@@ -101,10 +101,11 @@ class Mamba2(Mixer):
         )
         return self._finish(y, z)
 
-    def ahead(self, x: Tensor, slot: int, context: MultiStepPass) -> Tensor:
+    def ahead(self, x: Tensor, cache_index: int, context: MultiStepPass) -> Tensor:
         """Run one of the passes of `stree.models.multi_step`."""
         z, inputs, dt = self._project(x)
-        inputs, passes = naive.conv_channels(inputs, self.shape), context.scanned.get(slot, [])
+        inputs = naive.conv_channels(inputs, self.shape)
+        passes = context.scanned.get(cache_index, [])
         weights = self.weights
         y = convolved(
             weights.conv, weights.conv_bias, [*(each.inputs for each in passes), inputs],
@@ -112,7 +113,7 @@ class Mamba2(Mixer):
         )
         values, B, C = naive.split_channels(F.silu(y), self.shape)
         passes = [*passes, Scanned(inputs, values, dt, B)]
-        context.scanned[slot] = passes
+        context.scanned[cache_index] = passes
         y = scanned_ahead(passes, self.A, C, self.D, self.chunk_size, context.segment_ids)
         return self._finish(y, z)
 

@@ -21,7 +21,7 @@ class SideBySide:
     """Several mixers as one part of a layer.
 
     Attributes:
-        mixers: Each mixer with the slot of its cache.
+        mixers: Each mixer with the index of its cache.
         packed: Weights of their first and last products, since the last `pack`.
     """
 
@@ -29,7 +29,7 @@ class SideBySide:
     packed: tuple[PackedLinear, ...] = ()
 
     def __call__(self, x: Tensor, context: TrainingPass) -> Tensor:
-        return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
+        return context.together([context.run(mixer, x, index) for mixer, index in self.mixers])
 
     def tree(self, x: Stream, cache: None, call: TreePass) -> Tensor:
         read, last = self.packed
@@ -38,10 +38,10 @@ class SideBySide:
         projected = read.linear(x)
         inner = [each.in_features for each in self._closing()]
         y = projected.new_empty(*projected.shape[:-1], sum(inner))
-        for (mixer, slot), own, out in zip(
+        for (mixer, cache_index), own, out in zip(
             self.mixers, projected.split(widths, dim=-1), y.split(inner, dim=-1), strict=True
         ):
-            mixer.between(own, call.caches[slot], call, out)
+            mixer.between(own, call.caches[cache_index], call, out)
             call = call.after_a_mixer()
         return last.parts(y)
 

@@ -106,8 +106,8 @@ class TrainingPass:
         """Return the norm of parts' outputs, to be added to the stream."""
         return norm(self.total(y))
 
-    def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
-        """Return a part's output for its normed input; slot is the index of its cache."""
+    def run(self, part: nn.Module, x: Tensor, cache_index: int | None, *adapters: Any) -> Tensor:
+        """Return a part's output for its normed input; cache_index is that of its cache."""
         return part(x, self, *adapters)
 
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
@@ -142,10 +142,10 @@ class PrefillPass(TrainingPass):
         """Return the last `count` inputs (B, count, C) of a conv, given seen (B, count + T, C)."""
         return seen[:, -count:]
 
-    def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
-        if slot is None:
+    def run(self, part: nn.Module, x: Tensor, cache_index: int | None, *adapters: Any) -> Tensor:
+        if cache_index is None:
             return part(x, self, *adapters)
-        return part.extend(x, self.caches[slot], self, *adapters)  # type: ignore[operator]
+        return part.extend(x, self.caches[cache_index], self, *adapters)  # type: ignore[operator]
 
 
 class Nodes(NamedTuple):
@@ -267,8 +267,9 @@ class TreePass:
         total = self.total(_parts(y))
         return ops.add_rms_norm(total, None, norm.weight, norm.eps)[1][None]
 
-    def run(self, part: Any, x: Stream, slot: int | None, *adapters: Any) -> Tensor:
-        return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
+    def run(self, part: Any, x: Stream, cache_index: int | None, *adapters: Any) -> Tensor:
+        cache = None if cache_index is None else self.caches[cache_index]
+        return part.tree(x, cache, self, *adapters)
 
     def over_nodes(
         self, mixer: Mixer, projected: Tensor, cache: Any, out: Tensor | None = None
