@@ -35,7 +35,8 @@ from stree_kernels.products.split import new_split, split
 MAX_ROWS_SHORT_PRODUCT = 16
 MAX_INPUTS_SHORT_PRODUCT = 1024  # numbers of a weight's row
 TILE = 16384  # numbers of a weight that 4 warps keep
-TOGETHER = 2  # programs of 4 warps a multiprocessor; of 8 it is one. 4 would fit, and sample slower
+# Of 4 warps; of 8 it is one. 4 programs would fit, and sample slower.
+PROGRAMS_PER_MULTIPROCESSOR = 2
 SPLIT = 4  # parts of a sum
 
 
@@ -114,7 +115,7 @@ def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> 
         return False
     outputs //= 1 + gated
     *_, num_warps = shares_of(outputs, inputs, weight, gated)
-    together = device_of(weight)[0] * (TOGETHER if num_warps == 4 else 1)
+    together = device_of(weight)[0] * (PROGRAMS_PER_MULTIPROCESSOR if num_warps == 4 else 1)
     whole = weight.is_contiguous() and (isinstance(x, Stream) or _has_even_rows(x))
     return whole and 1 < outputs <= TILE // block_of(inputs) * together
 

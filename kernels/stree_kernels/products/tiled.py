@@ -30,7 +30,7 @@ MAX_ROWS = 128
 OUTPUTS, INPUTS = 128, 64  # of a tile
 STAGES, WARPS = 4, 8
 PREFETCHED_BYTES = 65536  # of its weights that a program asks for before it waits for inputs
-BUSY = 0.75  # of the multiprocessors, at least, in the time that the programs take
+MIN_SHARE_BUSY = 0.75  # of the multiprocessors, at least, in the time that the programs take
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -40,7 +40,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     tiles = triton.cdiv(outputs // 2, OUTPUTS)
     waves = triton.cdiv(tiles, multiprocessors)
     return (
-        MAX_ROWS_GATED < rows <= MAX_ROWS and tiles >= BUSY * waves * multiprocessors
+        MAX_ROWS_GATED < rows <= MAX_ROWS and tiles >= MIN_SHARE_BUSY * waves * multiprocessors
         and x.element_size() == 2 and x.dtype == weight.dtype and inputs % 8 == 0
         and _is_aligned(x) and _is_aligned(weight)
         and shared_bytes >= SHARED_BYTES  # which no GPU without the copy engine has

@@ -36,7 +36,8 @@ RULES = ("naive", "multi_step", "traversal")
 NAIVE, MULTI_STEP, TRAVERSAL = map(tl.constexpr, range(3))
 ACCEPT, LEVEL, AFTER = map(tl.constexpr, (places.ACCEPT, places.LEVEL, places.AFTER))
 NO_TOKEN = tl.constexpr(2**31 - 1)
-WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more, some pieces a time
+# Nodes × pieces that the last kernel has in registers; of more, it walks some pieces a time.
+MAX_PIECES_IN_REGISTERS = 2**14
 
 
 # Tensors of the launches, pointers in the kernels. Rows of logits are a sequence's target's before
@@ -113,7 +114,7 @@ def accept_drafts(
         sampling.seed, widest, num_nodes, (report.shape[1] - 2) // 2,
         NODES=nodes_block, WIDEST=triton.next_power_of_2(widest),
         FLAGS=triton.next_power_of_2(num_flags),
-        BESIDE=min(options["PIECES"], max(1, WALKED // nodes_block)),
+        BESIDE=min(options["PIECES"], max(1, MAX_PIECES_IN_REGISTERS // nodes_block)),
         **{**options, "num_warps": min(16, max(4, nodes_block // 64))},
     )
 

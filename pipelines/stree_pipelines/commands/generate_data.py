@@ -53,7 +53,7 @@ from stree_pipelines.resources.estimates import (
     num_parameters,
 )
 
-SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
+HOW_TO_NEED_LESS_MEMORY = "lower --num_rows or --max_length, or use --dtype bfloat16"
 
 
 def build_parser() -> CommandParser:
@@ -270,7 +270,7 @@ def describe(
     memory = MemoryEstimate(parts, on_cuda)
     print(memory)
     print(require_disk(options["out"], generation.disk()), flush=True)
-    memory.require(SMALLER)
+    memory.require(HOW_TO_NEED_LESS_MEMORY)
 
 
 def comparison_line(speculation: Tally, plain: Tally) -> str:

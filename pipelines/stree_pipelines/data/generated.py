@@ -30,7 +30,7 @@ from stree_pipelines.evaluation.sampling import Sampling
 
 SPEC_NAME, TABLE_NAME = "generation.json", "samples.parquet"
 VERSION = 2
-AGAIN = "run the same generate_data.py command to go on with it"
+GO_ON = "run the same generate_data.py command to go on with it"
 # Rows of a shard that are read together.
 BATCH_ROWS = 256
 
@@ -235,11 +235,11 @@ def verify_shard(path: Path, spec: GenerationSpec, shard: int) -> None:
     try:
         manifest = verify_manifest(path)
     except (CheckpointRefused, OSError) as error:
-        raise BadData(f"{error}. In generated data: delete that folder, and {AGAIN}") from error
+        raise BadData(f"{error}. In generated data: delete that folder, and {GO_ON}") from error
     if manifest.get("generation") != spec.sha256:
-        raise BadData(f"{path} belongs to other data: delete it, and {AGAIN}")
+        raise BadData(f"{path} belongs to other data: delete it, and {GO_ON}")
     if (number := manifest.get("shard")) != shard:
-        raise BadData(f"{path} holds shard {number}, not {shard}: delete it, and {AGAIN}")
+        raise BadData(f"{path} holds shard {number}, not {shard}: delete it, and {GO_ON}")
 
 
 def _shard_rows(
@@ -249,15 +249,15 @@ def _shard_rows(
     from pyarrow import parquet
 
     if not path.is_dir():
-        raise BadData(f"{path} is missing, the data is not finished: {AGAIN}")
+        raise BadData(f"{path} is missing, the data is not finished: {GO_ON}")
     verify_shard(path, spec, shard)
     try:
         with parquet.ParquetFile(path / TABLE_NAME) as file:
             found, wanted = file.schema_arrow, _schema()
             if not found.equals(wanted):
-                raise BadData(f"{path} has other columns than {', '.join(wanted.names)}: {AGAIN}")
+                raise BadData(f"{path} has other columns than {', '.join(wanted.names)}: {GO_ON}")
             if file.metadata.num_rows != len(spec.rows(shard)):
-                raise BadData(f"{path} has {file.metadata.num_rows} rows: delete it, and {AGAIN}")
+                raise BadData(f"{path} has {file.metadata.num_rows} rows: delete it, and {GO_ON}")
             columns = ["prompt_tokens", "answer_tokens", "num_calls"]
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 *tokens, calls = batch.columns
@@ -268,7 +268,7 @@ def _shard_rows(
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         if isinstance(error, BadData):
             raise
-        raise BadData(f"{path} cannot be read ({error}): delete it, and {AGAIN}") from error
+        raise BadData(f"{path} cannot be read ({error}): delete it, and {GO_ON}") from error
 
 
 def _checked(
@@ -279,7 +279,7 @@ def _checked(
     if not is_whole or not 0 <= tokens.min() <= tokens.max() < spec.vocab_size:
         raise BadData(
             f"{path} holds an empty text, or ids outside of a vocabulary of {spec.vocab_size}: "
-            f"delete it, and {AGAIN}"
+            f"delete it, and {GO_ON}"
         )
     return tokens, np.arange(len(tokens)) >= len(prompt)
 

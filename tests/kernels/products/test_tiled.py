@@ -20,7 +20,7 @@ TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 @pytest.fixture
 def enough_tiles(monkeypatch):
     """Let a few tiles do for a GPU's multiprocessors."""
-    monkeypatch.setattr(tiled_products, "BUSY", 0.0)
+    monkeypatch.setattr(tiled_products, "MIN_SHARE_BUSY", 0.0)
 
 
 def inputs_of(rows, inputs, width, dtype):

@@ -108,7 +108,7 @@ def test_decisions_are_the_twins(rule, dtype, monkeypatch):
     made = large(rule, dtype, 300)
     wanted = made.committed(naive)
     assert made.committed(verification) == wanted
-    monkeypatch.setattr(verification, "WALKED", 16)  # as of large trees: not all pieces at a time
+    monkeypatch.setattr(verification, "MAX_PIECES_IN_REGISTERS", 16)  # as of large trees
     assert made.committed(verification) == wanted
     assert wanted[3][1] and {len(each[3]) for each in wanted} != {1}
 

@@ -12,9 +12,9 @@ from statistics import median
 from stree_pipelines.evaluation.records import BaselineTiming, SampleRow
 
 MIN_ANSWERS = 5  # of a row; the median of fewer says little
-SLOW = 2.0  # times the median step
-WAITED = 0.5  # of a median step, on average over an answer's steps, beyond the median waiting
-MATTERS = 0.1  # of the median answer's time; what is lost below that moves no figure
+MIN_SLOWNESS = 2.0  # times the median step
+MIN_WAITED_STEPS = 0.5  # median steps that each step waited beyond the median, on average
+MIN_SHARE_LOST = 0.1  # of the median answer's time; what is lost below that moves no figure
 MAX_WAITING_SHARE = 0.2  # of plain decoding's time
 
 Answered = SampleRow | BaselineTiming
@@ -45,12 +45,12 @@ def outliers(answers: Sequence[Answered]) -> list[int]:
     waits = {number: waiting_s(answers[number]) or 0.0 for number in steps}
     step_s = median(answers[number].decode_s / count for number, count in steps.items())
     wait_s = median(waits[number] / count for number, count in steps.items())
-    least_s = MATTERS * median(answers[number].decode_s for number in steps)
+    least_s = MIN_SHARE_LOST * median(answers[number].decode_s for number in steps)
     found = []
     for number, count in steps.items():
         took_s, waited_s = answers[number].decode_s / count, waits[number] / count - wait_s
-        slow = took_s > SLOW * step_s and (took_s - step_s) * count > least_s
-        if slow or (waited_s > WAITED * step_s and waited_s * count > least_s):
+        slow = took_s > MIN_SLOWNESS * step_s and (took_s - step_s) * count > least_s
+        if slow or (waited_s > MIN_WAITED_STEPS * step_s and waited_s * count > least_s):
             found.append(number)
     return found
 

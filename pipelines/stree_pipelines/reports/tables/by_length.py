@@ -37,7 +37,7 @@ from stree_pipelines.reports.tables.tables import (
     tau_of,
 )
 
-REPEATED = 4  # tokens in a row: fewer repeat in any text
+REPEATED_TOKENS = 4  # tokens in a row: fewer repeat in any text
 INTRO = (
     "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
     "target call; behind it the difference to the shortest prompts. Repeated: of the target's new "
@@ -166,7 +166,7 @@ def _question(row: Any) -> tuple[str]:
 
 
 def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
-    """Return the share of the target's new tokens that end a repeated run of `REPEATED` tokens.
+    """Return the share of the target's new tokens that end `REPEATED_TOKENS` repeated ones.
 
     The same answer had those tokens in this order before; repetition is easy to draft.
     """
@@ -180,7 +180,8 @@ def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
         return None
     count = total = 0
     for turn in (turn for sample in found[0].samples for turn in sample.turns):
-        runs = [turn.tokens[end - REPEATED : end] for end in range(REPEATED, len(turn.tokens) + 1)]
+        ends = range(REPEATED_TOKENS, len(turn.tokens) + 1)
+        runs = [turn.tokens[end - REPEATED_TOKENS : end] for end in ends]
         count += len(runs) - len(set(runs))
         total += len(turn.tokens)
     return count / total if total else None

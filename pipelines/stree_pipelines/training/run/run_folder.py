@@ -47,7 +47,7 @@ FREE_OPTIONS = {
     "model": {"target_placement", "activation_checkpointing"},
 }
 LOCK_NAME, LOCK_PATIENCE_S = ".lock", 10.0
-GIVEN = {LOCK_NAME, "config.yaml", "command.json"}
+FILES_BEFORE_FIRST_STEP = {LOCK_NAME, "config.yaml", "command.json"}
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "divergence", "cross_entropy", "tokens_seen",
@@ -110,7 +110,7 @@ def removing_what_was_refused(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (UsageError, BadData, CheckpointRefused):
-        if is_new and {each.name for each in run_dir.glob("*")} <= GIVEN:
+        if is_new and {each.name for each in run_dir.glob("*")} <= FILES_BEFORE_FIRST_STEP:
             shutil.rmtree(run_dir, ignore_errors=True)
         raise
 
