@@ -34,7 +34,7 @@ class Running:
         self.server = Server(EngineClient(link, received(link.makefile("rb"))), "docs", key)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(make_app(self.server), log_level="error")
+        config = uvicorn.Config(make_app(self.server), log_level="error", timeout_keep_alive=75)
         self.web = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.web.run, args=([listener],))
         self.thread.start()

@@ -19,8 +19,9 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("stree.serve")
 COMPILING_S = 5.0  # between two lines on compiled kernels, at least
 MAX_PREFIXES = 1024  # that a prompt is compared with
+KEEP_ALIVE_S = 75  # of an idle connection: longer than clients keep theirs, which may reuse it
 STOP_S = 10.0  # after which an engine's process that does not end is killed
 
 
@@ -114,7 +116,10 @@ def serve(options: Namespace, make_decoder: Callable[[Namespace], BatchDecoder])
                 """Let the answers that the engine's end has cut reach their clients."""
                 self.should_exit = True
 
-        running = Draining(uvicorn.Config(make_app(server), log_level="warning", access_log=False))
+        config = uvicorn.Config(
+            make_app(server), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S
+        )
+        running = Draining(config)
         engine.on_end = running.end
         host, port = listener.getsockname()[:2]
         name = server.name
@@ -244,16 +249,27 @@ def preparation_told() -> Iterator[None]:
     handler, log = Said(), logging.getLogger("stree")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    if torch.cuda.is_available():  # a process without a GPU need not load Triton
-        with suppress(ImportError):
-            from triton import knobs
-
-            knobs.compilation.listener = count
     try:
-        yield
+        with compilations_told_to(count):
+            yield
     finally:
         log.setLevel(logging.NOTSET)
         log.removeHandler(handler)
+
+
+@contextmanager
+def compilations_told_to(listener: Callable[..., None]) -> Iterator[None]:
+    """Let Triton call `listener` for each kernel inside the block, where there is a GPU."""
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        yield  # a process without a GPU need not load Triton
+        return
+    from triton import knobs
+
+    before, knobs.compilation.listener = knobs.compilation.listener, listener
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
 
 
 def listening(host: str, port: int) -> socket.socket:

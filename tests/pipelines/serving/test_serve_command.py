@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import psutil
 import pytest
+import torch
 from ports import free_port
 
 from stree.common.errors import InvariantBroken
 from stree.engine.plan_log import read_plan_log
+from stree_pipelines.commands import serve
 
 COMMAND = [
     sys.executable, "pipelines/serve.py", "checkpoints/python-docs-hybrid", "--drafter", "ngram:3",
@@ -125,6 +128,20 @@ def test_a_target_that_is_not_there_is_one_line():
     )
     assert told.returncode == 2 and "no/such/target" in told.stderr
     assert told.stderr.count("\n") == 1
+
+
+def test_triton_tells_of_kernels_only_while_a_decoder_is_prepared(monkeypatch, capsys):
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(serve, "COMPILING_S", 0.0)
+    for error in (None, KeyError):
+        with suppress(KeyError), serve.preparation_told():
+            for cache_hit in (False, True, False):
+                knobs.compilation.listener(src=None, cache_hit=cache_hit)
+            if error is not None:
+                raise error
+        told = re.findall(r" s: (.*) compiled", capsys.readouterr().out)
+        assert (told, knobs.compilation.listener) == (["1 kernel", "2 kernels"], None)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded():
