@@ -126,8 +126,9 @@ class LogitRules:
         elif self.bias is not None:
             self.bias[row] = 0
         words = barred_words(generation, len(prompt), eos_ids)
-        if words:
-            self._grow(active, len(words), max(len(word) for word, _ in words))
+        if generation.bars_words:  # no word is left of them where no token ends the answer
+            lengths = [len(word) for word, _ in words] or [1]
+            self._grow(active, len(lengths), max(lengths))
         if self.words is None or self.until is None or self.recent is None:
             return
         self.until[row] = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from toys import right_now_and_then, tiny_model
 
@@ -41,6 +42,18 @@ def test_a_word_that_begins_in_an_accepted_block_is_barred_behind_it():
             assert output.tokens == by_hand(target, prompt, [word])
             blocks += sum(count >= 2 for count in output.stats.accepted_per_call)
     assert blocks > 16
+
+
+@pytest.mark.parametrize(
+    "rules", [dict(min_new_tokens=3, ignore_eos=True), dict(bad_words_ids=[[7]], eos_token_id=7)]
+)
+def test_rules_that_bar_no_word_change_nothing(rules):
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, right_now_and_then(target), "chain-2", num_rows=1, max_length=64)
+    (output,) = decoder.generate([Request([5, 3], GenerationConfig(LENGTH, **rules))])
+    wanted = by_hand(target, [5, 3], [])
+    ends = 7 in wanted and "eos_token_id" in rules
+    assert output.tokens == wanted[: wanted.index(7) + 1 if ends else None]
 
 
 def test_a_step_reads_the_rules_of_today_after_a_longer_word_was_barred():
