@@ -172,14 +172,18 @@ class Engine:
             self._require_open()
             if self.max_waiting is not None:
                 room = self.max_waiting + self.decoder.num_free_rows
-                if len(self._waiting) >= room:
+                if len(self._waiting) >= room and self._num_to_serve() >= room:
                     raise QueueFull(
-                        f"{len(self._waiting)} requests wait for a row, wanted at most "
+                        f"{self._num_to_serve()} requests wait for a row, wanted at most "
                         f"{self.max_waiting}: ask again later"
                     )
             self._waiting.append(handle)
             self._changed.notify_all()
         return handle
+
+    def _num_to_serve(self) -> int:
+        """Return the number of waiting requests without those cancelled since the last step."""
+        return sum(each not in self._cancelled for each in self._waiting)
 
     def cancel(self, handle: Handle) -> None:
         """End a request: its row is free before the next step. Nothing happens after its end."""

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 import stree
 from stree.common.errors import QueueFull, StreeError, UsageError
@@ -37,9 +38,8 @@ SMALL_BODY = 2**13  # bytes of a body that is worked on at once, which takes les
 SLOWEST_BODY_S = 30.0
 RETRY_AFTER_S = 1
 EVENT_GAP_S = 0.004  # least time between two events of a stream; faster steps share one
-_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-          408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
-          503: "service_unavailable_error", 504: "timeout_error"}
+_KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
+          429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 B = TypeVar("B", bound=Body)
 
 
@@ -57,7 +57,8 @@ class Refused(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI's clients read it."""
-        kind = _KINDS.get(self.status, "server_error")
+        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _KINDS.get(self.status, fallback)
         return {"error": {
             "message": self.message, "type": kind, "param": self.param, "code": self.status,
         }}
@@ -87,8 +88,9 @@ class Server:
         """Raise `Refused` for a request without the key."""
         if self.api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), self.api_key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = secrets.compare_digest(given.encode(), self.api_key.encode())
+        if scheme.lower() != "bearer" or not is_right:
             raise Refused(401, "the API key is wrong or missing: send Authorization: Bearer KEY")
 
     async def body(self, request: HttpRequest, kind: type[B]) -> B:
@@ -98,6 +100,8 @@ class Server:
             raw = await asyncio.wait_for(read_body(request), SLOWEST_BODY_S)
         except TimeoutError:
             raise Refused(408, f"the body did not come within {SLOWEST_BODY_S:.0f} s") from None
+        except ClientDisconnect:
+            raise Refused(400, "the connection was closed before all of the body came") from None
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
@@ -107,11 +111,23 @@ class Server:
             raise Refused(400, f"{where or 'the body'}: {first['msg']}{got}", where) from None
         is_free = body.response_format is None and body.guided_regex is None
         request.state.is_small = is_free and len(raw) < SMALL_BODY
-        if body.model not in (None, self.name):
-            raise Refused(
-                404, f"there is no model {body.model!r:.80}: this server has {self.name!r}", "model"
-            )
+        if body.model is not None:
+            self.require_name(body.model)
         return body
+
+    def require_name(self, model: str) -> None:
+        """Raise `Refused` for another model's name."""
+        if model != self.name:
+            raise Refused(
+                404, f"there is no model {model!r:.80}: this server has {self.name!r}", "model"
+            )
+
+    def card(self) -> dict[str, Any]:
+        """Return what /v1/models tells of the model."""
+        return {
+            "id": self.name, "object": "model", "created": self.created, "owned_by": "stree",
+            "max_model_len": self.engine.facts.max_length,
+        }
 
 
 async def read_body(request: HttpRequest) -> bytes:
@@ -403,10 +419,13 @@ def make_app(server: Server) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
         server.require_key(request)
-        return {"object": "list", "data": [{
-            "id": server.name, "object": "model", "created": server.created, "owned_by": "stree",
-            "max_model_len": server.engine.facts.max_length,
-        }]}
+        return {"object": "list", "data": [server.card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: HttpRequest, name: str) -> dict[str, Any]:
+        server.require_key(request)
+        server.require_name(name)
+        return server.card()
 
     @app.get("/health")
     async def health() -> Response:

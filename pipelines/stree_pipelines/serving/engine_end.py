@@ -14,7 +14,7 @@ from typing import Any
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request, samples_of
-from stree.common.errors import StreeError
+from stree.common.errors import StreeError, UsageError
 from stree.engine.engine import Engine, Handle
 from stree.engine.sequence import StepOutput
 from stree.logits.log_probs import log_probs_of_text
@@ -104,6 +104,13 @@ class EngineEnd:
         self, numbers: Sequence[int], prompts: Sequence[tuple[Request, AskedGrammar | None]]
     ) -> None:
         """Submit the answers to prompts, by their numbers; none is under way if one is refused."""
+        if self.engine.max_waiting is not None:
+            most = self.engine.max_waiting + self.decoder.num_rows
+            if len(numbers) > most:
+                raise UsageError(
+                    f"the request asks for {len(numbers)} answers, wanted at most {most} (rows and "
+                    "places to wait): divide it into several requests"
+                )
         left = iter(numbers)
         try:
             for request, grammar in prompts:

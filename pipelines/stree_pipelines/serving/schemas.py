@@ -11,9 +11,8 @@ from stree.common.errors import UsageError
 # Keys that clients send though they change no token here
 IGNORED = frozenset({
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "parallel_tool_calls", "prediction", "best_of", "skip_special_tokens",
-    "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
-    "add_generation_prompt", "verbosity", "logit_processors",
+    "parallel_tool_calls", "prediction", "skip_special_tokens",
+    "spaces_between_special_tokens", "add_generation_prompt", "verbosity",
 })
 
 
@@ -91,8 +90,13 @@ class Body(BaseModel):
 
     def require_known(self) -> None:
         """Raise `UsageError` for a key that is not served."""
+        without_effect = {
+            "best_of": (None, self.n), "modalities": (None, ["text"]),
+            "include_stop_str_in_output": (None, False),
+        }
         unknown = {
-            name for name, value in (self.model_extra or {}).items() if value not in (None, [], {})
+            name for name, value in (self.model_extra or {}).items()
+            if value not in without_effect.get(name, (None, [], {}))
         } - IGNORED
         if unknown:
             raise UsageError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 
 import pytest
 
@@ -32,7 +34,8 @@ OUT_OF_RANGE = {
     "stream_options": [3, "x"], "model": ["other", 3], "timeout_s": [0, -1],
     "frequency_penalty": ["x", {}], "stream": ["maybe", 3], "ignore_eos": ["x"],
     "audio": [{"voice": "x"}], "modalities": [["audio"]], "functions": [[{"name": "f"}]],
-    "prompt_logprobs": [1], "beam_search": [True],
+    "prompt_logprobs": [1], "beam_search": [True], "best_of": [2],
+    "include_stop_str_in_output": [True], "truncate_prompt_tokens": [4],
 }
 BODIES = [
     *(chat(**{name: value}) for name, values in OUT_OF_RANGE.items() for value in values),
@@ -59,7 +62,7 @@ BODIES = [
     chat(chat_template_kwargs={"no_such_variable": 1}), chat(chat_template_kwargs=[1]),
     chat(chat_template_kwargs={"chat_template": "{{ messages[0].content }}"}),
     chat(chat_template_kwargs={"chat_template": "/etc/hostname"}),
-    chat(tool_choice="required"), chat(tools="x"), chat(tools=[3]),
+    text(prompt=["a"] * 69), chat(tool_choice="required"), chat(tools="x"), chat(tools=[3]),
 ]
 
 
@@ -94,6 +97,24 @@ def test_each_gets_one_clear_error(running):
 def test_other_routes_are_refused_in_the_same_form(running, method, path, status):
     response = running.client.request(method, path)
     assert response.status_code == status and response.json()["error"]["code"] == status
+
+
+def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(running, caplog):
+    host, port = running.client.base_url.host, running.client.base_url.port
+    refused = 'stree:requests_refused_total{model_name="docs",status="400"} '
+
+    def num_refused() -> float:
+        _, _, rest = running.client.get("/metrics").text.partition(refused)
+        return float(rest.split("\n")[0] or 0)
+
+    before = num_refused()
+    with socket.create_connection((host, port)) as link:
+        link.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+    end = time.monotonic() + 30
+    while num_refused() == before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert num_refused() == before + 1
+    assert "Traceback" not in caplog.text
 
 
 def test_a_body_that_is_too_large_is_refused_before_all_of_it_has_come(running):

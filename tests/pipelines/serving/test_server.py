@@ -305,9 +305,13 @@ def test_a_key_is_asked_for_and_a_full_queue_says_when_to_come_back():
 
     runner.launch = slowly
     try:
-        assert made.post(messages=QUESTION).status_code == 401
-        made.client.headers["authorization"] = "Bearer secret"
-        assert made.client.get("/v1/models").json()["data"][0]["id"] == "docs"
+        for header in ("", "secret", "Basic secret", "Bearer", "Bearer other"):
+            told = made.client.get("/v1/models", headers={"authorization": header})
+            assert told.status_code == 401, header
+        made.client.headers["authorization"] = "bearer secret"
+        card = made.client.get("/v1/models").json()["data"][0]
+        assert card["id"] == "docs" and made.client.get("/v1/models/docs").json() == card
+        assert made.client.get("/v1/models/other").json()["error"]["code"] == 404
         body = dict(prompt="a", max_tokens=230, temperature=0, ignore_eos=True, stream=True)
         with made.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()  # dropped, it closes the connection
