@@ -283,7 +283,6 @@ def test_uncounted_path_slots_are_invisible():
 FAR = [  # in one or two blocks of a head
     ("gated, two-blocks", TokenTree.chain(0), torch.float32, True),
     ("part of a block", comb(9), torch.float32, False),
-    ("odd", TokenTree.paper(), torch.bfloat16, False),
 ]
 LONG_FAR = [
     ("grouped", TokenTree.chain(17), torch.float32, True),
@@ -302,6 +301,7 @@ def far_states(monkeypatch, shape):
 
 @pytest.mark.parametrize("name, tree, dtype, as_chain", [
     *quick_first(FAR, LONG_FAR),
+    costly("odd", TokenTree.paper(), torch.bfloat16, False),
     costly("part of a block", TokenTree.chain(2), torch.bfloat16, True),
     costly("grouped", comb(20), torch.float32, False),
 ])
@@ -449,6 +449,7 @@ def test_a_chain_of_one_key(negative):
     assert relative_error(case.updates[:, :32], exact.updates[:, :32]) < 1e-5
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("through", ["twin", pytest.param("kernels", marks=pytest.mark.long)])
 def test_the_state_after_5000_tokens(through):
     """The state of the fp32 twin, and of the kernels, stays near the twin's in fp64.

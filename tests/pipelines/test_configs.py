@@ -60,6 +60,7 @@ def architecture(name: str) -> HybridConfig:
     return HybridConfig.from_dict(dict(values))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "path", [*DISTILL, *TARGET], ids=lambda path: f"{path.parent.name}-{path.stem}"
 )

@@ -26,7 +26,7 @@ import re
 import shlex
 from collections import defaultdict
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -82,9 +82,19 @@ CLAIMS = [
 ]
 
 
-@lru_cache
+@cache
 def store_of(folder):
     return ResultStore(RESULTS / folder)
+
+
+@cache
+def rows_of(folder):
+    return store_of(folder).results()
+
+
+@cache
+def samples_of(folder, at):
+    return store_of(folder).samples(rows_of(folder)[at])
 
 
 def choices(text):
@@ -95,22 +105,20 @@ def choices(text):
         yield dict(zip(names, values, strict=True))
 
 
-@lru_cache
 def seeds_of(folder, method, T, step=None, benchmark="*", **unknown):
     """Return the samples of each method that the name fits."""
     assert not unknown, f"{unknown} is no part of a row's name"
-    store = store_of(folder)
     others, benchmark = benchmark.startswith("!"), benchmark.removeprefix("!")
     rows = [
-        row for row in store.results()
+        (at, row) for at, row in enumerate(rows_of(folder))
         if fnmatchcase(row.method, method) and row.temperature == float(T)
         and step in (None, str(row.step)) and fnmatchcase(row.benchmark, benchmark) != others
     ]
     assert rows, f"{folder} has no row of {method} at T = {T}, step {step}"
     samples = {}
-    for row in rows:
-        samples.setdefault(row.method, []).extend(store.samples(row))
-    assert sum(map(len, samples.values())) == sum(row.num_prompts for row in rows)
+    for at, row in rows:
+        samples.setdefault(row.method, []).extend(samples_of(folder, at))
+    assert sum(map(len, samples.values())) == sum(row.num_prompts for _, row in rows)
     return list(samples.values())
 
 
@@ -120,7 +128,7 @@ def from_rows(folder, chosen, name):
         value, interval = from_rows(folder, chosen, name.replace("%", "/"))
         return 100 * (value - 1), interval and [100 * (end - 1) for end in interval]
     if name.endswith("@each"):
-        benchmarks = {row.benchmark for row in store_of(folder).results()}
+        benchmarks = {row.benchmark for row in rows_of(folder)}
         each = (
             from_rows(folder, {**chosen, "benchmark": benchmark}, name.removesuffix("@each"))[0]
             for benchmark in benchmarks

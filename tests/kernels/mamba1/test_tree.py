@@ -155,8 +155,9 @@ def test_kernels_equal_the_twin(tree):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    ("plain", torch.float32), ("wide state", torch.float32), costly("normed", torch.bfloat16),
-    costly("normed", torch.float32), costly("plain", torch.bfloat16),
+    ("wide state", torch.float32), costly("plain", torch.float32),
+    costly("normed", torch.bfloat16), costly("normed", torch.float32),
+    costly("plain", torch.bfloat16),
     costly("wide state", torch.bfloat16),
 ], ids=str)
 def test_shapes_and_dtypes(name, dtype):
@@ -169,8 +170,8 @@ def test_shapes_and_dtypes(name, dtype):
 ])
 def test_level_by_level(name, piece):
     """A tree given a few nodes at a time gives the same as the whole tree in one call."""
-    shape, tree = SHAPES[name], comb(9)
-    whole, parts, topology = make(shape, 9), make(shape, 9), topology_of([comb(9)], shape.width)
+    shape, tree = SHAPES[name], comb(6)
+    whole, parts, topology = make(shape, 6), make(shape, 6), topology_of([tree], shape.width)
     cache_state = cache_state_of([0, 0], [[], []], 1, 4)
     wanted = whole.call(0, topology, cache_state)
     for start in range(0, tree.num_nodes, piece):

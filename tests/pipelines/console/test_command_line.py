@@ -417,6 +417,7 @@ def test_a_shipped_config_finds_its_files_from_any_folder(tmp_path, monkeypatch)
             distill.main([*given, "--data.train", "data/absent.jsonl", "--dry_run"])
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch, capsys):
     """Its configuration keeps the names as they were given, so it is the same run."""
     repository = tmp_path / "repository/files"

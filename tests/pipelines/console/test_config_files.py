@@ -66,6 +66,7 @@ def refusal(command: str, path: Path, capsys) -> str:
     return str(stopped.value)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -90,6 +91,7 @@ def test_a_file_without_keys_and_values_is_refused(command, text, said, tmp_path
     assert "unicode string" not in line and "\n" not in line.strip()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_shipped_config_of_another_command_is_called_by_its_name(command, kind, capsys):

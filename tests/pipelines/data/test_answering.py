@@ -140,6 +140,7 @@ def test_stopped_anywhere_it_becomes_the_same(workspace, whole, tmp_path, genera
     require_finished_alike(workspace, out, whole)
 
 
+@pytest.mark.costly
 def test_repeated_ids_are_told_apart_however_often_it_was_stopped(
     workspace, tmp_path, generate_until
 ):
@@ -200,6 +201,7 @@ def test_a_second_command_waits_and_looks_again(workspace, whole, tmp_path, monk
     assert shards_of(tmp_path / "data") == shards_of(whole)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("order", ["10", "01"])
 def test_processes_share_the_shards_and_need_not_meet(
     workspace, whole, tmp_path, monkeypatch, capsys, order

@@ -13,6 +13,7 @@ document.getElementById("send").click();
 DONE = 'document.getElementById("stop").disabled && document.querySelectorAll(".assistant").length'
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_the_page_chats(running, tmp_path):
     page = Browser(running.url, tmp_path / "profile")

@@ -119,6 +119,7 @@ def test_log_probabilities_of_a_prompt_and_its_answer_are_the_targets(running, c
     assert nothing["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constrained_answers_follow_their_form_and_are_plain_decodings(running, temperature):
     schema = {
@@ -182,7 +183,7 @@ def test_a_call_of_a_tool_comes_as_one(running, client, streams, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "count", [20, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
+    "count", [12, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
 )
 def test_many_clients_at_once_get_what_each_would_get_alone(running, count):
     draw = random.Random(3)

@@ -44,6 +44,7 @@ def trained(workspace, tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.costly
 def test_chance_is_a_function_of_the_micro_batch(workspace, tmp_path):
     """An export that ends a decay of its own is that of a shorter training, bit for bit."""
     wsd = ("--model.optimizer.schedule", "wsd", "--model.optimizer.warmup_steps", "1")

@@ -139,6 +139,7 @@ def test_a_run_that_is_too_small_says_so(world):
     assert "too few prompts: 3," in summary(world)
 
 
+@pytest.mark.costly
 def test_thresholds_of_one_benchmark_look_at_that_one(world):
     both = ["--benchmarks", str(world / "sums.jsonl"), str(world / "few.jsonl")]
     with pytest.raises(gate.Regression) as got:

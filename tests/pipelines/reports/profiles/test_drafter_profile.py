@@ -251,6 +251,7 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
         profile_of(store, run, profile.checkpoint_sha256)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "form", ["float8:{}", "{}+ngram:6", "float8:{}+ngram:4", "independent:{}", "float8:top:{}"]
 )
@@ -447,6 +448,7 @@ def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
     assert "450" in (ours / "README.md").read_text() and "450" not in before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("content", ["{", "[1]", "a: &a [*a]"])
 def test_a_run_config_that_cannot_be_read_is_one_clear_line(run, content, capsys):
     (run / "config.yaml").write_text(content)

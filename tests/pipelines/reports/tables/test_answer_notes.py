@@ -164,6 +164,7 @@ def test_a_table_whose_plain_decoding_waits_is_marked(tmp_path):
     assert "for 33 % of its time at the worst (a step took 15.38 ms, 10.25 without" in told
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     "folder",
     sorted(path.parent for path in RESULTS.rglob("results.jsonl")
