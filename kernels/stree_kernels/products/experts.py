@@ -44,6 +44,7 @@ class Tiling(NamedTuple):
 # Chosen by what fits the registers, not yet by time on a GPU
 UP = DOWN = Tiling(32, 128, 3, 4)
 SHARES = 4  # of the list
+COMPARISONS = 4096  # of chosen experts with all experts, at a time
 
 
 def choose_experts(
@@ -93,13 +94,13 @@ def experts(
     most = min(num_experts, count * top)  # experts that can be on the list
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
     block_rows = max(16, triton.next_power_of_2(count))
+    block_experts = triton.next_power_of_2(num_experts)
     hidden = rows.new_empty(most, count, inner)
     fewer = int(rows.element_size() == 4)  # stages, of tiles that are twice as large
     up_kernel[(triton.cdiv(inner, UP.outputs), most)](
         rows, weights, chosen, up_values, up_scale, hidden, listed,
         num_experts, count, top, width, inner, GATED=kind == "swiglu", GROUP=up_group,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_CHOSEN=triton.next_power_of_2(block_rows * top),
+        BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, COMPARISONS // block_experts),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=UP.outputs, BLOCK_INPUTS=steps[0],
         PRECISION=precision_of(rows), num_warps=UP.warps, num_stages=UP.stages - fewer,
         **overlapping(rows),
@@ -176,9 +177,11 @@ def _listed(
     """Count the experts that any row has chosen, and return the one at a place of their list."""
     expert = tl.arange(0, BLOCK_E)
     place = tl.arange(0, BLOCK_CHOSEN)
-    given = place < num_chosen
-    each = tl.load(chosen + place, mask=given, other=0).to(tl.int32)
-    wanted = (tl.histogram(each, BLOCK_E, mask=given) > 0).to(tl.int32)
+    wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for start in range(0, num_chosen, BLOCK_CHOSEN):
+        each = tl.load(chosen + start + place, mask=start + place < num_chosen, other=-1)
+        wanted = tl.maximum(wanted, tl.max((each[:, None] == expert[None, :]).to(tl.int32), axis=0))
+    wanted = tl.where(expert < num_experts, wanted, 0)
     here = (tl.cumsum(wanted, axis=0) == slot + 1) & (wanted > 0)
     return tl.sum(wanted, axis=0), tl.sum(tl.where(here, expert, 0), axis=0).to(tl.int64)
 
