@@ -252,27 +252,35 @@ def test_a_chat_s_options_reach_the_template(shipped, tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("prompt", "mask", "message"),
     [
-        ("hello", r"the prompt is text \('hello'\), wanted token ids.*complete"),
-        (["hello"], "the prompt is text"),
-        ([{"role": "user", "content": "x"}], "chat.messages. takes conversations"),
-        ({}, "an empty mapping, wanted input_ids"),
-        ({"input_ids": PROMPT, "pixel_values": 1}, "a mapping of input_ids, pixel_values"),
-        ([1.5, 2.5], "float32 tensor"),
-        ([True, False], "bool tensor"),
-        ([[1, 2], 3], r"tensor of shape \(\), wanted token ids"),
-        (torch.ones(2, 2, 2, dtype=torch.long), r"shape \(2, 2, 2\), wanted token ids"),
-        (None, "the prompt is a NoneType"),
-        (object(), "the prompt is a object"),
-        (b"bytes", "the prompt is a bytes|uint8 tensor"),
-        ([10**30], "the prompt is a list"),
-        ([], "the prompt is empty"),
+        *((prompt, None, message) for prompt, message in [
+            ("hello", r"the prompt is text \('hello'\), wanted token ids.*complete"),
+            (["hello"], "the prompt is text"),
+            ([{"role": "user", "content": "x"}], "chat.messages. takes conversations"),
+            ({}, "an empty mapping, wanted input_ids"),
+            ({"input_ids": PROMPT, "pixel_values": 1}, "a mapping of input_ids, pixel_values"),
+            ([1.5, 2.5], "float32 tensor"),
+            ([True, False], "bool tensor"),
+            ([[1, 2], 3], r"tensor of shape \(\), wanted token ids"),
+            (torch.ones(2, 2, 2, dtype=torch.long), r"shape \(2, 2, 2\), wanted token ids"),
+            (None, "the prompt is a NoneType"),
+            (object(), "the prompt is a object"),
+            (b"bytes", "the prompt is a bytes|uint8 tensor"),
+            ([10**30], "the prompt is a list"),
+            ([], "the prompt is empty"),
+        ]),
+        (PROMPT, [1, 0, 1, 1], "a 0 between two 1s"),
+        (PROMPT, [1, 1], r"shape \(2,\) for a prompt of 4"),
+        (PROMPT, [[1] * 4] * 2, "a row for each prompt"),
+        (PROMPT, 5, "a row for each prompt"),
+        (PROMPT, ["a"] * 4, "attention_mask is"),
+        (PROMPT, [0] * 4, "the prompt is empty"),
     ],
 )
-def test_what_is_no_prompt_is_one_line(decoder, prompt, message):
+def test_what_is_no_prompt_is_one_line(decoder, prompt, mask, message):
     with pytest.raises(UsageError, match=message):
-        decoder.generate(prompt, EIGHT)
+        decoder.generate(prompt, EIGHT, attention_mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -319,22 +327,6 @@ def test_a_prompt_of_nothing_is_refused(shipped, ask, empty):
 
 
 @pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ([1, 0, 1, 1], "a 0 between two 1s"),
-        ([1, 1], r"shape \(2,\) for a prompt of 4"),
-        ([[1] * 4] * 2, "a row for each prompt"),
-        (5, "a row for each prompt"),
-        (["a"] * 4, "attention_mask is"),
-        ([0] * 4, "the prompt is empty"),
-    ],
-)
-def test_a_mask_that_does_not_fit_is_refused(decoder, mask, message):
-    with pytest.raises(UsageError, match=message):
-        decoder.generate(PROMPT, EIGHT, attention_mask=mask)
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda it: it.complete(5), "wanted a text"),
@@ -347,6 +339,10 @@ def test_a_mask_that_does_not_fit_is_refused(decoder, mask, message):
         (lambda it: it.generate([[1], [2]], streamer=Streamer()), "one answer at a time"),
         (lambda it: it.generate([1], streamer=print), "wanted an object with put.tokens. and end"),
         (lambda it: it.generate([1], inputs_embeds=torch.ones(9, 9)), r"^.*inputs_embeds.*$"),
+        *(
+            (lambda _, target=target: Decoder(target), r"target is a \w+, wanted a stree.HybridM")
+            for target in ("checkpoints/x", 5, torch.nn.Linear(2, 2))
+        ),
     ],
 )
 def test_texts_and_chats_that_are_none_are_one_line(shipped, call, message):
@@ -363,12 +359,6 @@ def test_without_a_tokenizer_or_a_template_that_is_said(decoder, shipped, monkey
     monkeypatch.setattr(shipped.tokenizer, "chat_template", None)
     with pytest.raises(UsageError, match="no chat template"):
         shipped.chat("hello")
-
-
-@pytest.mark.parametrize("target", ["checkpoints/x", 5, torch.nn.Linear(2, 2)])
-def test_a_target_that_is_none_is_one_line(target):
-    with pytest.raises(UsageError, match=r"the target is a \w+, wanted a stree.HybridModel"):
-        Decoder(target)
 
 
 def test_a_request_takes_either_config_and_stands_for_itself(decoder):

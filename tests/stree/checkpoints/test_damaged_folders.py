@@ -61,15 +61,6 @@ WEIGHT_DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", WEIGHT_DAMAGES)
-def test_weights_that_do_not_fit_are_refused(tmp_path, damage):
-    mamba_in_llama(tmp_path)
-    edit, reason = WEIGHT_DAMAGES[damage]
-    edit_weights(tmp_path, edit)
-    with pytest.raises(CheckpointRefused, match=reason):
-        load_model(tmp_path)
-
-
 def test_a_tied_head_that_differs_is_refused(tmp_path):
     mamba_in_llama(tmp_path, tied=False)
     edit_json(tmp_path / "config.json", tie_word_embeddings=True)
@@ -77,20 +68,36 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-TRUNCATIONS = [
-    pytest.param(
-        lambda d, keep=keep: truncate(d / "model.safetensors", keep),
-        r"model\.safetensors cannot be read", id=f"truncated-{keep}",
-    )
-    for keep in (0, 5, 200, 2000, 30_000)
-]
+FOLDER_DAMAGES = {
+    **{
+        name: (lambda d, edit=edit: edit_weights(d, edit), reason)
+        for name, (edit, reason) in WEIGHT_DAMAGES.items()
+    },
+    **{
+        f"truncated-{keep}": (
+            lambda d, keep=keep: truncate(d / "model.safetensors", keep),
+            r"model\.safetensors cannot be read",
+        )
+        for keep in (0, 5, 200, 2000, 30_000)
+    },
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
+    **{
+        name: (
+            lambda d, name=name: edit_json(d / "config.json", **{name: True}),
+            f"{name} = True; only False",
+        )
+        for name in ("attention_bias", "mlp_bias")  # beside Mamba layers
+    },
+    "Mamba in Mistral": (
+        lambda d: edit_json(d / "config.json", model_type="mistral"),
+        r"= 'mistral'; only 'llama'.*: use a",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [*TRUNCATIONS, (lambda d: (d / "model.safetensors").unlink(), "holds no weights")],
-)
-def test_damaged_weights_are_refused(tmp_path, damage, reason):
+@pytest.mark.parametrize("damage", FOLDER_DAMAGES)
+def test_damaged_folders_are_refused(tmp_path, damage):
+    damage, reason = FOLDER_DAMAGES[damage]
     mamba_in_llama(tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointRefused, match=reason):
@@ -230,21 +237,6 @@ def test_configs_that_ask_for_something_else_are_refused(tmp_path, file, changes
     for load in (load_config, load_model):
         with pytest.raises(CheckpointRefused, match=reason):
             load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
-def test_biases_beside_mamba_layers_are_refused(tmp_path, name):
-    mamba_in_llama(tmp_path)
-    edit_json(tmp_path / "config.json", **{name: True})
-    with pytest.raises(CheckpointRefused, match=f"{name} = True; only False"):
-        load_config(tmp_path)
-
-
-def test_mambas_in_other_models_than_llama_are_refused(tmp_path):
-    mamba_in_llama(tmp_path)
-    edit_json(tmp_path / "config.json", model_type="mistral")
-    with pytest.raises(CheckpointRefused, match=r"= 'mistral'; only 'llama'.*: use a"):
-        load_config(tmp_path)
 
 
 def test_keys_without_effect_pass_and_unknown_ones_of_the_mixer_do_not(tmp_path):
