@@ -194,21 +194,20 @@ def test_masked_turns_are_told_and_moved_with_what_is_trimmed(tmp_path):
     }
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "learn"])
-@pytest.mark.parametrize("no", [0, False])
-def test_turns_not_to_learn_under_each_name(tmp_path, key, no):
-    told = row(HUMAN, {**GPT, key: no}, HUMAN, {**GPT, key: True})
+@pytest.mark.parametrize(
+    ("key", "no", "yes"),
+    [
+        *((key, no, True) for no in (0, False)
+          for key in ("weight", "train", "training", "trainable", "loss", "learn")),
+        ("mask", True, False), ("masked", True, False),
+    ],
+)
+def test_turns_not_to_learn_under_each_name(tmp_path, key, no, yes):
+    told = row(HUMAN, {**GPT, key: no}, HUMAN, {**GPT, key: yes})
     lines = [told, row(HUMAN, {**GPT, key: None})]
     found, report = read_conversations(write(tmp_path / "a.jsonl", lines))
     assert [each.masked for each in found] == [{1}, frozenset()]
     assert not report.passed_over
-
-
-@pytest.mark.parametrize("key", ["mask", "masked"])
-def test_masked_turns_are_not_learnt(tmp_path, key):
-    line = row(HUMAN, {**GPT, key: True}, HUMAN, {**GPT, key: False})
-    found, _ = read_conversations(write(tmp_path / "a.jsonl", [line]))
-    assert [each.masked for each in found] == [{1}]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,13 @@ class TimedDrafter(TableDrafter):
         return super().draft(*arguments)
 
 
+def require_times_of_calls(stats):
+    assert stats.decode_s == pytest.approx(stats.num_calls * (DRAFT_S + VERIFY_S))
+    assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
+    assert stats.time_ms["verify"] == pytest.approx(stats.num_calls * VERIFY_S * 1e3)
+    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_on_the_host_prefill_and_streamer_are_no_decoding(gpu, streamed):
     torch.manual_seed(0)
@@ -60,10 +67,7 @@ def test_on_the_host_prefill_and_streamer_are_no_decoding(gpu, streamed):
     for _ in range(2):
         stats = decoder.generate([1, 2], GenerationConfig(20), streamer=streamer).stats
         assert stats.prefill_s == pytest.approx(2 * PREFILL_S)
-        assert stats.decode_s == pytest.approx(stats.num_calls * (DRAFT_S + VERIFY_S))
-        assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
-        assert stats.time_ms["verify"] == pytest.approx(stats.num_calls * VERIFY_S * 1e3)
-        assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3)
+        require_times_of_calls(stats)
 
 
 @pytest.fixture
@@ -88,10 +92,7 @@ def test_on_a_gpu_the_step_ahead_counts_neither_here_nor_in_the_next_prefill(on_
         stats = decoder.generate([1, 2, 3], GenerationConfig(length), streamer=streamer).stats
         assert gpu.busy_until - gpu.now > 0.9 * (DRAFT_S + VERIFY_S) or streamed
         assert stats.prefill_s == pytest.approx(PREFILL_S)
-        assert stats.decode_s == pytest.approx(stats.num_calls * (DRAFT_S + VERIFY_S))
-        assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
-        assert stats.time_ms["verify"] == pytest.approx(stats.num_calls * VERIFY_S * 1e3)
-        assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3)
+        require_times_of_calls(stats)
     assert gpu.now > 6 * CAPTURE_S  # which no figure had
 
 
