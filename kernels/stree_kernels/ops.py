@@ -18,16 +18,8 @@ import torch
 from torch import Tensor
 
 from stree_kernels import naive
-from stree_kernels.contracts import (
-    CacheState,
-    Derived,
-    Gated,
-    GatedDeltaShape,
-    Mamba1Shape,
-    MixerShape,
-    Scaled,
-    Stream,
-)
+from stree_kernels.contracts import CacheState, Derived, Gated, Scaled, Stream
+from stree_kernels.shapes import GatedDeltaShape, Mamba1Shape, MixerShape
 
 P = ParamSpec("P")
 R = TypeVar("R")

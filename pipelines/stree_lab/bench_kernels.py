@@ -22,13 +22,8 @@ from torch import Tensor
 from stree.common.errors import exit_with_reason
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive, ops
-from stree_kernels.contracts import (
-    Derived,
-    GatedDeltaShape,
-    GatedDeltaWeights,
-    MixerShape,
-    MixerWeights,
-)
+from stree_kernels.contracts import Derived, GatedDeltaWeights, MixerWeights
+from stree_kernels.shapes import GatedDeltaShape, MixerShape
 from stree_lab.benches.buffers import OpCall
 from stree_lab.benches.command import (
     device_of,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stree_kernels.contracts import MixerShape, Stream
+from stree_kernels.contracts import Stream
+from stree_kernels.shapes import MixerShape
 
 
 @pytest.mark.parametrize(

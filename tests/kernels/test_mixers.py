@@ -35,16 +35,11 @@ from toys import random_tree
 
 from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
-from stree_kernels.contracts import (
-    Derived,
-    GatedDeltaShape,
-    GatedDeltaWeights,
-    MixerShape,
-    MixerWeights,
-)
+from stree_kernels.contracts import Derived, GatedDeltaWeights, MixerWeights
 from stree_kernels.conv import tree_conv
 from stree_kernels.gated_delta import tree as gated_delta_tree
 from stree_kernels.mamba import streamed_scan, tree_scan
+from stree_kernels.shapes import GatedDeltaShape, MixerShape
 
 MAMBA = {
     "grouped": MixerShape(4, 16, 16, 2, 1, 4, 4),

@@ -11,7 +11,7 @@ import torch
 
 import stree
 from stree_kernels import naive, ops
-from stree_kernels.contracts import GatedDeltaShape, MixerShape
+from stree_kernels.shapes import GatedDeltaShape, MixerShape
 
 CUDA = torch.device("cuda")
 

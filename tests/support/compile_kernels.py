@@ -37,7 +37,6 @@ from stree_kernels.attention import tree_attention
 from stree_kernels.contracts import (
     CacheState,
     Derived,
-    GatedDeltaShape,
     GatedDeltaWeights,
     Router,
     Sampling,
@@ -50,6 +49,7 @@ from stree_kernels.naive import TreesToFill
 from stree_kernels.products import scaled as scaled_products
 from stree_kernels.products import tiled as tiled_products
 from stree_kernels.sampling.drafts import Drafts
+from stree_kernels.shapes import GatedDeltaShape
 
 SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
 

@@ -24,18 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import (
-    CacheState,
-    Derived,
-    GatedDeltaShape,
-    GatedDeltaWeights,
-    MixerShape,
-    MixerWeights,
-    ScanShape,
-    Topology,
-)
+from stree_kernels.contracts import CacheState, Derived, GatedDeltaWeights, MixerWeights, Topology
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of
+from stree_kernels.shapes import GatedDeltaShape, MixerShape, ScanShape
 
 BLOCK_CHANNELS, BLOCK_NODES = 64, 16  # that a program convolves
 MIN_ROWS_WIDE_BLOCKS = 8  # sequences from which on a small tree's blocks have more channels

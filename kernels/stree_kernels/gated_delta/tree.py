@@ -24,18 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import (
-    CacheState,
-    Derived,
-    GatedDeltaShape,
-    GatedDeltaWeights,
-    Topology,
-)
+from stree_kernels.contracts import CacheState, Derived, GatedDeltaWeights, Topology
 from stree_kernels.conv.tree_conv import PATH_BLOCK, ConvDims, convolve
 from stree_kernels.gated_delta.chain import advance_chain
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.naive.gated_delta import NORM_EPS
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of, product
+from stree_kernels.shapes import GatedDeltaShape
 
 # Fastest on an H200: nodes and value channels of a head that a program takes at a time
 BLOCK_NODES, BLOCK_VALUES = 16, 32

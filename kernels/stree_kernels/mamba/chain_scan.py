@@ -14,9 +14,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from stree_kernels.contracts import CacheState, Derived, MixerShape
+from stree_kernels.contracts import CacheState, Derived
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.mamba.streamed_scan import gated_by_silu
+from stree_kernels.shapes import MixerShape
 
 
 def scan_chain(scan: Any, derived: Derived, shape: MixerShape, cache_state: CacheState) -> None:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, Derived, MixerShape, Topology
+from stree_kernels.contracts import CacheState, Derived, Topology
 from stree_kernels.conv.tree_conv import (
     PATH_BLOCK,
     advanced,
@@ -33,6 +33,7 @@ from stree_kernels.products.linear import (
     precision_of,
     product,
 )
+from stree_kernels.shapes import MixerShape
 
 STATE_BYTES_PAST_L2 = 16 * 2**20  # of a layer, more than the L2 cache keeps between launches
 MAX_STREAMED_NODES = 32  # that a program scans

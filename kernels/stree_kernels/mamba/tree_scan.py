@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerWeights, Topology
 from stree_kernels.conv.tree_conv import ConvDims, convolve
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.mamba.chain_scan import scan_chain
 from stree_kernels.mamba.streamed_scan import gated_by_silu, pair_scores, scan_streamed, streams
 from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of
+from stree_kernels.shapes import MixerShape
 
 # Nodes and channels of a head that a program scans, and its warps; fastest on an H200
 TILE_SMALL_TREE, TILE_LARGE_TREE = (16, 32, 4), (32, 64, 8)

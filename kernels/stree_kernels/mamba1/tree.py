@@ -26,10 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, Mamba1Held, Mamba1Shape, Mamba1Weights, Topology
+from stree_kernels.contracts import CacheState, Mamba1Held, Mamba1Weights, Topology
 from stree_kernels.conv.tree_conv import positive_dt
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.mamba.streamed_scan import gated_by_silu
+from stree_kernels.shapes import Mamba1Shape
 
 TILE = 512  # numbers of a state that a program holds
 BLOCK_NODES = 16  # that a program convolves at a time

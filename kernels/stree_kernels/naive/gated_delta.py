@@ -20,15 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import (
-    CacheState,
-    Derived,
-    GatedDeltaShape,
-    GatedDeltaWeights,
-    Topology,
-)
+from stree_kernels.contracts import CacheState, Derived, GatedDeltaWeights, Topology
 from stree_kernels.naive.conv import tree_conv
 from stree_kernels.naive.dtypes import accumulation_dtype
+from stree_kernels.shapes import GatedDeltaShape
 
 NORM_EPS = 1e-6  # of q's and k's L2 norm, as published models have it
 

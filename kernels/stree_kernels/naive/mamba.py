@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import CacheState, Derived, MixerShape, MixerWeights, Topology
+from stree_kernels.contracts import CacheState, Derived, MixerWeights, Topology
 from stree_kernels.index_plan import ancestors_of, conv_places, path_places
 from stree_kernels.naive.conv import convolve, held_at, kept_of, seen_of, write_kept
 from stree_kernels.naive.dtypes import as_dtype, widened
 from stree_kernels.naive.pointwise import gated
+from stree_kernels.shapes import MixerShape
 
 
 def chunk_scan(

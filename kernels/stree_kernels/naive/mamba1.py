@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stree_kernels.contracts import CacheState, Mamba1Held, Mamba1Shape, Mamba1Weights, Topology
+from stree_kernels.contracts import CacheState, Mamba1Held, Mamba1Weights, Topology
 from stree_kernels.index_plan import accepted_path
 from stree_kernels.naive.conv import convolve
 from stree_kernels.naive.dtypes import accumulation_dtype, as_dtype, widened
 from stree_kernels.naive.pointwise import gated
+from stree_kernels.shapes import Mamba1Shape
 
 CHUNK = 32  # tokens that a scan takes at a time
 

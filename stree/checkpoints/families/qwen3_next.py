@@ -30,7 +30,7 @@ from stree.checkpoints.sources import (
     rotary_order,
 )
 from stree.models.config import HybridConfig
-from stree_kernels.contracts import GatedDeltaShape
+from stree_kernels.shapes import GatedDeltaShape
 
 KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 ROTARY_SHARE = 0.25

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stree_kernels.contracts import GatedDeltaShape, Mamba1Shape, MixerShape
+from stree_kernels.shapes import GatedDeltaShape, Mamba1Shape, MixerShape
 
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
 MLP_KINDS = ("swiglu", "geglu", "relu2", "gelu")

@@ -14,8 +14,9 @@ from lanes import costly
 
 from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
-from stree_kernels.contracts import Mamba1Held, Mamba1Shape, Mamba1Weights
+from stree_kernels.contracts import Mamba1Held, Mamba1Weights
 from stree_kernels.mamba1 import tree as kernels
+from stree_kernels.shapes import Mamba1Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PLAIN, NORMED = Mamba1Shape(40, 5, 3, 4), Mamba1Shape(33, 16, 6, 3, norm_eps=0.1)

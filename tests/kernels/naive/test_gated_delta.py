@@ -14,7 +14,8 @@ from kernel_cases import DEVICE, cache_state_of, comb, star, topology_of
 
 from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
-from stree_kernels.contracts import GatedDeltaShape, GatedDeltaWeights
+from stree_kernels.contracts import GatedDeltaWeights
+from stree_kernels.shapes import GatedDeltaShape
 
 TREES = [
     TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), star(9), balanced([2, 3, 2]),

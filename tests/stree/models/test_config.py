@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +20,15 @@ EXPERTS = {
     "num_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 4, "router_groups": 2,
     "layer_types": ("experts",) * 3,
 }
+
+
+def test_a_config_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['triton'] = None; "
+        "import stree.checkpoints.config_parts; from stree.models.config import HybridConfig; "
+        f"HybridConfig(64, d_model=16, num_layers=3, **{EXPERTS})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

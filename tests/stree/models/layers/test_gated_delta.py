@@ -13,7 +13,7 @@ from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.part import TreePass
 from stree.trees.token_tree import TokenTree
 from stree_kernels import ops
-from stree_kernels.contracts import GatedDeltaShape
+from stree_kernels.shapes import GatedDeltaShape
 
 SHAPE, D_MODEL = GatedDeltaShape(6, 2, 8, 12, 4), 20
 
