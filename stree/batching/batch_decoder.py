@@ -385,7 +385,7 @@ class BatchDecoder(RequestServer):
         self.scheduler.choice.drop()  # it rests on other times
         with for_decoding(self.target):
             self.tree_policy.costs = measure_step_times(
-                self, self.tree_policy.trees, context, num_steps, counts, generation
+                self, self.worker, self.tree_policy.trees, context, num_steps, counts, generation
             )
         return self.tree_policy.costs
 

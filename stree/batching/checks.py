@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stree import verifiers
-from stree.batching.sequences import Request, SampleRequest
+from stree.batching.sequences import DecoderParts, Request, SampleRequest
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafterSpec
@@ -24,8 +24,8 @@ from stree.trees.token_tree import StepTree, as_tree
 from stree.verifiers import Verifier
 
 
-def checked_sequence(decoder: Any, request: Request) -> RunningSequence:
-    """Return the host's record of a request to a `BatchDecoder`.
+def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence:
+    """Return the host's record of a request to a decoder.
 
     Raises `UsageError` if it cannot be served.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from stree.batching.sequences import DecoderParts
 from stree.common.device_memory import free_memory_bytes
 from stree.common.words import counted, size
 from stree_kernels import ops
@@ -33,7 +33,7 @@ class MemoryReport:
     free_bytes: int
 
     @classmethod
-    def of(cls, decoders: Sequence[Any]) -> MemoryReport:
+    def of(cls, decoders: Sequence[DecoderParts]) -> MemoryReport:
         """Return the report of `BatchDecoder`s that each hold a row for every sequence."""
         device, parts = decoders[0].target.device, Counter[str]()
         for decoder in decoders:

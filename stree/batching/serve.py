@@ -12,7 +12,7 @@ from typing import Any, Protocol, Unpack
 
 from stree.common.threads import one_at_a_time
 
-from stree.batching.sequences import Request, requests_of
+from stree.batching.sequences import DecoderParts, Request, requests_of
 from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
 from stree.common.words import counted
@@ -141,14 +141,12 @@ def serve(
         loop.close()
 
 
-class RequestServer(Rows):
+class RequestServer(DecoderParts, Rows):
     """Methods of a batch decoder that serve whole requests, by its rows and steps.
 
     A batch decoder inherits them; it brings the attributes and what raises NotImplementedError.
     """
 
-    num_rows: int
-    tokenizer: Any
     lock: RLock
 
     def prepare(self) -> None:

@@ -7,17 +7,19 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from stree.batching.sequences import DecoderParts
 from stree.batching.state import BatchState
 from stree.batching.step import StepInputs
 from stree.common.clock import now
 from stree.common.errors import UsageError
 from stree.common.words import counted, device_name, held_dtype
 from stree.engine.row_store import SavedRow
+from stree.engine.worker import Worker
 from stree.generation import GenerationConfig
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.build import make_tree_batch
@@ -65,8 +67,8 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def measure_step_times(
-    decoder: Any, trees: Sequence[StepTree], context: int | None, num_steps: int,
-    counts: Sequence[int] | None, generation: GenerationConfig,
+    decoder: DecoderParts, worker: Worker, trees: Sequence[StepTree], context: int | None,
+    num_steps: int, counts: Sequence[int] | None, generation: GenerationConfig,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows.
 
@@ -74,7 +76,8 @@ def measure_step_times(
     its turns, so that a short disturbance of the machine does not favour one tree.
 
     Args:
-        decoder: A `BatchDecoder`; all its rows must be free.
+        decoder: All its rows must be free.
+        worker: The decoder's.
         trees: Trees to time.
         context: Committed tokens before the first step, the same ones in all rows; None is
             `context_of` max_length. Each row goes on with a token and a seed of its own.
@@ -85,7 +88,7 @@ def measure_step_times(
     Raises:
         UsageError: When the decoder's max_length leaves no room for a step.
     """
-    decoder.worker.prepare_catching_up(0)
+    worker.prepare_catching_up(0)
     began = time.perf_counter()
     context = context_of(decoder.max_length) if context is None else context
     counts = row_counts(decoder.num_rows) if counts is None else counts
@@ -113,35 +116,37 @@ def measure_step_times(
                     f"{context} tokens: raise it, or lower the context"
                 )
             timed = min(num_steps, room) if turn else 0
-            read_s.append(_begin_after(decoder, count, prefix, tokens, generation))
+            read_s.append(_begin_after(decoder, worker, count, prefix, tokens, generation))
             tree_batch = make_tree_batch([tree] * count, decoder.target.device)
-            rows = decoder.worker.state.narrow(0, count, [generation])
-            _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED))
+            rows = worker.state.narrow(0, count, [generation])
+            run = partial(_run_steps, worker, rows, tree_batch, context, decoder.max_length)
+            run(range(NUM_UNTIMED))
             started = now(decoder.target.device)
-            _run_steps(decoder, rows, tree_batch, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
+            run(range(NUM_UNTIMED, NUM_UNTIMED + timed))
             if timed:
                 seconds[tree].append((now(decoder.target.device) - started) / timed)
         costs.catch_up = min(read_s)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
-    decoder.worker.state.active.zero_()
+    worker.state.active.zero_()
     costs.took_s = time.perf_counter() - began
     return costs
 
 
 def _run_steps(
-    decoder: Any, rows: BatchState, tree_batch: TreeBatch, context: int, steps: range
+    worker: Worker, rows: BatchState, tree_batch: TreeBatch, context: int, max_length: int,
+    steps: range,
 ) -> None:
     """Launch steps without reading their reports, so that the host does not slow them down."""
     longest_block = tree_batch.max_depth + 1
     for step in steps:
-        position = min(context + step * longest_block, decoder.max_length)
+        position = min(context + step * longest_block, max_length)
         inputs = StepInputs(rows, tree_batch, longest_block if step else 1, position)
-        decoder.worker.runner.launch(inputs, lambda phase: None)
-        decoder.worker.runner.drop()
+        worker.runner.launch(inputs, lambda phase: None)
+        worker.runner.drop()
 
 
 def _begin_after(
-    decoder: Any, count: int, prefix: SavedRow, tokens: Tensor,
+    decoder: DecoderParts, worker: Worker, count: int, prefix: SavedRow, tokens: Tensor,
     generation: GenerationConfig,
 ) -> float:
     """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
@@ -150,12 +155,12 @@ def _begin_after(
         decoder.cache.clear(row)
         decoder.cache.load(prefix, row)
         own, ends = replace(generation, seed=row), decoder.eos_token_ids
-        decoder.worker.state.set(row, own, tokens.tolist(), vocab_size, generation.eos_ids(ends))
+        worker.state.set(row, own, tokens.tolist(), vocab_size, generation.eos_ids(ends))
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = now(decoder.target.device)
-            decoder.worker.let_drafter_read(row, tokens)
+            worker.let_drafter_read(row, tokens)
             seconds = now(decoder.target.device) - started
         *_, root = tokens_of_row(row, len(tokens) + 1, vocab_size)
-        decoder.worker.state.begin(row, len(tokens), root)
+        worker.state.begin(row, len(tokens), root)
     return seconds
