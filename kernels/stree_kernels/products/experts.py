@@ -43,7 +43,7 @@ class Tiling(NamedTuple):
 
 # Chosen by what fits the registers, not yet by time on a GPU
 UP = DOWN = Tiling(32, 128, 3, 4)
-SHARES = 4  # of the list
+MAX_SHARES = 4  # of the list of chosen experts
 COMPARISONS = 4096  # of chosen experts with all experts, at a time
 
 
@@ -105,7 +105,7 @@ def experts(
         PRECISION=precision_of(rows), num_warps=UP.warps, num_stages=UP.stages - fewer,
         **overlapping(rows),
     )
-    shares = min(SHARES, most)
+    shares = min(MAX_SHARES, most)
     parts = rows.new_empty(shares, count, width, dtype=torch.float32)
     down_kernel[(triton.cdiv(width, DOWN.outputs), shares)](
         hidden, down_values, down_scale, parts, listed, count, width, inner, shares,
@@ -172,9 +172,9 @@ def route_kernel(
 
 @triton.jit
 def _listed(
-    chosen, num_chosen, num_experts, slot, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr
+    chosen, num_chosen, num_experts, number, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr
 ):
-    """Count the experts that any row has chosen, and return the one at a place of their list."""
+    """Count the experts that any row has chosen, and return the one numbered `number`."""
     expert = tl.arange(0, BLOCK_E)
     place = tl.arange(0, BLOCK_CHOSEN)
     wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
@@ -182,7 +182,7 @@ def _listed(
         each = tl.load(chosen + start + place, mask=start + place < num_chosen, other=-1)
         wanted = tl.maximum(wanted, tl.max((each[:, None] == expert[None, :]).to(tl.int32), axis=0))
     wanted = tl.where(expert < num_experts, wanted, 0)
-    here = (tl.cumsum(wanted, axis=0) == slot + 1) & (wanted > 0)
+    here = (tl.cumsum(wanted, axis=0) == number + 1) & (wanted > 0)
     return tl.sum(wanted, axis=0), tl.sum(tl.where(here, expert, 0), axis=0).to(tl.int64)
 
 
@@ -194,17 +194,17 @@ def up_kernel(
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    slot = tl.program_id(1)
+    number = tl.program_id(1)
     row = tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_INPUTS)
     known, mine = row < count, output < inner
     dtype = hidden.dtype.element_ty
     follow(OVERLAPS)
-    num_listed, expert = _listed(chosen, count * top, num_experts, slot, BLOCK_E, BLOCK_CHOSEN)
+    num_listed, expert = _listed(chosen, count * top, num_experts, number, BLOCK_E, BLOCK_CHOSEN)
     if tl.program_id(0) == 0:  # for the next launch
-        tl.store(listed + 1 + slot, expert.to(tl.int32), mask=slot < num_listed)
-        tl.store(listed, num_listed, mask=slot == 0)
-    if slot < num_listed:
+        tl.store(listed + 1 + number, expert.to(tl.int32), mask=number < num_listed)
+        tl.store(listed, num_listed, mask=number == 0)
+    if number < num_listed:
         scale = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         wanted = tl.zeros([BLOCK_ROWS], dtype=tl.int32)
         for rank in range(top):
@@ -232,7 +232,7 @@ def up_kernel(
         y = (y.to(tl.float32) * scale[None, :]).to(dtype)
         # Filled, not multiplied: rows that have not chosen the expert may hold anything
         y = tl.where(wanted[None, :] > 0, y, 0.0)
-        at = hidden + (slot * count + row)[None, :] * inner + output[:, None]
+        at = hidden + (number * count + row)[None, :] * inner + output[:, None]
         tl.store(at, y, mask=mine[:, None] & known[None, :])
 
 
@@ -249,10 +249,10 @@ def down_kernel(
     known, mine = row < count, output < width
     follow(OVERLAPS)
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
-    for slot in range(share, tl.load(listed), shares):
-        expert = tl.load(listed + 1 + slot).to(tl.int64)
+    for number in range(share, tl.load(listed), shares):
+        expert = tl.load(listed + 1 + number).to(tl.int64)
         place = expert * width + output
-        to_row = hidden + (slot * count + row)[None, :] * inner
+        to_row = hidden + (number * count + row)[None, :] * inner
         for start in range(0, inner, BLOCK_INPUTS):
             values = input_tile(to_row, start + k, inner, known)
             sums += _term(down, down_scale, place, start, k, inner, mine, values, GROUP, PRECISION)
