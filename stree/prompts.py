@@ -189,8 +189,8 @@ def _require_read(template: str, variables: Mapping[str, Any]) -> None:
             )
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise UsageError(
-                f"the chat template does not read {name}: leave it out, or give another "
-                "chat_template in chat_template_kwargs"
+                f"the chat template does not read {name}: leave it out, or use a chat_template "
+                "that does"
             )
 
 

@@ -64,11 +64,13 @@ class Answer:
     Attributes:
         moments: When its tokens came.
         output: Its tokens so far; their counts at its end.
+        num_named_characters: Characters of the tokens whose log-probabilities were given.
     """
 
     def __init__(self, index: int, asked: Asked, tokenizer: Any) -> None:
         self.index, self.asked, self.moments = index, asked, Moments()
         self.output = GenerationOutput([], "", DecodingStats())
+        self.num_named_characters = 0
         stops = asked.request.generation.stop_strings
         self._text = TextStream(tokenizer, stops, visible=asked.marks.texts)
         self._segments = Segments(asked.marks, asked.prompt_end)
@@ -136,7 +138,7 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[TokenLogprobs]) -> dict[str, 
 
 
 def completion_logprobs(
-    tokenizer: Any, first: Sequence[int], tokens: Sequence[TokenLogprobs], offset: int = 0
+    tokenizer: Any, first: Sequence[int], tokens: Sequence[TokenLogprobs], offset: int
 ) -> dict[str, Any]:
     """Return log-probabilities as a text completion has them.
 

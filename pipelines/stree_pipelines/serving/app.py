@@ -339,7 +339,10 @@ class Reply:
         if body.logprobs is not None:
             first = [] if echo is None else answer.asked.prompt[:1]
             tokens = ([] if echo is None else echo["tokens"]) + delta.logprobs
-            choice["logprobs"] = completion_logprobs(tokenizer, first, tokens)
+            offset = answer.num_named_characters
+            named = completion_logprobs(tokenizer, first, tokens, offset)
+            answer.num_named_characters += sum(map(len, named["tokens"]))
+            choice["logprobs"] = named
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -119,6 +119,21 @@ def test_log_probabilities_of_a_prompt_and_its_answer_are_the_targets(running, c
     assert nothing["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_streamed_log_probabilities_are_those_of_a_whole_reply(client, echo):
+    asked = dict(model="docs", prompt="A list", max_tokens=9, seed=4, n=2, logprobs=1, echo=echo)
+    whole = client.completions.create(**asked)
+    parts = {0: [], 1: []}
+    for event in client.completions.create(**asked, stream=True):
+        for choice in event.choices:
+            parts[choice.index].append(choice.logprobs)
+    for choice in whole.choices:
+        assert len(parts[choice.index]) > 1
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            joined = [each for part in parts[choice.index] for each in getattr(part, name) or ()]
+            assert joined == pytest.approx(getattr(choice.logprobs, name), abs=1e-5), name
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constrained_answers_follow_their_form_and_are_plain_decodings(running, temperature):

@@ -47,6 +47,20 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
     assert len({each for out in outputs for each in out.stats.accepted_per_call}) > 2
 
 
+def test_a_warm_up_captures_steps_of_few_sizes_which_serve_any_number_of_rows(captured_on_cpu):
+    target, settings = tiny_model(1), GenerationConfig(4, temperature=1.0, ignore_eos=True)
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), TokenTree.chain(3), num_rows=5, max_length=64
+    )
+    runner = decoder.worker.runner
+    decoder.warm_up(Request([1, 2, 3], settings))
+    captured = set(runner.captured)
+    assert {num_rows for num_rows, *_ in captured} == {1, 2, 4, 5}
+    for count in range(1, 6):
+        decoder.generate([Request([7, each], settings) for each in range(count)])
+    assert runner.captured == captured
+
+
 @pytest.mark.costly
 def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu, monkeypatch):
     """A row decodes in the step after its prompt without a value from the device."""
