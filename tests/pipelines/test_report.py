@@ -134,6 +134,7 @@ def test_page_shows_every_section(run):
     assert "<b>answer</b>" not in html and "&lt;b&gt;answer&lt;/b&gt; ünï" in html
 
 
+@pytest.mark.costly
 def test_reports_are_reproducible(run, tmp_path, drawn):
     for path in write_report(load_run(run), tmp_path)[0]:
         assert path.read_bytes() == (run / path.name).read_bytes()

@@ -66,14 +66,15 @@ def test_greedy_tokens_are_those_of_generate(family, seed):
     assert sum(sum(each.stats.accepted_per_call) for each in decoder.outputs) > 0
 
 
-def families(*quick):
+def families(*quick, in_test_all=()):
     """Return a parameter for each family; only the named ones are not long."""
-    return [
-        pytest.param(each, marks=[] if each in quick else [pytest.mark.long]) for each in FAMILIES
-    ]
+    return quick_first(
+        [(each,) for each in quick], [(each,) for each in FAMILIES],
+        [(each,) for each in in_test_all],
+    )
 
 
-@pytest.mark.parametrize("family", families("granite", "qwen3_5"))
+@pytest.mark.parametrize(("family",), families("granite", "qwen3_5"))
 def test_padded_batches_are_those_of_generate(family):
     theirs = reference(family, 1, without_biases=True)
     ids, mask = prompts()
@@ -138,7 +139,7 @@ def test_tensors_are_shared(family, seed):
     assert len(storages(theirs, ours)) == len(before) + len(own)
 
 
-@pytest.mark.parametrize("family", families("granite", "zamba", "qwen3_next"))
+@pytest.mark.parametrize(("family",), families("granite", "zamba", "qwen3_next"))
 @torch.no_grad()
 def test_packing_for_the_fused_kernels_makes_no_second_copy(family, monkeypatch):
     """The joined weights are also transformers' own, which goes on as before."""
@@ -155,7 +156,7 @@ def test_packing_for_the_fused_kernels_makes_no_second_copy(family, monkeypatch)
     torch.testing.assert_close(ours(ids), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", families("granite", "zamba", "qwen3_next"))
+@pytest.mark.parametrize(("family",), families("granite", "zamba", "qwen3_next"))
 @torch.no_grad()
 def test_transformers_saves_a_model_that_has_decoded_here(family, tmp_path):
     theirs, (ids, _) = random_reference(family, 1), prompts((7,))
@@ -173,7 +174,7 @@ def test_a_weight_that_changes_in_place_changes_in_both(granite):
     assert ours.model.layers[0].input_layernorm.weight is weight
 
 
-@pytest.mark.parametrize("family", families("granite", "falcon"))
+@pytest.mark.parametrize(("family",), families("granite", "falcon"))
 def test_a_decoder_follows_a_model_that_is_trained_or_moved(family):
     """Tensors of our own are made anew; without a change nothing is."""
     theirs, (ids, _) = reference(family, 1), prompts((7,))
@@ -296,7 +297,7 @@ def test_sampling_repeats_with_torchs_seed_and_keeps_the_filters(granite):
 
 
 @pytest.mark.filterwarnings("error:temperature is 0")
-@pytest.mark.parametrize("family", families("granite", "qwen3_5"))
+@pytest.mark.parametrize(("family",), families("granite", in_test_all=["qwen3_5"]))
 def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
     theirs = reference(family, 1)
     decoder, (ids, _) = decoder_of(theirs), prompts((9,))

@@ -67,6 +67,7 @@ def test_a_chat_is_answered_as_plain_decoding_answers_it(running, client, settin
     assert usage.prompt_tokens_details.cached_tokens > 0  # of the same messages before
 
 
+@pytest.mark.costly
 def test_an_asynchronous_client_gets_many_answers_at_once(running):
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none") as client:

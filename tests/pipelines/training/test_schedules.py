@@ -84,6 +84,7 @@ def assert_equal_weights(folder: Path, other: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.costly
 def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branching, tmp_path):
     """The weights are equal bit for bit, and the training goes on as without the export."""
     shorter = (
