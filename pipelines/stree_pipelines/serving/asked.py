@@ -161,6 +161,8 @@ class Asker:
     def _grammar(self, body: Body) -> str | None:
         form = body.response_format
         if body.guided_regex is not None:
+            if form is not None and form.type != "text":
+                raise UsageError("response_format and guided_regex: wanted one form of the answer")
             return self.grammars.of_regex(body.guided_regex)
         if form is None or form.type == "text":
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stree.common.errors import UsageError
 
@@ -77,26 +77,22 @@ class Body(BaseModel):
     return_drafts: bool = False
     timeout_s: float | None = Field(None, gt=0)
 
-    @field_validator(
-        "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "min_tokens", "stream", "echo", "ignore_eos", "stop_token_ids",
-        mode="before",
-    )
+    @model_validator(mode="before")
     @classmethod
-    def _default_of_null(cls, value: Any, info: Any) -> Any:
-        if value is not None:
-            return value
-        return cls.model_fields[info.field_name].get_default(call_default_factory=True)
+    def _without_nulls(cls, body: Any) -> Any:
+        """Leave out keys without a value, which stand for the default."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
     def require_known(self) -> None:
         """Raise `UsageError` for a key that is not served."""
         without_effect = {
-            "best_of": (None, self.n), "modalities": (None, ["text"]),
-            "include_stop_str_in_output": (None, False),
+            "best_of": (self.n,), "modalities": (["text"],), "include_stop_str_in_output": (False,),
         }
         unknown = {
             name for name, value in (self.model_extra or {}).items()
-            if value not in without_effect.get(name, (None, [], {}))
+            if value not in without_effect.get(name, ([], {}))
         } - IGNORED
         if unknown:
             raise UsageError(

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from stree_pipelines.serving.schemas import ChatBody, CompletionBody
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -62,7 +64,8 @@ BODIES = [
     chat(chat_template_kwargs={"no_such_variable": 1}), chat(chat_template_kwargs=[1]),
     chat(chat_template_kwargs={"chat_template": "{{ messages[0].content }}"}),
     chat(chat_template_kwargs={"chat_template": "/etc/hostname"}),
-    text(prompt=["a"] * 69), chat(tool_choice="required"), chat(tools="x"), chat(tools=[3]),
+    text(prompt=["a"] * 69), chat(guided_regex="a", response_format={"type": "json_object"}),
+    chat(tool_choice="required"), chat(tools="x"), chat(tools=[3]),
 ]
 
 
@@ -87,6 +90,14 @@ def test_each_gets_one_clear_error(running):
         if not (is_refused and is_clear and error["code"] == response.status_code):
             faults.append(f"{body[:120]!r}: {response.status_code} {response.text[:200]}")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(chat, ChatBody), (text, CompletionBody)])
+def test_null_stands_for_the_default_of_each_key(running, make, kind):
+    names = {*kind.model_fields, "frequency", "functions"} - {"messages", "prompt", "max_tokens"}
+    path, body = make(**dict.fromkeys(names))
+    response = running.client.post(path, content=body)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(
