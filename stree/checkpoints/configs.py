@@ -21,7 +21,7 @@ from stree.checkpoints.families import FAMILIES
 from stree.checkpoints.layouts import llama, mamba1, mamba2, mamba_in_llama, own
 from stree.checkpoints.layouts.mamba_in_llama import MIXER_CONFIG_NAME
 from stree.checkpoints.layouts.own import MODEL_TYPE
-from stree.checkpoints.layouts.quantised import KEYS, Quantisation, read_quantisation
+from stree.checkpoints.layouts.quantisation import KEYS, Quantisation, read_quantisation
 from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.common.files import require_own_files

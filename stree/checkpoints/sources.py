@@ -2,7 +2,8 @@
 
 A layout's multipliers are folded into the weights, so that no call pays for them; fused projections
 are cut, lists of experts stacked, channels of a head put in our order. All that happens after names
-and shapes were checked: before, sizes are those that an untrusted file claims.
+and shapes were checked: before, sizes are those that an untrusted file claims. Sources are found
+without PyTorch, which only the functions import when they are called.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import Names
 from stree.models.config import HybridConfig
-from stree_kernels import naive
 
-Make = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Make: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def as_stored(tensor: Tensor) -> Tensor:
@@ -114,15 +114,16 @@ def scaled(factor: float) -> Make:
     """Return a function that multiplies by a number in fp32 or wider, so that it rounds once."""
     if factor == 1:
         return lambda tensor: tensor
-    return lambda tensor: tensor.to(naive.accumulation_dtype(tensor.dtype)) * factor
+    return lambda tensor: _wide(tensor) * factor
 
 
 def scaled_rows(factors: Sequence[float], sizes: Sequence[int]) -> Make:
     """Return `scaled` with several factors, each for as many rows as its size."""
 
     def make(tensor: Tensor) -> Tensor:
-        wide = tensor.to(naive.accumulation_dtype(tensor.dtype))
-        rows = torch.tensor(factors, dtype=wide.dtype).repeat_interleave(torch.tensor(sizes))
+        wide = _wide(tensor)
+        pairs = zip(factors, sizes, strict=True)
+        rows = wide.new_tensor([factor for factor, size in pairs for _ in range(size)])
         return wide * rows.view(-1, *[1] * (wide.dim() - 1))
 
     return make
@@ -133,7 +134,21 @@ def plus_one(tensor: Tensor) -> Tensor:
 
     In bf16 the sum would lose most digits of w, so the source must be `wide`.
     """
-    return tensor.to(naive.accumulation_dtype(tensor.dtype)) + 1
+    return _wide(tensor) + 1
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the numbers in fp32, or in fp64 if they are stored so."""
+    from stree_kernels import naive
+
+    return tensor.to(naive.accumulation_dtype(tensor.dtype))
+
+
+def joined(*tensors: Tensor) -> Tensor:
+    """Return tensors above each other, along their outputs."""
+    import torch
+
+    return torch.cat(tensors)
 
 
 def half(second: bool) -> Make:
@@ -183,11 +198,13 @@ def named(
     )
 
     def stacked(*tensors: Tensor) -> Tensor:
+        import torch
+
         step = len(projections)
         if step == 1:
             return torch.stack(tensors)
         starts = range(0, len(tensors), step)
-        return torch.stack([torch.cat(tensors[start : start + step]) for start in starts])
+        return torch.stack([joined(*tensors[start : start + step]) for start in starts])
 
     shape = (outer, inner) if name.endswith(".down") else (inner, outer)
     return Source(each, stacked, shape, stacks=True)
@@ -203,10 +220,9 @@ def rotary_order(config: HybridConfig) -> Make:
         return scaled(1)
 
     def make(tensor: Tensor) -> Tensor:
-        channels = torch.arange(dim)
-        low, high = channels[:rotated].chunk(2)
-        more_low, more_high = channels[rotated:].chunk(2)
-        order = torch.cat([low, more_low, high, more_high])
+        channels, middle = list(range(dim)), (rotated + dim) // 2
+        low, high = channels[: rotated // 2], channels[rotated // 2 : rotated]
+        order = [*low, *channels[rotated:middle], *high, *channels[middle:]]
         return tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
 
     return make

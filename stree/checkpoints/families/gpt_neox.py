@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import Names, in_layers
 from stree.checkpoints.sources import Layout, Rename, Source, named, rotary_order
 from stree.models.config import HybridConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROTARY_SHARE = 0.25
 NAMES = Names(
@@ -110,7 +111,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     def source(name: str) -> Source:
         if name.endswith("layernorm.weight"):
             (place,) = NAMES.published(name)
-            return Source((place,), torch.ones_like)
+            return Source((place,), lambda scale: scale.new_ones(scale.shape))
         if re.search(r"\.(q|k|v)_proj\.", name):
             return reading(name, "input_layernorm")
         if ".up_proj." in name:
@@ -123,8 +124,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
         (place,) = NAMES.published(name)
         if ".o_proj.bias" in name and not biased:
             place = place.replace(".bias", ".weight")
-            none = torch.zeros(d_model)
-            return Source((place,), lambda _: none, (d_model, d_model))
+            shape = (d_model, d_model)
+            return Source((place,), lambda weight: weight.new_zeros(d_model), shape)
         if name == "model.embed_tokens.weight":
             return Source((place,), lambda tensor: _centred(tensor, 1))
         if ".o_proj." in name or ".down_proj." in name:

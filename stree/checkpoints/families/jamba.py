@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import MAMBA1_PARTS, Names, in_layers
 from stree.checkpoints.sources import Layout, Rename, Source, named
 from stree.models.config import HybridConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAMES = Names({
     "model.final_layernorm": "model.norm",

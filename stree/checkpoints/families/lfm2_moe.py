@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
-
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.families import lfm2
@@ -66,8 +64,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     def source(name: str) -> Source:
         if name.endswith(".experts.correction_bias") and not corrected:
             gate = NAMES.published(name.replace(".correction_bias", ".router.weight"))
-            none = torch.zeros(config.num_experts)
-            return Source(tuple(gate), lambda _: none, (config.num_experts, config.d_model))
+            num_experts, shape = config.num_experts, (config.num_experts, config.d_model)
+            return Source(tuple(gate), lambda weight: weight.new_zeros(num_experts), shape)
         return named(NAMES, name, config, stored)
 
     return source

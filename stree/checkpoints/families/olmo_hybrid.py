@@ -10,13 +10,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import Names, in_layers
-from stree.checkpoints.sources import Layout, Rename, Source, named
+from stree.checkpoints.sources import Layout, Rename, Source, joined, named
 from stree.models.config import HybridConfig
 
 KINDS = {"linear_attention": "gated_delta mlp", "full_attention": "attention>norm mlp>norm"}
@@ -124,7 +121,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 
     def of_q_k_v(names: list[str], dims: tuple[int, ...], *splits: Sequence[int]) -> Source:
         return Source(
-            tuple(names), _above, splits=tuple(tuple((n, *dims) for n in each) for each in splits)
+            tuple(names), joined, splits=tuple(tuple((n, *dims) for n in each) for each in splits)
         )
 
     def source(name: str) -> Source:
@@ -145,11 +142,6 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
         return named(names, name, config, stored)
 
     return source
-
-
-def _above(*tensors: Tensor) -> Tensor:
-    """Lay tensors one above the other."""
-    return torch.cat(tensors)
 
 
 LAYOUT = Layout(

@@ -8,10 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
@@ -25,12 +22,16 @@ from stree.checkpoints.sources import (
     Source,
     after_each_other,
     half_of_fused,
+    joined,
     named,
     plus_one,
     rotary_order,
 )
 from stree.models.config import HybridConfig
 from stree_kernels.shapes import GatedDeltaShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 ROTARY_SHARE = 0.25
@@ -176,7 +177,7 @@ def of_key_heads(shape: GatedDeltaShape) -> dict[str, Make]:
     qkvz = parts(shape.key_dim, shape.key_dim, values, values)
     ba = parts(heads_a_key, heads_a_key)
     return {
-        "in_proj_qkv": lambda tensor: torch.cat(qkvz(tensor)[:3]),
+        "in_proj_qkv": lambda tensor: joined(*qkvz(tensor)[:3]),
         "in_proj_z": lambda tensor: qkvz(tensor)[3],
         "in_proj_b": lambda tensor: ba(tensor)[0],
         "in_proj_a": lambda tensor: ba(tensor)[1],

@@ -1,0 +1,90 @@
+"""Read how a published checkpoint is quantised; refuse formats that are not read by name.
+
+Formats read, by the names that their libraries give them: `fp8` (DeepSeek's and Qwen's, with a
+`weight_scale_inv` for each block of 128 × 128 weights), `compressed-tensors` with fp8 weights (a
+`weight_scale` for each output, tensor or block) and `modelopt` in FP8, also where only
+hf_quant_config.json says so. All three mean: a weight is its stored value times its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stree.checkpoints.checked_json import CheckedJson
+from stree.common.errors import CheckpointRefused
+
+KEYS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+SIDE_FILES = {  # beside a config.json that does not say it, and who writes them
+    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
+}
+_NAMES = {
+    "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4", "mlx": "MLX",
+}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Rows and columns of the blocks of weights that have a scale each, where scales are blocks."""
+
+    block: tuple[int, int] = (128, 128)
+
+
+def read_quantisation(directory: Path, config: CheckedJson) -> Quantisation | None:
+    """Return how a folder's weights are quantised; None for weights that are not.
+
+    Raises `CheckpointRefused` for a format that is not read, with what to load instead.
+    """
+    for key in KEYS:
+        if given := config.get(key):
+            told = {"quant_method": "mlx"} if key == "quantization" else given
+            return _read(told, f"{config.path}, by its {key},")
+    for name, method in SIDE_FILES.items():
+        if (path := directory / name).exists():
+            values = CheckedJson.load(path)
+            own = values.get("quantization", values)
+            return _read({"quant_method": method, **own} if isinstance(own, Mapping) else own, path)
+    return None
+
+
+def _read(given: Any, where: object) -> Quantisation:
+    table = dict(given) if isinstance(given, Mapping) else {}
+    method = str(table.get("quant_method", "an unnamed format"))
+    if method == "fp8" and table.get("fmt", "e4m3") == "e4m3":
+        return _in_blocks(table.get("weight_block_size"))
+    name = _NAMES.get(method, method)
+    if method == "compressed-tensors":
+        groups = table.get("config_groups")
+        weights = [
+            each.get("weights") or {} for each in groups.values() if isinstance(each, Mapping)
+        ] if isinstance(groups, Mapping) else []
+        kinds = {(each.get("num_bits"), each.get("type"), each.get("strategy")) for each in weights}
+        if kinds and kinds <= {(8, "float", by) for by in ("tensor", "channel", "block")}:
+            blocks = [each["block_structure"] for each in weights if each.get("block_structure")]
+            return _in_blocks(blocks[0] if blocks else None)
+        name = f"{table.get('format', 'another format')} ({method})"
+    elif method == "modelopt":
+        layers = table.get("quantized_layers")
+        algorithms = {str(table.get("quant_algo"))}
+        if isinstance(layers, Mapping) and layers:
+            algorithms = {str(each.get("quant_algo")) for each in layers.values()}
+        if all(each.startswith("FP8") for each in algorithms):
+            return Quantisation()
+        name = f"{', '.join(sorted(algorithms))} ({method})"
+    raise CheckpointRefused(
+        f"{where} says that the weights are quantised to {name:.99}, which is not read: load the "
+        "model's checkpoint in FP8, or the one in BF16, with target_dtype float8 for 8 bits"
+    )
+
+
+def _in_blocks(size: Any) -> Quantisation:
+    if size is None:
+        return Quantisation()
+    if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int for each in size)):
+        raise CheckpointRefused(f"blocks of {size!r:.99} weights, wanted two whole numbers")
+    if min(size) < 1:
+        raise CheckpointRefused(f"blocks of {size} weights, wanted at least 1 × 1")
+    return Quantisation((size[0], size[1]))
