@@ -24,6 +24,7 @@ EXTRA_OF = {
     "pandas": "report",
     "pyarrow": "report",
     "fastapi": "serve",
+    "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "llguidance": "serve",
