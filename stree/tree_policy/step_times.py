@@ -23,6 +23,7 @@ from stree.trees.token_tree import PLAIN, StepTree
 ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
 STEPS_SEEN = 25  # steps of a tree whose median is what it takes
 MIN_STEPS_SEEN = 8  # below which the times measured apart count
+STEPS_VALID = 256  # steps with drafts, of all trees, for which the seen times of a tree count
 
 
 @dataclass
@@ -193,6 +194,8 @@ class Speeds:
         self.costs = costs
         # Seconds of the last steps, by number of rows and tree
         self._seen: dict[tuple[int, StepTree], deque[float]] = {}
+        self._seen_at: dict[tuple[int, StepTree], int] = {}  # number of the last such step
+        self._num_steps = 0  # with drafts
         self._last: dict[int, StepTree] = {}  # by rows, the last tree of which enough were seen
         # The drafter's seconds a request: to read a prompt, and to catch up after plain steps
         self._prefills_s, self._catch_ups_s = (MovingAverage(costs.catch_up) for _ in range(2))
@@ -206,6 +209,10 @@ class Speeds:
 
     def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken, the host's work included."""
+        if self._is_old(num_rows, tree):
+            self.forget_steps(num_rows, tree)
+        self._num_steps += tree != PLAIN
+        self._seen_at[num_rows, tree] = self._num_steps
         seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
         seen.append(seconds)
         if len(seen) >= MIN_STEPS_SEEN:
@@ -215,7 +222,17 @@ class Speeds:
 
     def is_timed(self, num_rows: int, tree: StepTree) -> bool:
         """Return whether enough steps were seen to know what one takes."""
-        return len(self._seen.get((num_rows, tree), ())) >= MIN_STEPS_SEEN
+        seen = self._seen.get((num_rows, tree), ())
+        return len(seen) >= MIN_STEPS_SEEN and not self._is_old(num_rows, tree)
+
+    def _is_old(self, num_rows: int, tree: StepTree) -> bool:
+        """Return whether the last such step was too long ago to tell what one takes now.
+
+        Otherwise a tree whose first steps happened to wait for the host would never be tried again.
+        Explorer renews the times of plain decoding.
+        """
+        seen_at = self._seen_at.get((num_rows, tree), self._num_steps)
+        return tree != PLAIN and self._num_steps - seen_at > STEPS_VALID
 
     def forget_steps(self, num_rows: int, tree: StepTree) -> None:
         """Forget what steps of a tree have taken."""

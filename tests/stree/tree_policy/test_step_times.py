@@ -14,6 +14,7 @@ from stree.common.errors import BadData, CannotWrite, NotFound
 from stree.common.words import device_name
 from stree.tree_policy.adaptive import PLAIN
 from stree.tree_policy.policy import TreePolicy
+from stree.tree_policy.step_times import MIN_STEPS_SEEN, STEPS_VALID, Speeds
 from stree.trees.token_tree import TokenTree, as_tree
 
 OWN = TokenTree((-1, 0, 0, 1), "own")
@@ -119,3 +120,18 @@ def test_a_choice_by_step_times_says_whether_they_were_measured():
     assert repr(policy) == "AdaptiveTrees(chain-1, no costs measured)"
     policy.costs = StepTimes({(1, PLAIN): 0.1, (4, PLAIN): 0.2})
     assert repr(policy) == "AdaptiveTrees(chain-1, costs of up to 4 rows)"
+
+
+@pytest.mark.parametrize(
+    ("later", "seconds"), [(1, 9.0), (STEPS_VALID, 9.0), (STEPS_VALID + 1, 2.0)]
+)
+def test_slow_steps_of_a_tree_are_forgotten_when_others_have_gone_on(later, seconds):
+    """Else a tree whose first steps waited for the host is not tried again (0.94 of the best)."""
+    table = StepTimes({(1, PLAIN): 1.0, (1, OWN): 2.0, (1, BEAM): 3.0})
+    speeds = Speeds(table, dict.fromkeys(TREES, 1.0))
+    for _ in range(MIN_STEPS_SEEN):
+        speeds.learn_step(1, OWN, 9.0)
+    for _ in range(later):
+        speeds.learn_step(1, BEAM, 3.0)
+    speeds.expect(dict.fromkeys(TREES, 1.0))
+    assert speeds.step_s(1, OWN) == seconds
