@@ -121,8 +121,9 @@ def _with_programs(text: str, programs: Mapping[str, str]) -> str:
 class OneLineErrors:
     """Mixin of argument parsers that prints the mistake and a hint instead of the whole usage.
 
-    An abbreviation is refused: its meaning may change with the next option. A command with several
-    required options has an `example`: a line that is complete.
+    An abbreviation is refused: its meaning may change with the next option. Dashes in an option's
+    name stand for underscores. A command with several required options has an `example`: a line
+    that is complete.
     """
 
     prog: str
@@ -138,16 +139,15 @@ class OneLineErrors:
                 options["description"] = _with_programs(options["description"], typed.programs)
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
-    def add_argument(self, *names: Any, **options: Any) -> Any:
-        """Add an option, which may also be spelt with dashes: `--max-length` for `--max_length`."""
-        if len(names) == 1 and "_" in names[0] and re.fullmatch(r"--\w+", names[0]):
-            names = (*names, names[0].replace("_", "-"))
-        return super().add_argument(*names, **options)  # type: ignore[misc]
-
     def parse_args(self, *arguments: Any, **options: Any) -> Any:
         first, *more = arguments or (options.pop("args", None),)
         given: list[str] = []
+        known = {name for action in self._actions_of_options() for name in action.option_strings}
         for each in sys.argv[1:] if first is None else first:
+            name, equals, value = each.partition("=")
+            if name.startswith("--") and name not in known:  # --max-length for --max_length
+                spelt = f"--{name[2:].replace('-', '_')}"
+                each = spelt + equals + value if spelt in known else each
             given += each.split("=", 1) if each.startswith("--config=") else [each]
         files: dict[str, str] = {}
         for index, each in enumerate(given[:-1]):
@@ -169,11 +169,15 @@ class OneLineErrors:
         finally:
             _file_of_key.reset(token)
 
+    def _actions_of_options(self) -> list[argparse.Action]:
+        of_subcommand = getattr(getattr(self, "_subcommands_action", None), "choices", {})
+        actions: list[argparse.Action] = of_subcommand.get(SUBCOMMAND, self)._actions
+        return actions
+
     def _kinds(self) -> dict[str, Any]:
         """Return the types of the options in a YAML file; None where the parser looks at values."""
-        of_subcommand = getattr(getattr(self, "_subcommands_action", None), "choices", {})
         kinds: dict[str, Any] = {}
-        for action in of_subcommand.get(SUBCOMMAND, self)._actions:
+        for action in self._actions_of_options():
             is_yaml_s = not action.dest.endswith(".help") and action.dest not in _NO_KEYS
             if is_yaml_s:
                 kinds[action.dest] = {"+": list, "*": list, 0: bool}.get(action.nargs)
