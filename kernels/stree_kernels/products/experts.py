@@ -282,9 +282,9 @@ def _term(
 def in_bf16(tile):
     """Convert numbers in e4m3 exactly, except NaN, which becomes 480.
 
-    The bits of a number, three places further right below its sign, are those of 2⁻¹²⁰ times it in
-    bf16, also where it is subnormal. So five instructions convert two numbers; Triton's own
-    conversion goes by fp16, one number at a time.
+    Its sign in the sign bit of bf16 and its seven other bits in bits 4 to 10 are 2⁻¹²⁰ times the
+    number in bf16, also where it is subnormal. So five instructions convert two numbers; Triton's
+    own conversion goes by fp16, one number at a time.
     """
     return tl.inline_asm_elementwise(
         """
