@@ -117,8 +117,9 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Return a model's parameters of the names and shapes `expected`, after checking all of them.
 
-    With in_8_bits, all `PackedModel.weights_for_8_bits` are held so; without, those that are stored
-    so. Other weights that are stored in 8 bits are written out, with a warning.
+    With in_8_bits, all `PackedModel.weights_for_8_bits` are held in 8 bits. Without it, only those
+    of them are that the checkpoint stores in 8 bits. Its other weights in 8 bits are written out,
+    with a warning.
     """
     if checkpoint.quantisation is not None:
         stored = with_scales(stored, checkpoint.quantisation, directory)

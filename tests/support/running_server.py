@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 from toys import load_quietly
 
+from stree_pipelines.commands.serve import KEEP_ALIVE_S
 from stree_pipelines.serving.app import Server, make_app
 from stree_pipelines.serving.engine_client import EngineClient
 from stree_pipelines.serving.engine_end import EngineEnd
@@ -34,7 +35,9 @@ class Running:
         self.server = Server(EngineClient(link, received(link.makefile("rb"))), "docs", key)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(make_app(self.server), log_level="error", timeout_keep_alive=75)
+        config = uvicorn.Config(
+            make_app(self.server), log_level="error", timeout_keep_alive=KEEP_ALIVE_S
+        )
         self.web = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.web.run, args=([listener],))
         self.thread.start()

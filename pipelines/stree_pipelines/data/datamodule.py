@@ -41,9 +41,9 @@ def tokenize(
     """Read and tokenise the conversations of a source (at most `limit`) into one flat table.
 
     Answers of generate_data.py keep the ids that they have there; of them, only the share `hardest`
-    with the lowest acceptance lengths is taken. The report counts the rows. Raises `BadData` as
-    `read_conversations` and `read_answers` do, and `CheckpointRefused` for generated data of
-    another tokenizer.
+    with the lowest acceptance lengths is taken; an answer of one token, which took no call, comes
+    last. The report counts the rows. Raises `BadData` as `read_conversations` and `read_answers`
+    do, and `CheckpointRefused` for generated data of another tokenizer.
     """
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []

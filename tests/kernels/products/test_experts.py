@@ -53,7 +53,7 @@ def test_experts(num_rows, num_experts, top, kind, dtype):
 
 
 def scaled_case(num_rows, groups, kind, dtype, width=192, inner=96):
-    """Make a case with weights in 8 bits: each matrix has scales for so many groups of inputs."""
+    """Make a case with weights in 8 bits; each group of inputs has a scale."""
     *given, up, down, _ = case(num_rows, 20, 3, kind, dtype, width, inner)
     stacks = []
     for weight in (up, down):
