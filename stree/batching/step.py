@@ -168,9 +168,10 @@ class Step:
         scores, accepted = None, report[:, 2 + (report.shape[1] - 3) // 2 : -1]
         if (num_top := rows.asked.num_top) is not None:
             tokens, nodes = report[:, 2:-1].clamp(min=0).reshape(len(report), 2, -1).unbind(1)
-            at = nodes.clamp(max=logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[2])
-            on_path = logits.gather(1, at), processed.gather(1, at), tokens
-            scores = log_probs_of(*on_path, rows.temperature, num_top)
+            temperature = rows.temperature if rows.asked.sampled else None
+            on_path = _at(logits, nodes)
+            kept = on_path if processed is logits else _at(processed, nodes)
+            scores = log_probs_of(on_path, kept, tokens, temperature, num_top)
         tree_batch.report_ranks(accepted)
         told_host = report if scores is None else torch.cat([report.double(), scores.flatten(1)], 1)
         if drafter is not None and features is not None:
@@ -183,6 +184,14 @@ class Step:
         """The drafter if it reads hidden states of the target, else None."""
         drafter = self.drafter
         return drafter if isinstance(drafter, FeatureDrafter) and drafter.feature_layers else None
+
+
+def _at(logits: Tensor, nodes: Tensor) -> Tensor:
+    """Return the logits (B, M, V) at nodes (B, M) of logits (B, N, V)."""
+    if logits.shape[1] == 1:  # of roots, of which no copy is needed
+        return logits.expand(-1, nodes.shape[1], -1)
+    at = nodes.clamp(max=logits.shape[1] - 1)[..., None]
+    return logits.gather(1, at.expand(-1, -1, logits.shape[2]))
 
 
 @dataclass

@@ -412,7 +412,8 @@ class Worker:
         self.state.place(row, position, begun[:1], finite[0])
         if asked.num_top is None:
             return begun
-        scores = log_probs_of(logits, processed, token, rows.temperature, asked.num_top)
+        temperature = rows.temperature if asked.sampled else None
+        scores = log_probs_of(logits, processed, token, temperature, asked.num_top)
         return torch.cat([begun.double(), scores.flatten()])
 
     def _beginning(self, admit: Admit) -> tuple[str, Asked]:
@@ -484,5 +485,5 @@ def _row_report(told: list[Any], size: int) -> RowReport:
     tokens, nodes = (list(map(int, values[at:][: int(count)])) for at in (0, size))
     depth, *scores = values[2 * size :]
     width = len(scores) // size
-    each = [scores[at : at + width] for at in range(0, len(scores), width)] if width else []
+    each = [scores[at * width : (at + 1) * width] for at in range(int(count))] if width else []
     return RowReport(int(finite), tokens, nodes, int(depth), each)

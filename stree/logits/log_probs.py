@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stree.trees.token_tree import MAX_CHILDREN
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -45,8 +47,10 @@ class TokenLogprobs:
         """
         half = len(values) // 2
         of_logits, processed = values[:half], values[half:]
-        best, kept = (_best_of(each, num_top) for each in (of_logits, processed))
-        kept = tuple(each for each in kept if each[1] > -math.inf)
+        best = kept = _best_of(of_logits, num_top)
+        if processed != of_logits:
+            kept = _best_of(processed, num_top)
+            kept = tuple(each for each in kept if each[1] > -math.inf)
         return cls(token, of_logits[0], processed[0], best, kept)
 
 
@@ -70,13 +74,10 @@ def log_probs_of_text(target: Any, tokens: Sequence[int], num_top: int) -> list[
     with torch.no_grad():
         ids = torch.tensor([tokens], device=target.device)
         hidden, found = target.hidden_states(ids), []
-        temperature = torch.ones(1, dtype=torch.float64, device=target.device)
         for start in range(0, len(tokens) - 1, TEXT_CHUNK):
             stop = min(start + TEXT_CHUNK, len(tokens) - 1)
             logits = target.logits(hidden[:, start:stop])
-            values = log_probs_of(
-                logits, logits, ids[:, start + 1 : stop + 1], temperature, num_top
-            )
+            values = log_probs_of(logits, logits, ids[:, start + 1 : stop + 1], None, num_top)
             found += values[0].flatten(1).tolist()
     return [
         TokenLogprobs.of_values(token, values, num_top)
@@ -85,15 +86,17 @@ def log_probs_of_text(target: Any, tokens: Sequence[int], num_top: int) -> list[
 
 
 def log_probs_of(
-    logits: Tensor, processed: Tensor, tokens: Tensor, temperature: Tensor, num_top: int
+    logits: Tensor, processed: Tensor, tokens: Tensor, temperature: Tensor | None, num_top: int
 ) -> Tensor:
     """Return the log-probabilities of tokens and of the best tokens in their places.
 
     Args:
         logits: (B, M, V) of the target.
-        processed: (B, M, V), the same as `BatchState.processed` returns them.
+        processed: (B, M, V), the same as `BatchState.processed` returns them; `logits` itself where
+            nothing changes them.
         tokens: (B, M).
-        temperature: (B,) fp64, by which `processed` are divided here; 0 counts as 1.
+        temperature: (B,) fp64, by which `processed` are divided here; 0 counts as 1. None if no row
+            samples.
         num_top: k, the number of best tokens; at most V are returned.
 
     Returns:
@@ -104,10 +107,33 @@ def log_probs_of(
 
     from stree_kernels import naive
 
-    dtype = naive.accumulation_dtype(logits.dtype)
-    temperature = torch.where(temperature == 0, 1.0, temperature).to(dtype)
-    both = torch.stack([logits.to(dtype), processed.to(dtype) / temperature[:, None, None]], 2)
-    scores = both.log_softmax(-1)
-    chosen = scores.gather(-1, tokens[:, :, None, None].expand(-1, -1, 2, 1))
-    best, ids = scores.topk(min(num_top, scores.shape[-1]))
-    return torch.cat([chosen.double(), best.double(), ids.double()], -1)
+    of_logits = of_processed = _log_probs_by(logits, tokens, num_top)
+    if temperature is not None:
+        dtype = naive.accumulation_dtype(processed.dtype)
+        temperature = torch.where(temperature == 0, 1.0, temperature).to(dtype)
+        processed = processed.to(dtype) / temperature[:, None, None]
+    if processed is not logits:
+        of_processed = _log_probs_by(processed, tokens, num_top)
+    return torch.stack([of_logits, of_processed], 2)
+
+
+def _log_probs_by(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """Return the half (B, M, 1 + 2·k) of `log_probs_of` that is by these logits (B, M, V)."""
+    import torch
+
+    from stree_kernels import naive, ops
+
+    dtype, k = naive.accumulation_dtype(logits.dtype), min(num_top, logits.shape[2])
+    shape, logits, tokens = tokens.shape, logits.flatten(0, 1), tokens.reshape(-1, 1)
+    if k > MAX_CHILDREN:
+        best, ids = logits.to(dtype).log_softmax(-1).topk(k)
+    else:  # as the best children of roots, whose paths have the log-probability 0
+        root = tokens.new_zeros(len(tokens), 1)
+        places = torch.arange(1, 1 + max(k, 1), device=tokens.device).repeat(len(tokens), 1, 1)
+        ids = root.repeat(1, 1 + max(k, 1))
+        best, finite = ids.to(dtype), root.bool()
+        ops.choose_children(logits[:, None], root.int(), None, places, ids, finite, root, best)
+        best, ids = best[:, 1:], ids[:, 1:]
+    below = logits.gather(1, tokens).to(dtype) - logits.gather(1, ids[:, :1]).to(dtype)
+    parts = [(best[:, :1] + below).double(), best[:, :k].double(), ids[:, :k].double()]
+    return torch.cat(parts, 1).view(*shape, -1)
