@@ -92,17 +92,21 @@ class PackedModel(HeadedModel):
         and with `head` the head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings,
         norms, convolutions, A, D, dt's bias, biases, low-rank adapters, routers, and what Mamba-1
         selects by stay as they are. With `rounds_inputs` inputs of many rows are rounded, too, in
-        passes over whole sequences, but for experts. Such a model can neither be trained nor saved.
+        passes over whole sequences, but for experts. This holds for weights that a checkpoint
+        stores in 8 bits as well, if they have one scale an output, whether or not it stores scales
+        for its inputs: the caller chooses. Such a model can neither be trained nor saved.
 
         Raises `UsageError` for a GPU without float8.
         """
         require_products_in_8_bits(self.device, "load the target without target_dtype")
         for name, weight in self.weights_for_8_bits().items():
-            if weight.dtype != FLOAT8 and (head or name != "lm_head.weight"):
+            if name == "lm_head.weight" and not head:
+                continue
+            if weight.dtype != FLOAT8:
                 self.hold_in_8_bits(name, naive.in_8_bits(weight))
-        for each in self.modules():
-            if isinstance(each, ScaledLinear):
-                each.rounds_inputs = rounds_inputs
+            module = self.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, ScaledLinear):
+                module.rounds_inputs = rounds_inputs
         if head:
             self.put_head_in_8_bits()
 

@@ -33,6 +33,23 @@ def test_a_target_says_almost_the_same_with_products_in_8_bits():
     assert 0 < divergence.max() < 0.05
 
 
+@torch.no_grad()
+def test_inputs_are_rounded_for_weights_that_were_in_8_bits_before():
+    """As for weights that the target puts into 8 bits itself, as it was asked; not for a head."""
+    before, stored = tiny_model(dtype=torch.float32), tiny_model(dtype=torch.float32)
+    stored.put_in_8_bits()
+    tokens = torch.arange(144)[None] % 11
+    exact = stored.hidden_states(tokens)
+    for target in (before, stored):
+        FrozenTarget(target, "replicated", "float8")
+    rounded = stored.hidden_states(tokens)
+    assert torch.equal(rounded, before.hidden_states(tokens))
+    assert (rounded - exact).abs().max() > 1e-4
+    assert not stored.lm_head.rounds_inputs
+    stored.put_in_8_bits()
+    assert torch.equal(stored.hidden_states(tokens), exact)
+
+
 def test_a_drafter_learns_from_a_target_in_8_bits(workspace, tmp_path, capsys):
     losses = {}
     for dtype in ("float32", "float8"):
@@ -58,7 +75,6 @@ def test_what_8_bits_do_not_go_with_is_refused(workspace, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("mlp", ["gated", "experts"])
 def test_memory_counts_a_byte_for_what_is_rounded_and_two_for_what_is_not(mlp):
-    """Experts stay in bf16."""
     experts = dict(num_experts=6, experts_per_token=2, expert_intermediate_size=32)
     more = {"gated": {}, "experts": experts}
     config = tiny_model().config.replace(**more[mlp])
