@@ -327,6 +327,17 @@ class Sampling:
     position: Tensor
 
 
+class Slots(NamedTuple):
+    """Slots of growing trees, whose values choosing their tokens writes (DySpec).
+
+    values (B, P) fp32 are logarithms; temperature (B,) fp64 is that of the drafter's distribution,
+    0 for 1.
+    """
+
+    values: Tensor
+    temperature: Tensor
+
+
 @dataclass(frozen=True)
 class Router:
     """Rule by which a token's router logits choose its experts.

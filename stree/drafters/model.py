@@ -266,15 +266,15 @@ class ModelDrafter(FeatureDrafter):
                 tokens,
                 finite[:, drawn : drawn + count], level.nodes, tree_batch.values,
             )
+            slots = tree_batch.slots_at(rows.temperature)
             if rows.leaves_out:
                 paths = tree_batch.paths_at(tokens, number, rows.asked.reads_paths)
                 logits = rows.processed(model.head_logits(_normed(hidden)), paths, model.head_ids)
-                ops.choose_children(logits, *chosen, model.head_ids)
+                ops.choose_children(logits, *chosen, model.head_ids, slots)
             else:
-                logits = model.draw_children(hidden, *chosen)
+                logits = model.draw_children(hidden, *chosen, slots)
             if independent and rows.sampling is not None:
                 self._draw_each(logits, level, rows, rows.sampling, tokens, keep_logits)
-            tree_batch.rate(number, logits, rows.temperature, tokens, model.head_ids)
             drawn += count
             drawn_from.append(logits)
         all_logits = None

@@ -16,7 +16,7 @@ from stree.models.config import HybridConfig
 from stree.models.layers.packed_linear import weight_of
 from stree.models.layers.part import Part, require_products_in_8_bits
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Sampling, Scaled, Stream
+from stree_kernels.contracts import Sampling, Scaled, Slots, Stream
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -119,6 +119,7 @@ class HeadedModel(nn.Module):
     def draw_children(
         self, stream: Tensor | Stream, depths: Tensor, sampling: Sampling | None, places: Tensor,
         tokens: Tensor, finite: Tensor, nodes: Tensor | None, values: Tensor | None,
+        slots: Slots | None = None,
     ) -> Tensor:
         """Draw children by the model's head, as `ops.draw_children`.
 
@@ -126,7 +127,7 @@ class HeadedModel(nn.Module):
         """
         if self.config.head_rank:
             stream = ops.linear(stream, self.head_down.weight)
-        where = (depths, sampling, places, tokens, finite, nodes, values, self.head_ids)
+        where = (depths, sampling, places, tokens, finite, nodes, values, self.head_ids, slots)
         return ops.draw_children(stream, self.head, *where)
 
     @torch.no_grad()

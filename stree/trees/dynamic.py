@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.trees.token_tree import BeamSearchTree, BeamTree, SlotTree, StepTree, TokenTree
 from stree.trees.tree_batch import Level, TreeBatch
 from stree_kernels import ops
-from stree_kernels.contracts import Topology
+from stree_kernels.contracts import Slots, Topology
 
 ABSENT = -2  # the parent of a node that a tree does not have in a step
 NUM_NODES_REORDERED = 256  # from which on a depth-first order spares attention whole blocks
@@ -206,17 +206,12 @@ class SlotTreeBatch(DynamicTreeBatch):
 
     def __init__(self, tree: SlotTree, batch: int, device: torch.device) -> None:
         super().__init__(tree, batch, device)
-        self.values, self._slots = None, torch.zeros_like(self._paths)  # `rate` writes both
+        self._slots = torch.zeros_like(self._paths)
         self.drawn_by = self.inner = torch.zeros_like(self.parents)
         self.least = math.log(tree.threshold) if tree.threshold else -math.inf
 
-    def rate(
-        self, level: int, logits: Tensor, temperature: Tensor, tokens: Tensor, ids: Tensor | None
-    ) -> None:
-        nodes, places = self.levels[level].nodes, self.levels[level].places
-        ops.rate_slots(
-            logits, temperature, tokens, nodes, places, self._paths, self._slots, ids
-        )
+    def slots_at(self, temperature: Tensor) -> Slots:
+        return Slots(self._slots, temperature)
 
 
 def depth_first(parents: Tensor, ancestors: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.trees.token_tree import TokenTree
-from stree_kernels.contracts import Topology
+from stree_kernels.contracts import Slots, Topology
 
 # Positions between the noise of two nodes: above those of any sequence, and 2,047 times this
 # fits 31 bits
@@ -180,18 +180,9 @@ class TreeBatch:
         """Return `Level.above` (B, n) of a level after `grow`."""
         return self.levels[level].above
 
-    def rate(
-        self, level: int, logits: Tensor, temperature: Tensor, tokens: Tensor, ids: Tensor | None
-    ) -> None:
-        """Compute the values of the children of a level's nodes.
-
-        Args:
-            level: Number of the level.
-            logits: (B, n, K), from which the children were drawn.
-            temperature: (B,) fp64, 0 for greedy rows.
-            tokens: All drawn tokens, the children included.
-            ids: (K,) ascending, the tokens that the logits are of; None for all.
-        """
+    def slots_at(self, temperature: Tensor) -> Slots | None:
+        """Return the slots to rate for drafts drawn at temperatures (B,); None for no slots."""
+        return None
 
     def finish(self, tokens: Tensor) -> Tensor:
         """Choose the trees, and return their tokens (B, N), given all drawn tokens."""

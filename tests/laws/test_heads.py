@@ -47,7 +47,7 @@ class Masked(HybridModel):
         logits = super().head_logits(hidden)
         return torch.full_like(logits, -torch.inf).index_copy(-1, ids, logits[..., ids])
 
-    def draw_children(self, hidden, *others):
+    def draw_children(self, hidden, *others, slots=None):
         logits = self.head_logits(hidden if isinstance(hidden, torch.Tensor) else ops.norm(hidden))
         ops.choose_children(logits, *others)
         return logits

@@ -116,8 +116,11 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
         )
     tree_batch.finish(tree_batch.pool)
     slots = SlotTreeBatch(SlotTree.of(3, 3, 13), 1, model.device)
-    for ids in (None, torch.arange(1024)):
-        slots.rate(2, logits, torch.ones(1, dtype=torch.float64), slots.pool, ids)
+    for by, ids in itertools.product((None, sampling), (None, torch.arange(1024))):
+        ops.choose_children(
+            logits, level.depths, by, level.places, slots.pool, finite, level.nodes, slots.values,
+            ids, slots.slots_at(torch.ones(1, dtype=torch.float64)),
+        )
     slots.finish(slots.pool)
     drafts_of_a_text()
 

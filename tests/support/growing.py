@@ -34,7 +34,6 @@ class Growing(TableDrafter):
             logits.append(rows.processed(after, above))
             count = level.nodes.shape[1]
             self.choose(tree_batch, rows, level, logits[-1], finite[:, done : done + count])
-            tree_batch.rate(number, logits[-1], rows.temperature, tree_batch.pool, None)
             done += count
             for row, nodes in enumerate(level.nodes.tolist()):
                 for node, places in zip(nodes, level.places[row].tolist(), strict=True):
@@ -46,7 +45,7 @@ class Growing(TableDrafter):
     def choose(self, tree_batch, rows, level, logits, finite) -> None:
         ops.choose_children(
             logits, level.depths, rows.sampling, level.places, tree_batch.pool, finite, level.nodes,
-            tree_batch.values,
+            tree_batch.values, None, tree_batch.slots_at(rows.temperature),
         )
 
 
@@ -58,7 +57,11 @@ class GrowingInTurn(Growing):
         self.draw = drawing_in_turn(choose)
 
     def choose(self, tree_batch, rows, level, logits, finite) -> None:
-        self.draw(logits, level.depths, rows.sampling, level.places, tree_batch.pool, finite)
+        slots = tree_batch.slots_at(rows.temperature)
+        self.draw(
+            logits, level.depths, rows.sampling, level.places, tree_batch.pool, finite, level.nodes,
+            tree_batch.values, slots=slots,
+        )
 
 
 class Telling(GrowingInTurn):

@@ -26,7 +26,7 @@ from stree.models.model import HybridModel
 from stree.models.slicing import with_random_head
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
-from stree_kernels import ops
+from stree_kernels import naive, ops
 from stree_kernels.naive.sampling import top
 
 FEATURE_LAYERS = (0, 2)  # that drafters here read of a target
@@ -302,7 +302,8 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     """
 
     def choose_children(
-        logits, depths, sampling, places, tokens, finite, nodes=None, values=None, ids=None
+        logits, depths, sampling, places, tokens, finite, nodes=None, values=None, ids=None,
+        slots=None,
     ) -> None:
         finite.copy_(logits.amax(-1).isfinite())
         if ids is not None:
@@ -326,6 +327,8 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
                 tokens[row, place] = free.argmax()
             else:
                 tokens[row, place] = choose(probs / probs.sum())
+        if slots is not None:
+            naive.rate_slots(logits, tokens, nodes, places, values, slots)
 
     return choose_children
 

@@ -62,7 +62,6 @@ from stree_kernels.naive.sampling.dynamic_trees import (
     build_topology,
     pick_level,
     pick_tree,
-    rate_slots,
 )
 from stree_kernels.naive.sampling.ngrams import TreesToFill, draft_ngrams
 from stree_kernels.naive.sampling.top import (
@@ -70,6 +69,7 @@ from stree_kernels.naive.sampling.top import (
     choose_best,
     choose_children,
     draw_children,
+    rate_slots,
 )
 from stree_kernels.naive.sampling.uniforms import token_noise, uniforms
 from stree_kernels.naive.sampling.verification import Choose, accept_drafts, distribution

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Sampling, Scaled, Stream
+from stree_kernels.contracts import Sampling, Scaled, Slots, Stream
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.pointwise import normed, with_parts
 from stree_kernels.products import short as short_products
@@ -42,12 +42,14 @@ def fits(x: Tensor | Stream, weight: Tensor, places: Tensor, values: Tensor | No
 def draw_children(
     x: Tensor | Stream, weight: Tensor | Scaled, depths: Tensor, sampling: Sampling | None,
     places: Tensor, tokens: Tensor, finite: Tensor, nodes: Tensor | None = None,
-    values: Tensor | None = None, ids: Tensor | None = None,
+    values: Tensor | None = None, ids: Tensor | None = None, slots: Slots | None = None,
 ) -> Tensor:
     """Compute `naive.draw_children`, in two launches where it fits."""
     if isinstance(weight, Scaled) or not fits(x, weight, places, values):
         logits = short_products.linear(x, weight)
-        top.choose_children(logits, depths, sampling, places, tokens, finite, nodes, values, ids)
+        top.choose_children(
+            logits, depths, sampling, places, tokens, finite, nodes, values, ids, slots
+        )
         return logits
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
     if isinstance(x, Stream) and x.normed is not None:

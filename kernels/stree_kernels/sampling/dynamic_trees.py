@@ -21,7 +21,6 @@ from stree_kernels.contracts import Topology
 from stree_kernels.launch import follow, overlapping
 
 BLOCK_NODES = 16
-BLOCK_LOGITS = 4096  # that a program reads at a time
 BLOCK_RANKS = 32  # picks that the others are ranked against at a time
 ABOVE, RANKED = 4096, 8192  # either times all nodes of a tree: more would not fit the registers
 LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
@@ -63,25 +62,6 @@ def pick_tree(
     _pick(
         values, drawn_by, 0, values.shape[1], tokens, parents,
         drawn, pool_depths, pool_tokens, depths, numbers, inner, least,
-    )
-
-
-def rate_slots(
-    logits: Tensor, temperature: Tensor, tokens: Tensor, nodes: Tensor, places: Tensor,
-    paths: Tensor, slots: Tensor, ids: Tensor | None = None,
-) -> None:
-    """Compute `naive.rate_slots` in one launch, in fp32; last strides are 1."""
-    batch, num_nodes, vocabulary = logits.shape
-    assert logits.stride(2) == tokens.stride(1) == nodes.stride(1) == places.stride(2) == 1
-    assert paths.stride() == slots.stride() and paths.stride(1) == 1
-    rate_kernel[(num_nodes, batch)](
-        logits, logits.stride()[:2], vocabulary, temperature, tokens, tokens.stride(0),
-        nodes, nodes.stride(0), places, places.stride()[:2], paths, slots, paths.stride(0), ids,
-        places.shape[2],
-        STEPS=max(1, vocabulary.bit_length()),
-        BLOCK_V=min(BLOCK_LOGITS, triton.next_power_of_2(vocabulary)),
-        BLOCK_K=triton.next_power_of_2(places.shape[2]),
-        num_warps=8, **overlapping(logits),
     )
 
 
@@ -210,62 +190,6 @@ def pick_kernel(
             above = tl.load(drawn + row * drawn_stride + place, mask=place < num_drawn, other=0)
             rank = tl.load(numbers + above, mask=place < num_drawn, other=-1)
             tl.store(inner + row * pick_stride + rank, place.to(tl.int64), mask=rank >= 0)
-
-
-@triton.jit
-def rate_kernel(
-    logits, logit_strides, vocabulary, temperatures, tokens, token_stride, nodes, node_stride,
-    places, place_strides, paths, slots, path_stride, ids, count,
-    STEPS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
-):
-    at, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    there = k < count
-    follow(OVERLAPS)
-    temperature = tl.load(temperatures + row).to(tl.float32)
-    temperature = tl.where(temperature > 0, temperature, 1.0)
-    line = logits + row * logit_strides[0] + at * logit_strides[1]
-    high = tl.full([BLOCK_V], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, vocabulary, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        value = tl.load(line + column, mask=column < vocabulary, other=-float("inf"))
-        value = value.to(tl.float32) / temperature
-        higher = tl.maximum(high, value)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(high - base) + tl.exp(value - base)
-        high = higher
-    best = tl.max(high, axis=0)
-    total = tl.sum(total * tl.exp(high - tl.where(best == -float("inf"), 0.0, best)), axis=0)
-    place = tl.load(
-        places + row * place_strides[0] + at * place_strides[1] + k, mask=there, other=0
-    )
-    column = tl.load(tokens + row * token_stride + place, mask=there, other=0)
-    if ids is not None:
-        token, column = column, tl.zeros([BLOCK_K], dtype=tl.int64)
-        end = tl.full([BLOCK_K], vocabulary - 1, tl.int64)
-        for _ in range(STEPS):  # the first id that is not below the token
-            middle = (column + end) // 2
-            below = tl.load(ids + middle) < token
-            column, end = tl.where(below, middle + 1, column), tl.where(below, end, middle)
-            column = tl.minimum(column, end)
-    value = tl.load(line + column, mask=there, other=-float("inf")).to(tl.float32)
-    log_share = value / temperature - best - tl.log(total)
-    share = tl.where(there, tl.exp(log_share), 0.0)
-    left = 1.0 - (tl.cumsum(share, axis=0) - share)
-    left = tl.associative_scan(tl.minimum(tl.maximum(left, 0.0), 1.0), 0, _least)
-    node = tl.load(nodes + row * node_stride + at)
-    above = tl.load(paths + row * path_stride + node)
-    worth = above + tl.log(left)
-    # In spite of rounding, the token in a slot must not be better than the slot
-    reached = tl.minimum(above + log_share, worth)
-    tl.store(slots + row * path_stride + place, worth, mask=there)
-    tl.store(paths + row * path_stride + place, reached, mask=there)
-
-
-@triton.jit
-def _least(one, other):
-    return tl.minimum(one, other)
 
 
 @triton.jit

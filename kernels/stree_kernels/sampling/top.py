@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.contracts import Sampling
+from stree_kernels.contracts import Sampling, Slots
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.sampling.uniforms import token_noise
 
@@ -35,23 +35,24 @@ def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tu
 def choose_children(
     logits: Tensor, depths: Tensor, sampling: Sampling | None, places: Tensor, tokens: Tensor,
     finite: Tensor, nodes: Tensor | None = None, values: Tensor | None = None,
-    ids: Tensor | None = None,
+    ids: Tensor | None = None, slots: Slots | None = None,
 ) -> None:
     """Compute `naive.choose_children` in the same two launches; depths, places, ids contiguous."""
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
     assert nodes is None or nodes.stride(1) == 1
     assert values is None or values.stride(1) == 1
+    assert slots is None or values is not None
     assert ids is None or (ids.is_contiguous() and len(ids) == logits.shape[2])
     _choose(
         logits, depths, sampling, places.shape[2], places, tokens, None, finite.view(torch.uint8),
-        nodes, values, ids,
+        nodes, values, ids, slots,
     )
 
 
 def _choose(
     logits: Tensor, depths: Tensor, sampling: Sampling | None, count: int, places: Tensor | None,
     tokens: Tensor, highest: Tensor | None, finite: Tensor | None, nodes: Tensor | None = None,
-    paths: Tensor | None = None, ids: Tensor | None = None,
+    paths: Tensor | None = None, ids: Tensor | None = None, slots: Slots | None = None,
 ) -> None:
     batch, per_row, vocabulary = logits.shape
     assert logits.stride(2) == 1 and depths.is_contiguous()
@@ -66,12 +67,12 @@ def _choose(
         chosen_by = (sampling.temperature, sampling.seed, sampling.position)
     piece_kernel[(batch * per_row, pieces)](
         logits, logits.stride(0), logits.stride(1), ids, per_row, depths, *chosen_by,
-        values, candidates, sums, vocabulary,
+        values, candidates, sums, None if slots is None else slots.temperature, vocabulary,
         COUNT=count, UNROLLED=_unrolled(count), PIECE=piece, num_warps=4, **overlapping(logits),
     )
     merge(
         values, candidates, sampling, places, tokens, highest,
-        finite, per_row, sums, nodes, paths,
+        finite, per_row, sums, nodes, paths, slots, depths,
     )
 
 
@@ -79,20 +80,25 @@ def merge(
     values: Tensor, candidates: Tensor, sampling: Sampling | None, places: Tensor | None,
     tokens: Tensor, highest: Tensor | None, finite: Tensor | None, per_row: int,
     sums: Tensor | None = None, nodes: Tensor | None = None, paths: Tensor | None = None,
+    slots: Slots | None = None, depths: Tensor | None = None,
 ) -> None:
     """Merge each row's `count` best scores per piece into the `count` best of all.
 
-    values (B·n, pieces, count) come with their tokens, candidates; sums (B·n, pieces) rate how
-    probable paths are.
+    values (B·n, pieces, count) come with their tokens, candidates. To rate paths, sums (B·n,
+    pieces)
+    are the logarithms of each piece's sum of exponentials: of the scores, or for slots, which need
+    the depths, of the logits over the slots' temperature.
     """
+    assert slots is None or (paths is not None and slots.values.stride() == paths.stride())
     num_rows, pieces, count = values.shape
     block = triton.next_power_of_2(pieces * count)
     merge_kernel[(num_rows,)](
         values, candidates, per_row, places, tokens, tokens.stride(0),
         highest, finite, 0 if finite is None else finite.stride(0), pieces * count,
-        sums, None if sampling is None else sampling.temperature,
+        sums, *((None,) * 3 if sampling is None else
+                (sampling.temperature, sampling.seed, sampling.position)), depths,
         nodes, 0 if nodes is None else nodes.stride(0),
-        paths, 0 if paths is None else paths.stride(0), pieces,
+        paths, 0 if paths is None else paths.stride(0), *(slots or (None, None)), pieces,
         COUNT=count, UNROLLED=_unrolled(count),
         BLOCK_PIECES=triton.next_power_of_2(pieces), BLOCK=block,
         num_warps=min(8, max(1, block // 256)), **overlapping(values),
@@ -106,7 +112,7 @@ def _unrolled(count: int) -> int:
 @triton.jit
 def piece_kernel(
     logits, batch_stride, stride, ids, per_row, depths, temperatures, seeds, positions,
-    values, candidates, sums, vocabulary,
+    values, candidates, sums, slot_temperatures, vocabulary,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     follow(OVERLAPS)
@@ -119,20 +125,22 @@ def piece_kernel(
     token = column
     if ids is not None:
         token = tl.load(ids + column, mask=known, other=0).to(tl.int32)
+    if slot_temperatures is not None:
+        share = value / _divisor(slot_temperatures + sequence)
     scale = 1.0
     if temperatures is not None:
         value = value.to(tl.float64)
         temperature = tl.load(temperatures + sequence)
-        scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float32)
+        scale = _divisor(temperatures + sequence)
         if temperature > 0.0:
             position = tl.load(positions + sequence) + tl.load(depths + row) + 1
             value = value / temperature + token_noise(tl.load(seeds + sequence), position, token)
     # NaN would lose every comparison and hide: as the best of all it shows
     value = tl.where(value != value, float("inf"), value)
     if sums is not None:
-        below = (value - tl.max(value, axis=0)).to(tl.float32)
-        share = tl.where(value == -float("inf"), 0.0, tl.exp(below * scale))
-        tl.store(sums + row * tl.num_programs(1) + piece, tl.sum(share, axis=0))
+        if slot_temperatures is None:
+            share = (value * scale).to(tl.float32)
+        tl.store(sums + row * tl.num_programs(1) + piece, log_sum(share))
     at = (row * tl.num_programs(1) + piece) * COUNT
     for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
         best = tl.max(value, axis=0)
@@ -144,9 +152,25 @@ def piece_kernel(
 
 
 @triton.jit
+def log_sum(value):
+    """Return the logarithm of the sum of exponentials over the first axis; −∞ of −∞ alone."""
+    top = tl.max(value, axis=0)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    return top + tl.log(tl.sum(tl.exp(value - top), axis=0))
+
+
+@triton.jit
+def _divisor(temperature):
+    """Load the temperature that logits are divided by, 1 where it is 0."""
+    value = tl.load(temperature).to(tl.float32)
+    return tl.where(value > 0.0, value, 1.0)
+
+
+@triton.jit
 def merge_kernel(
     values, candidates, per_row, places, tokens, token_stride, highest, finite, finite_stride,
-    num_candidates, sums, temperatures, nodes, node_stride, paths, path_stride, pieces,
+    num_candidates, sums, temperatures, seeds, positions, depths,
+    nodes, node_stride, paths, path_stride, slots, slot_temperatures, pieces,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr,
     BLOCK_PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -158,22 +182,25 @@ def merge_kernel(
     value = tl.load(values + row * num_candidates + at, mask=mask, other=-float("inf"))
     token = tl.load(candidates + row * num_candidates + at, mask=mask, other=2147483647)
     if paths is not None:
-        top = tl.max(value, axis=0)
         scale = 1.0
         if temperatures is not None:
-            temperature = tl.load(temperatures + sequence)
-            scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float32)
+            scale = _divisor(temperatures + sequence)
         piece = tl.arange(0, BLOCK_PIECES)
         there = piece < pieces
-        share = tl.load(sums + row * pieces + piece, mask=there, other=0.0)
-        best_there = tl.load(
-            values + row * num_candidates + piece * COUNT, mask=there, other=-float("inf")
-        )
-        fade = tl.exp((best_there - top).to(tl.float32) * scale)
-        total = tl.sum(tl.where(best_there == -float("inf"), 0.0, share * fade), axis=0)
+        total = log_sum(tl.load(sums + row * pieces + piece, mask=there, other=-float("inf")))
         paths += sequence * path_stride
-        node = tl.load(nodes + sequence * node_stride + row % per_row)
-        path = tl.load(paths + node) - tl.maximum(tl.log(total), 0.0)
+        path = tl.load(paths + tl.load(nodes + sequence * node_stride + row % per_row))
+    if slots is not None:
+        slots += sequence * path_stride
+        divisor = _divisor(slot_temperatures + sequence)
+        score = value
+        if temperatures is not None:
+            position = tl.load(positions + sequence) + tl.load(depths + row) + 1
+            noise = token_noise(tl.load(seeds + sequence), position, token)
+            score = tl.where(tl.load(temperatures + sequence) > 0.0, value - noise, value)
+        log_share = (score * scale).to(tl.float32) / divisor - total
+        elder = tl.full([], 0.0, tl.float32)  # shares of the elder siblings together
+        left = elder + 1.0
     if highest is not None:
         tl.store(highest + row, tl.max(value, axis=0))
     if finite is not None:
@@ -187,8 +214,16 @@ def merge_kernel(
         else:
             place = tl.load(places + row * COUNT + rank)
             tl.store(tokens + sequence * token_stride + place, chosen.to(tl.int64), mask=place >= 0)
-            if paths is not None:
-                below = (best - top).to(tl.float32) * scale
+            if slots is not None:
+                own = tl.max(tl.where(token == chosen, log_share, -float("inf")), axis=0)
+                worth = path + tl.log(left)
+                tl.store(slots + place, worth, mask=place >= 0)
+                # In spite of rounding, the token in a slot must not be better than the slot
+                tl.store(paths + place, tl.minimum(path + own, worth), mask=place >= 0)
+                elder += tl.exp(own)
+                left = tl.minimum(left, tl.maximum(1.0 - elder, 0.0))
+            elif paths is not None:
+                below = tl.minimum((best * scale).to(tl.float32) - total, 0.0)
                 tl.store(paths + place, path + below, mask=place >= 0)
         taken = token == chosen
         value = tl.where(taken, -float("inf"), value)

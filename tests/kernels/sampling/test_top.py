@@ -1,12 +1,15 @@
 """The chosen tokens of a row against `topk`: exact, ties to the lowest id, NaN reported."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from kernel_cases import DEVICE, normal
 from lanes import quick_first
 
 from stree_kernels import naive
-from stree_kernels.contracts import Sampling
+from stree_kernels.contracts import Sampling, Slots
 from stree_kernels.sampling import top
 
 
@@ -191,3 +194,56 @@ def test_some_tokens_are_drawn_as_of_all_where_the_others_have_none(num_ids, tem
     for tokens, values in results[1:]:
         assert torch.equal(tokens, results[0][0])
         torch.testing.assert_close(values, results[0][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("temperatures", [None, [0.7, 0.0, 1.5]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_ids", [None, 37])
+@pytest.mark.parametrize(
+    ("nodes", "width", "vocabulary", "kind"),
+    [(3, 4, 50, "random"), (1, 1, 50, "random"), (2, 7, 5001, "random"), (3, 4, 50, "one token"),
+     (3, 4, 50, "few tokens"), (1, 9, 2500, "random")],
+)
+def test_slots_are_worth_what_their_elder_siblings_leave(
+    nodes, width, vocabulary, kind, num_ids, temperatures
+):
+    """By hand in fp64, without the noise that chose the tokens: of the twin and the kernel."""
+    generator = torch.Generator().manual_seed(nodes + width)
+    ids = None
+    if num_ids is not None:
+        ids = torch.randperm(vocabulary, generator=generator)[:num_ids].sort().values.to(DEVICE)
+    columns = vocabulary if ids is None else len(ids)
+    logits = 3 * torch.randn(3, nodes, columns, generator=generator)
+    if kind == "one token":
+        logits[..., 1] = 200.0
+    elif kind == "few tokens":
+        logits[..., 3:] = -torch.inf
+    size = 1 + nodes * (width + 1)
+    above = torch.arange(1, 1 + nodes, device=DEVICE).repeat(3, 1)
+    places = (1 + nodes + torch.arange(nodes * width, device=DEVICE)).view(nodes, width)
+    places = places.repeat(3, 1, 1)
+    paths = -torch.rand(3, size, generator=generator)
+    drawn_at = (0.7, 1.0, 1.5)
+    temperature = torch.tensor([0.7, 0.0, 1.5], dtype=torch.float64, device=DEVICE)
+    for module in (naive, top):
+        reached, worth = (each.clone().to(DEVICE) for each in (paths, torch.zeros(3, size)))
+        tokens = torch.zeros(3, size, dtype=torch.long, device=DEVICE)
+        finite = torch.zeros(3, nodes, dtype=torch.bool, device=DEVICE)
+        module.choose_children(
+            logits.to(DEVICE), torch.zeros(3, nodes, dtype=torch.int32, device=DEVICE),
+            temperatures and sampling_of(temperatures), places, tokens, finite, above, reached, ids,
+            Slots(worth, temperature),
+        )
+        for row, node in itertools.product(range(3), range(nodes)):
+            chosen = tokens[row, places[row, node]]
+            if ids is not None:
+                chosen = torch.searchsorted(ids, chosen)
+            probs = (logits[row, node].double() / drawn_at[row]).softmax(-1)[chosen.cpu()]
+            left, start = 1.0, math.exp(paths[row, 1 + node])
+            for rank, place in enumerate(places[row, node].tolist()):
+                slot, path = float(worth[row, place]), float(reached[row, place])
+                assert math.exp(slot) == pytest.approx(start * max(left, 0), rel=1e-4, abs=1e-5)
+                wanted = min(start * float(probs[rank]), start * max(left, 0))
+                assert math.exp(path) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+                assert path <= slot <= paths[row, 1 + node] + 1e-6
+                left -= float(probs[rank])

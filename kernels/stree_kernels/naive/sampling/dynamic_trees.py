@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from stree_kernels.contracts import Topology
-from stree_kernels.index_plan import columns_of
 
 
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
@@ -55,42 +54,6 @@ def pick_level(
     found = begin + best.sort(dim=1).values
     picks.copy_(found)
     parents.copy_(drawn_by[found] - 1)
-
-
-def rate_slots(
-    logits: Tensor, temperature: Tensor, tokens: Tensor, nodes: Tensor, places: Tensor,
-    paths: Tensor, slots: Tensor, ids: Tensor | None = None,
-) -> None:
-    """Write the values of slots below some nodes, and of the paths to the tokens in them.
-
-    A slot is worth the probability, by the drafter, that the path to its parent is accepted and its
-    elder siblings are not (DySpec, Xiong et al. 2024, section 5.2), a path that of its drafts.
-    Values are logarithms.
-
-    Args:
-        logits: (B, n, V), from which the children were drawn without replacement, in their order.
-        temperature: (B,) fp64, 0 for 1.
-        tokens: (B, P) of the pool's nodes.
-        nodes: (B, n), the nodes.
-        places: (B, n, k), their children.
-        paths: (B, P) fp32, read at `nodes`, written at `places`.
-        slots: (B, P) fp32, written at `places`.
-        ids: (V,) ascending, the tokens that the logits are of; None for all.
-    """
-    temperature = temperature[:, None, None]
-    scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
-    drawn = tokens.gather(1, places.flatten(1)).view_as(places)
-    if ids is not None:
-        drawn = columns_of(drawn, ids).clamp(max=len(ids) - 1)
-    logs = scores.log_softmax(-1).gather(2, drawn)
-    shares = logs.exp()
-    left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
-    above = paths.gather(1, nodes)[..., None]
-    worth = above + left.log().to(above.dtype)
-    # In spite of rounding, the token in a slot must not be better than the slot
-    reached = torch.minimum(above + logs.to(above.dtype), worth)
-    slots.scatter_(1, places.flatten(1), worth.flatten(1))
-    paths.scatter_(1, places.flatten(1), reached.flatten(1))
 
 
 def pick_tree(

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.contracts import Sampling, Scaled, Stream
+from stree_kernels.contracts import Sampling, Scaled, Slots, Stream
+from stree_kernels.index_plan import columns_of
 from stree_kernels.naive.dtypes import accumulation_dtype
 from stree_kernels.naive.products import linear
 from stree_kernels.naive.sampling.uniforms import token_noise
@@ -61,7 +62,7 @@ def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tu
 def choose_children(
     logits: Tensor, depths: Tensor, sampling: Sampling | None, places: Tensor, tokens: Tensor,
     finite: Tensor, nodes: Tensor | None = None, values: Tensor | None = None,
-    ids: Tensor | None = None,
+    ids: Tensor | None = None, slots: Slots | None = None,
 ) -> None:
     """Write the best tokens after some nodes to their children, without waiting for the device.
 
@@ -77,6 +78,8 @@ def choose_children(
         nodes: (B, n), nodes that the logits are of; None without values.
         values: (B, N) fp32, written at `places`: the log-probability of each child's path; None
             for no values.
+        ids: (V,) ascending, the tokens that the logits are of; None for all.
+        slots: Written at `places`; values are then those of `rate_slots`, without noise.
     """
     every = choice_scores(logits, depths, sampling, ids)
     scores, best = every.topk(places.shape[2], dim=-1)
@@ -86,7 +89,10 @@ def choose_children(
     padded.scatter_(1, places.flatten(1), chosen.flatten(1))
     tokens.copy_(padded[:, :-1])
     finite.copy_(scores[..., 0].isfinite())
-    if values is not None:
+    if slots is not None:
+        assert nodes is not None and values is not None
+        rate_slots(logits, tokens, nodes, places, values, slots, ids)
+    elif values is not None:
         assert nodes is not None
         if sampling is not None:
             temperature = sampling.temperature[:, None, None]
@@ -96,6 +102,41 @@ def choose_children(
         padded = F.pad(values, (0, 1))
         padded.scatter_(1, places.flatten(1), paths.flatten(1))
         values.copy_(padded[:, :-1])
+
+
+def rate_slots(
+    logits: Tensor, tokens: Tensor, nodes: Tensor, places: Tensor, paths: Tensor, slots: Slots,
+    ids: Tensor | None = None,
+) -> None:
+    """Write the values of slots below some nodes, and of the paths to the tokens in them.
+
+    A slot is worth the probability, by the drafter, that the path to its parent is accepted and its
+    elder siblings are not (DySpec, Xiong et al. 2024, section 5.2), a path that of its drafts.
+    Values are logarithms.
+
+    Args:
+        logits: (B, n, V), from which the children were drawn without replacement, in their order.
+        tokens: (B, P) of the pool's nodes.
+        nodes: (B, n), the nodes.
+        places: (B, n, k), their children.
+        paths: (B, P) fp32, read at `nodes`, written at `places`.
+        slots: Their values are written at `places`.
+        ids: (V,) ascending, the tokens that the logits are of; None for all.
+    """
+    temperature = slots.temperature[:, None, None]
+    scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
+    drawn = tokens.gather(1, places.flatten(1)).view_as(places)
+    if ids is not None:
+        drawn = columns_of(drawn, ids).clamp(max=len(ids) - 1)
+    logs = scores.log_softmax(-1).gather(2, drawn)
+    shares = logs.exp()
+    left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
+    above = paths.gather(1, nodes)[..., None]
+    worth = above + left.log().to(above.dtype)
+    # In spite of rounding, the token in a slot must not be better than the slot
+    reached = torch.minimum(above + logs.to(above.dtype), worth)
+    slots.values.scatter_(1, places.flatten(1), worth.flatten(1))
+    paths.scatter_(1, places.flatten(1), reached.flatten(1))
 
 
 def draw_children(
