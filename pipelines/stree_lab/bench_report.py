@@ -64,7 +64,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "fit": ("Fits of a target call's µs over N", "shape", "us_call us_chain"),
     "orders": ("Tree attention by the order of nodes", "shape num_nodes order",
                "blocks_read blocks_below us_sparse us_dense"),
-    "draft": ("Drafts", "shape drafter tree num_nodes", "us_draft us_draft_sampled"),
+    "draft": ("Drafts", "shape drafter tree num_nodes", "us_draft us_draft_sampled us_growth"),
     "draft_lengths": ("Drafts by the length of the context",
                       "shape drafter tree level_nodes context", "us_draft us_level cache_bytes"),
     "prompt": ("Reading a prompt", "shape num_tokens", "us_graphs us_operations speedup"),

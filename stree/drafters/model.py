@@ -272,7 +272,7 @@ class ModelDrafter(FeatureDrafter):
                 logits = rows.processed(model.head_logits(_normed(hidden)), paths, model.head_ids)
                 ops.choose_children(logits, *chosen, model.head_ids, slots)
             else:
-                logits = model.draw_children(hidden, *chosen, slots)
+                logits = model.draw_children(hidden, *chosen, slots=slots)
             if independent and rows.sampling is not None:
                 self._draw_each(logits, level, rows, rows.sampling, tokens, keep_logits)
             drawn += count

@@ -22,6 +22,7 @@ from stree.models.cache import HybridCache
 from stree.models.model import HybridModel, read_row
 from stree.models.offload import stream_layers
 from stree.trees.build import make_tree_batch
+from stree.trees.dynamic import DynamicTreeBatch
 from stree.trees.token_tree import MAX_CHILDREN, StepTree, TokenTree, as_tree, balanced
 from stree_kernels import ops
 from stree_lab.benches.floor import Floor, product_sizes
@@ -97,7 +98,7 @@ def draft(
     drafter: HybridModel, trees: Sequence[str], context: int, repeats: int
 ) -> Iterator[Row]:
     """Time one draft of each tree in µs, greedy and sampled; rows have the bytes that a level
-    reads."""
+    reads, and of trees that grow the µs of choosing their nodes without the drafter's calls."""
     config = drafter.config
     for name in trees:
         tree = as_tree(name)
@@ -214,7 +215,8 @@ def _drafts(
     drafter: HybridModel, tree: StepTree, context: int, model: ModelDrafter | None = None
 ) -> dict[str, Callable[[], object]]:
     """Return calls that draft a tree after `context` tokens, greedy and sampled; "read" reads
-    these anew. A `ModelDrafter` drafts unless another `model` is given."""
+    these anew, "growth" chooses the nodes of a tree that grows. A `ModelDrafter` drafts unless
+    another `model` is given."""
     model = model or ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     tokens = _tokens(drafter, 1, context)[0]
 
@@ -233,7 +235,21 @@ def _drafts(
         name: partial(model.draft, settings, tree_batch, longest, bound, False)
         for name, settings in (("draft", rows), ("draft_sampled", sampled))
     }
+    if isinstance(tree_batch, DynamicTreeBatch):
+        drafts["growth"] = partial(_grow, tree_batch, drafter.config.d_conv)
     return {"read": read, **drafts}
+
+
+def _grow(tree_batch: DynamicTreeBatch, width: int) -> None:
+    """Choose the nodes of a tree and of each level of it, and build what calls over them read.
+
+    The values of the nodes, which come with the tokens' choice, are there already.
+    """
+    for level in range(1, tree_batch.max_depth):
+        tree_batch.grow(level)
+        tree_batch.inner_topology(width)
+    tree_batch.finish(tree_batch.pool)
+    tree_batch.topology(width)
 
 
 def level_bytes(drafter: HybridModel) -> int:
