@@ -222,7 +222,7 @@ class Scaled:
 class Split:
     """Rows in bf16 as two in e4m3 each, whose sum times the row's unit they are.
 
-    pieces (2, …, D) in e4m3, unit (…,) in fp32.
+    pieces (2, …, D) in e4m3; unit (2, …) in fp32, which is the same of both.
     """
 
     pieces: Tensor

@@ -120,11 +120,17 @@ def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
 
 def activated(y: Tensor, kind: str) -> Tensor:
     """Compute `naive.activated` in one launch; y contiguous."""
-    assert y.is_contiguous()
-    width = y.shape[-1] if kind in ("relu2", "gelu") else y.shape[-1] // 2
-    out = y.new_empty(*y.shape[:-1], width)
+    return activated_sum(y[None], kind)
+
+
+def activated_sum(parts: Tensor, kind: str | None) -> Tensor:
+    """Compute `naive.activated` of the sum (…, E) of parts (S, …, E); for None return the sum."""
+    assert parts.is_contiguous()
+    width = parts.shape[-1] if kind in (None, "relu2", "gelu") else parts.shape[-1] // 2
+    out = parts.new_empty(*parts.shape[1:-1], width)
     activation_kernel[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
-        y, out, width, KIND=kind, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y)
+        parts, parts[0].numel(), out, width, PARTS=len(parts), KIND=kind, BLOCK=GATE_BLOCK,
+        num_warps=GATE_WARPS, **overlapping(parts),
     )
     return out
 
@@ -190,13 +196,11 @@ def with_parts(
     values, added, also, part_stride, there, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr
 ):
     """Add to values the parts of one sum or of two, rounded once."""
-    more = tl.load(added, mask=there, other=0.0)
+    more = tl.load(added, mask=there, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        more += tl.load(added + part * part_stride, mask=there, other=0.0)
-    if MORE_PARTS > 0:
-        more = more.to(tl.float32)
-        for part in tl.static_range(MORE_PARTS):
-            more += tl.load(also + part * part_stride, mask=there, other=0.0).to(tl.float32)
+        more += tl.load(added + part * part_stride, mask=there, other=0.0).to(tl.float32)
+    for part in tl.static_range(MORE_PARTS):
+        more += tl.load(also + part * part_stride, mask=there, other=0.0).to(tl.float32)
     more = more.to(values.dtype).to(tl.float32)
     return (values.to(tl.float32) + more).to(values.dtype)
 
@@ -247,24 +251,38 @@ def gate_kernel(
 
 @triton.jit
 def activation_kernel(
-    inner, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+    inner, part_stride, out, width,
+    PARTS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     follow(OVERLAPS)
-    if KIND == "relu2":
-        up = tl.load(inner + row * width + at, mask=mask, other=0.0)
+    if KIND is None:
+        y = _sum_of(inner + row * width + at, part_stride, mask, PARTS)
+    elif KIND == "relu2":
+        up = _sum_of(inner + row * width + at, part_stride, mask, PARTS)
         positive = tl.maximum(up.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = (positive * positive).to(up.dtype)
     elif KIND == "gelu":
-        up = tl.load(inner + row * width + at, mask=mask, other=0.0)
+        up = _sum_of(inner + row * width + at, part_stride, mask, PARTS)
         y = gelu_of(up)
     else:
-        gate = tl.load(inner + row * 2 * width + at, mask=mask, other=0.0)
-        up = tl.load(inner + row * 2 * width + width + at, mask=mask, other=0.0)
+        gate = _sum_of(inner + row * 2 * width + at, part_stride, mask, PARTS)
+        up = _sum_of(inner + row * 2 * width + width + at, part_stride, mask, PARTS)
         y = gated_by(gate, up, KIND)
     tl.store(out + row * width + at, y, mask=mask)
+
+
+@triton.jit
+def _sum_of(at, part_stride, mask, PARTS: tl.constexpr):
+    """Load the parts of a sum, and return it in their dtype."""
+    value = tl.load(at, mask=mask, other=0.0)
+    dtype: tl.constexpr = value.dtype
+    for part in tl.static_range(1, PARTS):
+        more = tl.load(at + part * part_stride, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(dtype)
+    return value
 
 
 @triton.jit

@@ -16,8 +16,9 @@ is one range of memory, read once from end to end.
 
 Up to `MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of rows. More than
 `MAX_ROWS`, as in a prompt, are for PyTorch's product of two matrices in e4m3, if each row of the
-weight has one scale. Else, and for inputs that are not bf16, the weight is written out in the type
-of the inputs first.
+weight has one scale: it gives the products of both halves, which the norm that follows adds up, or
+one launch with SwiGLU. Else, and for inputs that are not bf16, the weight is written out in the
+type of the inputs first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor
 from stree_kernels.contracts import Scaled, Split
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.naive.products import suits_tensor_cores
-from stree_kernels.pointwise import activated, silu_times
+from stree_kernels.pointwise import activated, activated_sum, silu_times
 from stree_kernels.products.linear import STAGE_BYTES, device_of
 from stree_kernels.products.split import in_two, split
 
@@ -93,7 +94,7 @@ def linear(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
     if _fits(x, weight):
         return _by_tiles(x, weight, "linear", halves)
     if _suits_library(x, weight):
-        return _by_library(x, weight, halves or split(x))
+        return activated_sum(_by_library(x, weight, halves), None)
     pieces = zip(
         weight.values.split(MAX_WRITTEN_OUT), weight.scale.split(MAX_WRITTEN_OUT), strict=True
     )
@@ -116,11 +117,11 @@ def written_out(weight: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def linear_parts(x: Tensor, weight: Scaled) -> Tensor:
-    """Compute `naive.linear_parts`, in several parts for few rows."""
+    """Compute `naive.linear_parts`, in several parts for few rows, in two for many."""
     x = x.contiguous()
     if _fits(x, weight):
         return _by_tiles(x, weight, "parts")
-    return linear(x, weight)[None]
+    return _by_library(x, weight) if _suits_library(x, weight) else linear(x, weight)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
@@ -128,7 +129,9 @@ def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Ten
     x = x.contiguous()
     if _fits(x, weight):
         return _by_tiles(x, weight, "swiglu", halves)
-    return activated(linear(x, weight, halves), "swiglu")
+    if _suits_library(x, weight):
+        return activated_sum(_by_library(x, weight, halves), "swiglu")
+    return activated(linear(x, weight), "swiglu")
 
 
 def _fits(x: Tensor, weight: Scaled) -> bool:
@@ -144,14 +147,14 @@ def _suits_library(x: Tensor, weight: Scaled) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and suits
 
 
-def _by_library(x: Tensor, weight: Scaled, halves: Split) -> Tensor:
-    """Compute a product of many rows; each half's is rounded before their sum."""
-    twice = halves.unit.view(1, -1).expand(2, -1).reshape(-1, 1)
-    halves_of_y = torch._scaled_mm(
-        halves.pieces.flatten(0, -2), weight.values.t(), scale_a=twice, scale_b=weight.scale.t(),
-        out_dtype=x.dtype,
+def _by_library(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
+    """Return a product of many rows as that of each half (2, …, E), rounded; their sum is it."""
+    halves = halves or split(x)
+    y = torch._scaled_mm(
+        halves.pieces.flatten(0, -2), weight.values.t(), scale_a=halves.unit.view(-1, 1),
+        scale_b=weight.scale.t(), out_dtype=x.dtype,
     )
-    return halves_of_y.view(2, *x.shape[:-1], -1).sum(0)
+    return y.view(2, *x.shape[:-1], -1)
 
 
 def _step_of(weight: Scaled) -> int:

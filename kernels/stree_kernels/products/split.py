@@ -23,7 +23,7 @@ WARPS = 8
 def new_split(shape: Sequence[int], device: torch.device) -> Split:
     """Allocate what rows of a shape (…, D) are split into."""
     pieces = torch.empty(2, *shape, dtype=torch.float8_e4m3fn, device=device)
-    return Split(pieces, torch.empty(shape[:-1], device=device))
+    return Split(pieces, torch.empty(2, *shape[:-1], device=device))
 
 
 def split(x: Tensor) -> Split:
@@ -56,6 +56,7 @@ def store_split(values, pieces, unit, k, mine, width, BITWISE: tl.constexpr):
     tl.store(pieces, coarse, mask=mine)
     tl.store(pieces + tl.num_programs(0).to(tl.int64) * width, fine, mask=mine)
     tl.store(unit + row + tl.arange(0, 1), units)
+    tl.store(unit + tl.num_programs(0) + row + tl.arange(0, 1), units)
 
 
 @triton.jit

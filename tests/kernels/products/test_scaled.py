@@ -118,6 +118,35 @@ def test_parts_and_swiglu(rows, groups):
     assert relative_error(got, wanted) < 4 * ROUNDINGS * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("inputs", [48, 4096])
+def test_many_rows(inputs):
+    """PyTorch's product gives that of each half of the rows on a GPU; the norm adds them up."""
+    x, weight = normal(2, 140, inputs, dtype=torch.bfloat16), normal(416, inputs, seed=1)
+    weight = poisoned(naive.in_8_bits(weight))
+    wanted, tolerance = naive.linear(x.double(), weight), ROUNDINGS * 1.5 * 2**-8
+    parts = scaled_products.linear_parts(x, weight)
+    assert len(parts) == (2 if DEVICE == "cuda" else 1) and parts.dtype == x.dtype
+    assert relative_error(parts.double().sum(0), wanted) < tolerance
+    assert relative_error(scaled_products.linear(x, weight), wanted) < tolerance
+    gated = scaled_products.linear_swiglu(x, weight)
+    assert relative_error(gated, naive.activated(wanted, "swiglu")) < 3 * tolerance
+
+
+@pytest.mark.parametrize("kind", [None, "swiglu", "relu2", "gelu"])
+def test_parts_in_bf16_are_added_up(kind):
+    halves = normal(2, 3, 2, 1500, dtype=torch.bfloat16)
+    total = halves.double().sum(0)
+    wanted = total if kind is None else naive.activated(total, kind)
+    got = pointwise.activated_sum(halves, kind)
+    assert got.shape == wanted.shape and relative_error(got, wanted) < ROUNDINGS * 3 * 2**-8
+    if kind is None:
+        x, scale = normal(3, 2, 1500, seed=2, dtype=torch.bfloat16), normal(1500, seed=3)
+        got = pointwise.add_rms_norm(x, halves, scale, 1e-5)
+        wanted = naive.add_rms_norm(x.double(), total[None], scale.double(), 1e-5)
+        for each, other in zip(got, wanted, strict=True):
+            assert relative_error(each, other) < ROUNDINGS * 3 * 2**-8
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("inputs", "outputs"), [(60, 700), (256, 700), (256, 300)])
 def test_a_row_does_not_depend_on_how_many_others_there_are(inputs, outputs):
