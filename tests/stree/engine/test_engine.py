@@ -44,9 +44,15 @@ def batch(num_rows: int = 3, **options) -> BatchDecoder:
 
 
 def requests_with_stops(count: int, seed: int) -> list[Request]:
-    """Return requests of all settings; some end at a token, some are samples of one prompt."""
+    """Return requests of all settings for `batch`, every eighth as long as its rows.
+
+    Some end at a token, some are samples of one prompt.
+    """
     draw, requests = random.Random(seed), []
-    for each in mixed_requests(count, TREES, seed):
+    for number, each in enumerate(mixed_requests(count, TREES, seed)):
+        if number % 8 == 7:
+            most = 64 - 1 - TokenTree.paper().max_depth - each.generation.max_new_tokens
+            each = replace(each, prompt_ids=[draw.randrange(61) for _ in range(most)])
         ends = dict(eos_token_id=draw.sample(range(61), 4)) if draw.random() < 0.5 else {}
         each = replace(each, generation=replace(each.generation, **ends))
         if each.generation.temperature and draw.random() < 0.2:
@@ -67,6 +73,8 @@ def test_many_threads_get_what_each_would_get_alone(count):
     alone = Decoder(decoder.target, max_length=64)
     wanted = [alone.generate(list(each.prompt_ids), each.generation).tokens for each in requests]
 
+    cancelled = set()
+
     def ask(place: int) -> list[tuple[int, list[int], str]]:
         draw, under_way, answers = random.Random(place), {}, []
         for number in range(place, len(requests), 4):
@@ -74,7 +82,9 @@ def test_many_threads_get_what_each_would_get_alone(count):
             if draw.random() < 0.3:
                 time.sleep(0.002)
             if draw.random() < 0.2:
-                engine.cancel(under_way[draw.choice(list(under_way))])
+                chosen = draw.choice(list(under_way))
+                cancelled.add(chosen)
+                engine.cancel(under_way[chosen])
         for number, handle in under_way.items():
             told = [token for report in handle for token in report.tokens]
             output = handle.result()
@@ -89,6 +99,7 @@ def test_many_threads_get_what_each_would_get_alone(count):
     for number, tokens, reason in answers:
         if reason == "released":
             released += 1
+            assert number in cancelled
             assert tokens == wanted[number][: len(tokens)]
         else:
             assert tokens == wanted[number]
