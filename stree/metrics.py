@@ -25,7 +25,7 @@ from stree.common.errors import InvariantBroken
 Interval = tuple[float, float]
 Figure = Callable[[NDArray[np.int64]], NDArray[np.float64]]  # prompt indices (R, Q) to figures (R,)
 
-STEP_PARTS = ("draft", "verify", "accept", "host")  # older records have a "commit", always 0
+STEP_PARTS = ("draft", "verify", "accept", "host")
 NUM_RESAMPLES = 2000
 LEVEL = 0.95  # of intervals
 # Clocks of the parts and of the whole loop are read apart: parts may exceed the whole by this much.

@@ -84,7 +84,7 @@ class Measurement(Record):
     """Figures of one method on one benchmark at one temperature.
 
     Attributes:
-        verifier: None for plain decoding, and in profiles from before it was recorded.
+        verifier: None for plain decoding, as the next.
         drafter: Form in which the folder drafted, as in a recommendation.
         draft_length: Depth of the tree; 0 for plain decoding.
         batch_size: Prompts that were decoded at once.
@@ -97,28 +97,28 @@ class Measurement(Record):
     temperature: float
     method: str
     tree: Tree | None
-    verifier: str | None = None
-    drafter: Form | None = None
+    verifier: str | None
+    drafter: Form | None
     draft_length: int
     device: str
     dtype: str
     num_prompts: int
     max_new_tokens: int
     ignore_eos: bool
-    batch_size: int = 1
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    batch_size: int
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
     acceptance_length: float | None
     acceptance_length_interval: Interval | None
     depth_accept_rates: dict[int, float]
     tokens_per_second: float | None
     speedup: float | None
     speedup_interval: Interval | None
-    num_ended: int | None = None
-    num_cut: int | None = None
-    num_stalled: int | None = None
+    num_ended: int | None
+    num_cut: int | None
+    num_stalled: int | None
     time_ms: dict[str, float]
     lossless_share: float | None
     git_sha: str | None
@@ -131,8 +131,7 @@ class Recommendation(Record):
 
     Attributes:
         tree: None for plain decoding, as the next three.
-        drafter: Form in which the folder drafts (`float8:FOLDER`, `FOLDER+ngram:6`); None also in
-            profiles from before it was recorded, which used the folder as it is.
+        drafter: Form in which the folder drafts (`float8:FOLDER`, `FOLDER+ngram:6`).
         costs: Step times by which trees were chosen, if `tree` is a tree policy.
         reason: For people.
     """
@@ -140,16 +139,16 @@ class Recommendation(Record):
     device: str
     device_type: str
     dtype: str
-    batch_size: int = 1
+    batch_size: int
     temperature: float
     benchmarks: tuple[str, ...]
     num_prompts: int
     method: str
     tree: Tree | None
-    verifier: str | None = None
-    backtracking: str | None = None
-    drafter: Form | None = None
-    costs: StepTimesRecord | None = None
+    verifier: str | None
+    backtracking: str | None
+    drafter: Form | None
+    costs: StepTimesRecord | None
     acceptance_length: float
     speedup: float
     speedup_interval: Interval | None
@@ -176,7 +175,7 @@ class SuggestedTree(Record):
     temperature: float
     tree: Tree
     predicted_acceptance_length: float
-    predicted_acceptance_length_interval: Interval | None = None
+    predicted_acceptance_length_interval: Interval | None
     num_calls: int
     num_extrapolated: int
     checks: tuple[TreeCheck, ...]

@@ -8,16 +8,22 @@ from collections import Counter
 import pytest
 import torch
 from eager import by_fused_kernels, by_graphs
-from enumerated import CONTEXT, RELATIONS, assert_targets, distance, random_case, related_case
+from enumerated import (
+    CONTEXT,
+    RELATIONS,
+    assert_targets,
+    distance,
+    random_case,
+    related_case,
+    row_distribution,
+)
 from growing import Growing, Telling
 from lanes import costly, quick_first
 from planted import edited
-from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
+from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.runners import new_report
 from stree.batching.state import BatchState
-from stree.batching.step import Step
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
 from stree.trees import dynamic
@@ -34,24 +40,10 @@ def block_distribution(
     tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiStep
 ) -> dict:
     """Return the distribution of what one step gives a row, over all draws and coins."""
-    target = TableTarget(tables[0])
-
-    def run(choose):
-        everyone, cache = BatchState.new(1, 8), target.new_cache(16, 8, 1)
-        everyone.set(0, setting, CONTEXT[:-1], len(tables[0]))
-        everyone.begin(0, 1, CONTEXT[-1])
-        cache.rows[0].committed = list(CONTEXT[:-1])
-        drafter = Telling(tables[1], choose)
-        drafter.read(0, torch.tensor(CONTEXT[:-1]))
-        rows, tree_batch = everyone.narrow(0, 1, [setting]), SlotTreeBatch(tree, 1, CPU)
-        step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
-        proposal = step.draft(rows, tree_batch, 1, 8)
-        report = new_report(rows, tree_batch)
-        step.verify(rows, tree_batch, proposal, 8, report)
-        _, count, *tokens = report[0].tolist()
-        return tuple(tokens[:count])
-
-    return exact_distribution(run)
+    return row_distribution(
+        tables[0], lambda choose: Telling(tables[1], choose), lambda: SlotTreeBatch(tree, 1, CPU),
+        setting, verifier,
+    )
 
 
 CASES = [

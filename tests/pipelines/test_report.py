@@ -185,7 +185,7 @@ def test_samples_that_are_not_there_are_not_pooled_and_that_is_said(tmp_path):
     assert "The samples of 1 rows are not there" in table6_markdown(data, [])
 
 
-def test_intervals_of_older_rows_are_computed_anew_where_samples_are_there(tmp_path):
+def test_intervals_are_computed_from_the_samples_where_they_are_there(tmp_path):
     make_run(tmp_path, ("gsm8k",), (0.0,))
     key = "step-00010000", "stree", "gsm8k", 0.0
     today = load_run(tmp_path).cell(*key).interval("tokens_per_second")

@@ -31,9 +31,10 @@ DEEP = Tree(name="deep", parents=(-1, 0, 1, 2, 3, 4))
 
 def recommendation(tree: Tree | None, temperature: float = 0.0, **changes) -> Recommendation:
     values = {
-        "device": "CPU: some", "device_type": "cpu", "dtype": "float32",
+        "device": "CPU: some", "device_type": "cpu", "dtype": "float32", "batch_size": 1,
         "temperature": temperature, "benchmarks": ("sums",), "num_prompts": 8,
-        "method": "stree" if tree else "autoregressive", "tree": tree, "acceptance_length": 2.0,
+        "method": "stree" if tree else "autoregressive", "tree": tree, "verifier": None,
+        "backtracking": None, "drafter": None, "costs": None, "acceptance_length": 2.0,
         "speedup": 1.5 if tree else 0.8, "speedup_interval": None, "reason": "Measured so.",
     }
     return Recommendation(**{**values, **changes})

@@ -170,6 +170,40 @@ def block_distribution(
     return blocks
 
 
+def row_distribution(
+    table: Any, drafter_of: Callable[..., Any], tree_batch_of: Callable[[], Any],
+    setting: GenerationConfig, verifier: Callable[..., RejectionSampling], judged: Any = None,
+) -> dict:
+    """Return the probability of each block that one step gives a row alone, by draws and coins.
+
+    Args:
+        drafter_of: makes the drafter, given what draws.
+        tree_batch_of: makes the tree batch, which may grow.
+        judged: what is verified, given the drafter, the rows, the tree batch and the proposal:
+            another tree batch with its proposal. None verifies what was drafted.
+    """
+    target = TableTarget(table)
+
+    def run(choose):
+        everyone, cache = BatchState.new(1, 8), target.new_cache(16, 8, 1)
+        everyone.set(0, setting, CONTEXT[:-1], len(table))
+        everyone.begin(0, 1, CONTEXT[-1])
+        cache.rows[0].committed = list(CONTEXT[:-1])
+        drafter = drafter_of(choose)
+        drafter.read(0, torch.tensor(CONTEXT[:-1]))
+        rows, tree_batch = everyone.narrow(0, 1, [setting]), tree_batch_of()
+        step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
+        proposal = step.draft(rows, tree_batch, 1, 8)
+        if judged is not None:
+            tree_batch, proposal = judged(drafter, rows, tree_batch, proposal)
+        report = new_report(rows, tree_batch)
+        step.verify(rows, tree_batch, proposal, 8, report)
+        _, count, *tokens = report[0].tolist()
+        return tuple(tokens[:count])
+
+    return exact_distribution(run)
+
+
 def plain_distribution(logits, setting, text=CONTEXT):
     """Return the distribution of the token after `text` when the target samples it by itself.
 

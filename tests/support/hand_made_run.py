@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from small_rows import UNFILTERED
+from small_rows import ALONE, UNFILTERED
 
 from stree import metrics
 from stree_pipelines.evaluation.evaluate import summarise_lossless
@@ -78,7 +78,7 @@ def make_row(method, step, benchmark, answers, temperature, **changes):
         "checkpoint_sha256": step and str(step), "target": "target", "target_sha256": "7a",
         "method": method, "tree": TREES.get(method), "verifier": None, "benchmark": benchmark,
         "prompts_hash": "p", "temperature": temperature, "num_prompts": len(answers),
-        "max_new_tokens": 61, "ignore_eos": True, "seed": 0, **UNFILTERED,
+        "max_new_tokens": 61, "ignore_eos": True, "seed": 0, **UNFILTERED, **ALONE,
         "decoding_hash": f"{method}{temperature}", "lossless": summarise_lossless(answers),
         "environment": Environment(
             git_sha="abc", device="Test device", dtypes={"weights": "float32"},

@@ -15,6 +15,12 @@ from stree_pipelines.evaluation.records import (
 
 # Settings of rows that sample from the whole distribution
 UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+# What a row of fixed trees says beside its figures, of prompts that were decoded alone
+ALONE = {
+    "batch_size": 1, "backtracking": None, "chat_template_sha256": None, "template_date": None,
+    "measuring_costs_s": None, "costs": None, "num_stalled": None, "num_ended": None,
+    "num_cut": None,
+}
 
 
 def sample(prompt_id: str = "a", **changes: Any) -> SampleRow:
@@ -42,7 +48,9 @@ def result(**changes: Any) -> ResultRow:
         "decoding_hash": "d", "acceptance_length": 1.5, "acceptance_length_prompt_mean": 1.5,
         "acceptance_histogram": {0: 1, 1: 1}, "depth_accept_rates": {1: 0.5},
         "nodes_per_call": 13.0, "tokens_per_second": 15.0, "tokens_per_second_e2e": 10.0,
-        "speedup": None, "speedup_per_tau": None, "time_ms": {"draft": 1.0},
+        "end_nodes": {}, "open_ends": {}, "tree_shares": {}, "rows_per_call": None,
+        "speedup": None, "speedup_prompt_median": None, "speedup_per_tau": None,
+        "time_ms": {"draft": 1.0}, "baseline_time_ms": {},
         "lossless": Lossless(share=1.0, num_prompts=1, num_identical=1),
         "confidence_intervals": {"acceptance_length": (1.0, 2.0), "tokens_per_second": None},
         "environment": Environment(
@@ -51,4 +59,4 @@ def result(**changes: Any) -> ResultRow:
         ),
         "samples": "samples/b.jsonl",
     }
-    return ResultRow(**{**UNFILTERED, **values, **changes})
+    return ResultRow(**{**UNFILTERED, **ALONE, **values, **changes})

@@ -36,7 +36,7 @@ from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT, Benchmark, Benc
 from stree_pipelines.evaluation.context import checkpoint_step, pick_device
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 from stree_pipelines.evaluation.result_store import packed_samples
-from stree_pipelines.evaluation.sampling import OFF, Sampling, option, sampling_of, switched_on
+from stree_pipelines.evaluation.sampling import OFF, Sampling, option, sampling_of
 
 # Names of methods in rows of results, and what people call them: in options, tables and figures
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
@@ -239,15 +239,12 @@ def require_fillable(tree: StepTree, drafter: DrafterName) -> None:
 def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -> str:
     """Hash a drafter that is not just its folder: its model's files, its corpus, and how it
     drafts."""
-    siblings = name.siblings.name
-    if name.siblings is SiblingSampling.DETERMINISTIC:
-        siblings = "POINT"  # the name that committed rows are hashed with
     return config_hash({
         "model": model_sha256, "context": name.context,
         "corpus": hashlib.sha256(corpus.encode()).hexdigest(),
         **({"retokenised": True} if name.retokenised else {}),
         **({"head": "float8"} if name.float8 else {}),
-        **({} if name.draws_in_turn else {"siblings": siblings}),
+        **({} if name.draws_in_turn else {"siblings": name.siblings.name}),
         **({} if name.temperature is None else {"temperature": name.temperature}),
         **({"mtp": True} if name.mtp else {}),
     })
@@ -406,20 +403,10 @@ def make_job(
         "target": target_sha256, "method": method.kind, "tree": tree.parents if tree else None,
         "temperature": float(temperature), "max_new_tokens": settings.max_new_tokens,
         "ignore_eos": settings.ignore_eos, "chat_template": chat_template,
-        "dtype": settings.dtype, "device": device_type,
+        "dtype": settings.dtype, "target_dtype": settings.target_dtype, "device": device_type,
+        "batch_size": settings.batch_size, "verifier": verifier if tree else None,
+        "backtracking": backtracking if tree else None, **sampling_of(settings),
     }
-    # Settings at their defaults add nothing, so that rows keep the hash that they always had
-    decoding |= switched_on(settings)
-    if settings.target_dtype is not None:
-        decoding["target_dtype"] = settings.target_dtype
-    if settings.batch_size > 1:
-        decoding["batch_size"] = settings.batch_size
-    if tree and verifier != EvaluationSettings.verifier:
-        decoding["verifier"] = verifier
-    if tree and backtracking != EvaluationSettings.backtracking:
-        decoding["backtracking"] = backtracking
-    if any(len(prompt.turns) > 1 for prompt in benchmark.prompts):
-        decoding["earlier_turns"] = "kept"  # old rows read them again: another prefill_s
     return Job(
         method.name, tree, verifier, backtracking, drafter if tree else None, benchmark,
         float(temperature), config_hash(decoding), settings.seed,

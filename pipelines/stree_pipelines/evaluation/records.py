@@ -86,7 +86,7 @@ class ResultRow(Record):
     method: str
     tree: Tree | None
     verifier: str | None  # None in rows of plain decoding, as the next
-    backtracking: str | None = None
+    backtracking: str | None
     benchmark: str
     prompts_hash: str
     temperature: NonNegative
@@ -97,34 +97,34 @@ class ResultRow(Record):
     num_prompts: Count
     max_new_tokens: Count
     ignore_eos: bool
-    batch_size: BatchSize = 1
+    batch_size: BatchSize
     seed: int
     decoding_hash: str
-    chat_template_sha256: str | None = None  # rows from before it was recorded lack it
-    template_date: str | None = None  # that every prompt has, where the template prints one
+    chat_template_sha256: str | None
+    template_date: str | None  # that every prompt has, where the template prints one
     acceptance_length: NonNegative | None
     acceptance_length_prompt_mean: NonNegative | None
     acceptance_histogram: dict[Node, Count]
     depth_accept_rates: dict[Node, Share]
-    end_nodes: dict[Node, Count] = Field(default_factory=dict)
-    open_ends: dict[Node, Count] = Field(default_factory=dict)
+    end_nodes: dict[Node, Count]
+    open_ends: dict[Node, Count]
     nodes_per_call: NonNegative | None
-    tree_shares: dict[str, Share] = Field(default_factory=dict)  # of steps, where they were chosen
+    tree_shares: dict[str, Share]  # of steps, where they were chosen
     # Where trees were chosen, before anything was timed; None for rows that a resumed run completed
     # without it
-    measuring_costs_s: NonNegative | None = None
-    costs: StepTimesRecord | None = None  # by which they were chosen
-    rows_per_call: NonNegative | None = None
+    measuring_costs_s: NonNegative | None
+    costs: StepTimesRecord | None  # by which they were chosen
+    rows_per_call: NonNegative | None
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None
     speedup: NonNegative | None
-    speedup_prompt_median: NonNegative | None = None  # rows from before it was recorded lack it
+    speedup_prompt_median: NonNegative | None
     speedup_per_tau: NonNegative | None
-    num_stalled: Count | None = None  # samples with `is_stalled`; None: not looked for
-    num_ended: Count | None = None  # answers by themselves; older rows lack this and the next
-    num_cut: Count | None = None  # at max_new_tokens
+    num_stalled: Count | None  # samples with `is_stalled`; None: not looked for
+    num_ended: Count | None  # answers by themselves; None, as the next: not counted
+    num_cut: Count | None  # at max_new_tokens
     time_ms: dict[str, float]
-    baseline_time_ms: dict[str, float] = Field(default_factory=dict)
+    baseline_time_ms: dict[str, float]
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
@@ -186,10 +186,7 @@ class Turn(Record):
 
 
 class BaselineTiming(Record):
-    """Timing of plain decoding of the same prompt, right before in the same process.
-
-    Rows from before `time_ms` was recorded may share one run among checkpoints.
-    """
+    """Timing of plain decoding of the same prompt, right before in the same process."""
 
     num_new_tokens: Count
     prefill_s: NonNegative

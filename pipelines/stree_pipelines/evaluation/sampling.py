@@ -38,7 +38,7 @@ class Sampling:
     )
 
 
-# The values that are off; rows from before these settings were recorded have them
+# The values that are off
 OFF: dict[str, Any] = {each.name: each.default for each in fields(Sampling)}
 
 
@@ -47,12 +47,9 @@ def sampling_of(holder: Any) -> dict[str, Any]:
     return {name: getattr(holder, name) for name in OFF}
 
 
-def switched_on(holder: Any) -> dict[str, Any]:
-    """Return the sampling settings that are not off."""
-    return {name: value for name, value in sampling_of(holder).items() if value != OFF[name]}
-
-
 def sampling_text(holder: Any, before: str = "") -> str:
     """Format the settings that are on, such as "top_p 0.9", after `before`; "" when all are off."""
-    settings = ", ".join(f"{name} {value:g}" for name, value in switched_on(holder).items())
+    settings = ", ".join(
+        f"{name} {value:g}" for name, value in sampling_of(holder).items() if value != OFF[name]
+    )
     return before + settings if settings else ""

@@ -68,18 +68,14 @@ class Cell:
 
     @classmethod
     def of(cls, row: ResultRow, samples: Sequence[SampleRow]) -> Cell:
-        """Return a row's cell; samples fill in what older rows do not say.
-
-        Intervals are computed anew from the samples: older rows have plain percentiles.
-        """
+        """Return a row's cell; its intervals are computed from its samples, if they are there."""
         summary = {name: getattr(row, name) for name in cls.figures()}
         baselines = [each.baseline for each in samples if each.baseline is not None]
-        is_paired = len(baselines) == len(samples) > 0
-        if summary["speedup_prompt_median"] is None and is_paired:
-            summary["speedup_prompt_median"] = metrics.speedup_prompt_median(samples, baselines)
         if samples:
-            today = metrics.confidence_intervals(samples, baselines if is_paired else None)
-            summary["confidence_intervals"] = {**row.confidence_intervals, **today}
+            paired = baselines if len(baselines) == len(samples) else None
+            summary["confidence_intervals"] = {
+                **row.confidence_intervals, **metrics.confidence_intervals(samples, paired)
+            }
         return cls(summary, row.num_prompts, (row.samples,), (tuple(samples),), row.lossless)
 
     @classmethod

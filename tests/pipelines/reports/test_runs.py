@@ -314,7 +314,7 @@ def test_pdfs_embed_fonts_that_publishers_take(written):
         ({"seed": 3}, "seed is 0 (7 rows in {0}) or 3 (7 rows in {1})"),
         ({"target_sha256": "ab"}, "target is 7a (7 rows in {0}) or ab (7 rows in {1})"),
         ({"prompts_hash": "q"}, "gsm8k.prompts is 6@p (7 rows in {0}) or 6@q (7 rows in {1})"),
-        ({"decoding_hash": "x"}, "decoded differently in what older rows do not say"),
+        ({"decoding_hash": "x"}, "decoded differently (by decoding_hash)"),
         ({"benchmark": "mine"}, "share no benchmark: {0} has gsm8k; {1} has mine"),
         ({"temperature": 1.0}, "share no temperature: {0} has 0.0; {1} has 1.0"),
     ],

@@ -16,7 +16,6 @@ from hand_made_run import (
     make_row,
     make_run,
     make_sample,
-    relabelled,
 )
 
 from stree import metrics
@@ -183,9 +182,9 @@ def test_benchmarks_have_prompts_of_their_own(tmp_path):
     assert chosen.benchmarks == ["mt_bench", "gsm8k"] and len(chosen.rows) == 14
 
 
-def test_old_rows_that_do_not_say_their_chat_template_are_told_apart_by_their_hash(run):
+def test_rows_that_only_their_hash_tells_apart_stand_in_no_table(run):
     measured_again(run)
-    with pytest.raises(UsageError, match="older rows do not say, such as the chat template"):
+    with pytest.raises(UsageError, match="decoded differently"):
         load_run(run)
 
 
@@ -282,13 +281,3 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     assert set(ResultRow.model_fields) == (
         said | of_the_table | follows | measured | set(metrics.summarise([]))
     )
-
-
-def test_benchmarks_of_several_turns_and_of_one_stand_in_one_table(tmp_path):
-    """Their hashes differ: in those of several turns stands that earlier turns are kept."""
-    make_run(tmp_path, temperatures=(0.0,))
-    store = ResultStore(tmp_path / "eval")
-    change_rows(tmp_path, lambda row: relabelled(
-        store, row, decoding_hash=f"{row.benchmark} {row.decoding_hash}"
-    ))
-    assert load_run(tmp_path).benchmarks == ["mt_bench", "gsm8k"]

@@ -10,7 +10,7 @@ import torch
 from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
-from stree import Decoder, GenerationConfig, TokenTree
+from stree import Decoder, GenerationConfig
 from stree.checkpoints.heads.mtp import load_mtp
 from stree.checkpoints.load_save import load_config, load_model
 from stree.checkpoints.tokenizer import load_tokenizer
@@ -44,6 +44,23 @@ def trained(workspace, tmp_path_factory) -> Path:
     return run_dir
 
 
+def losses_of(run_dir: Path) -> list[float]:
+    return [float(row["loss"]) for row in metric_rows(run_dir) if row["loss"]]
+
+
+def in_fp64(target_dir: Path, run_dir: Path) -> tuple[HybridModel, HybridModel]:
+    """Load a target, and the drafter that a run has exported last."""
+    folders = target_dir, run_dir / "drafter/latest"
+    return tuple(load_model(each, dtype=torch.float64) for each in folders)
+
+
+def require_plain_tokens(target: HybridModel, drafter: HybridModel, *trees: str) -> None:
+    generation = GenerationConfig(24, ignore_eos=True)
+    wanted = Decoder(target).generate([1, 2, 3], generation).tokens
+    for tree in trees:
+        assert Decoder(target, drafter, tree).generate([1, 2, 3], generation).tokens == wanted
+
+
 @pytest.mark.costly
 def test_chance_is_a_function_of_the_micro_batch(workspace, tmp_path):
     """An export that ends a decay of its own is that of a shorter training, bit for bit."""
@@ -57,17 +74,13 @@ def test_chance_is_a_function_of_the_micro_batch(workspace, tmp_path):
 
 @pytest.mark.costly
 def test_a_drafter_learns_to_read_features_and_decodes(workspace, trained):
-    losses = [float(row["loss"]) for row in metric_rows(trained) if row["loss"]]
+    losses = losses_of(trained)
     assert losses[-1] < 0.9 * losses[0]
-    target = load_model(workspace / "target", dtype=torch.float64)
-    drafter = load_model(trained / "drafter" / "latest", dtype=torch.float64)
+    target, drafter = in_fp64(workspace / "target", trained)
     assert drafter.config.feature_layers == (0, 2, 3)
     assert drafter.config.target_num_layers == 4
     assert drafter.model.features.unknown.abs().max() > 0  # it began at zero
-    generation = GenerationConfig(24, ignore_eos=True)
-    wanted = Decoder(target).generate([1, 2, 3], generation)
-    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
-    assert got.tokens == wanted.tokens
+    require_plain_tokens(target, drafter, "paper")
 
 
 @pytest.mark.costly
@@ -224,14 +237,11 @@ def test_depths_are_as_likely_as_they_count():
 @pytest.mark.costly
 def test_passes_ahead_train_and_their_drafter_decodes(workspace, tmp_path):
     run(workspace, tmp_path, "--model.features.ahead", "3", "--model.features.own", "true")
-    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    losses = losses_of(tmp_path)
     assert losses[-1] < 0.9 * losses[0]
-    target = load_model(workspace / "target", dtype=torch.float64)
-    drafter = load_model(tmp_path / "drafter" / "latest", dtype=torch.float64)
+    target, drafter = in_fp64(workspace / "target", tmp_path)
     assert drafter.config.own_features and drafter.config.feature_layers == (0, 2, 3)
-    generation = GenerationConfig(16, ignore_eos=True)
-    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
-    assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+    require_plain_tokens(target, drafter, "paper")
 
 
 def test_an_eagle_head_is_trained_for_trees(workspace, tmp_path):
@@ -241,37 +251,31 @@ def test_an_eagle_head_is_trained_for_trees(workspace, tmp_path):
         "--model.features.ahead", "3", "--model.features.layers", "[0,2,3]",
         "--model.head.vocab_size", "200", "--model.optimizer.lr", "0.01", steps=12,
     ))
-    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    losses = losses_of(tmp_path)
     assert losses[-1] < losses[0] - 0.05  # a sum over some tokens alone may be below 0
-    target = load_model(workspace / "target", dtype=torch.float64)
-    drafter = load_model(tmp_path / "drafter/latest", dtype=torch.float64)
+    target, drafter = in_fp64(workspace / "target", tmp_path)
     assert drafter.config.eagle_inputs and drafter.config.layer_types == ("attention mlp",)
     moved = drafter.model.embed_tokens.weight - target.model.embed_tokens.weight
     assert 0 < moved.abs().max() < 0.3
-    generation = GenerationConfig(16, ignore_eos=True)
-    for tree in ("paper", "beam-3-3-8"):
-        got = Decoder(target, drafter, tree).generate([1, 2, 3], generation)
-        assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+    require_plain_tokens(target, drafter, "paper", "beam-3-3-8")
 
 
 @pytest.mark.costly
 def test_an_mtp_head_is_trained_on_for_trees(workspace, tmp_path):
     save_with_head(tmp_path / "target", "qwen3_5", 0, vocab=TARGET.vocab_size)
     load_tokenizer(workspace / "target").save_pretrained(tmp_path / "target")
-    target = load_model(tmp_path / "target", dtype=torch.float64)
+    num_layers = load_config(tmp_path / "target").num_layers
     distill.main(distill_arguments(
         workspace, tmp_path / "run", "--model.target", str(tmp_path / "target"),
         "--model.start_from", "mtp", "--model.features.ahead", "2", "--model.features.own", "true",
-        "--model.features.layers", f"[{target.config.num_layers - 1}]",
+        "--model.features.layers", f"[{num_layers - 1}]",
         "--model.optimizer.lr", "0.01", steps=12,
     ))
-    losses = [float(row["loss"]) for row in metric_rows(tmp_path / "run") if row["loss"]]
+    losses = losses_of(tmp_path / "run")
     assert losses[-1] < 0.95 * losses[0]
-    drafter = load_model(tmp_path / "run/drafter/latest", dtype=torch.float64)
+    target, drafter = in_fp64(tmp_path / "target", tmp_path / "run")
     begun = load_mtp(tmp_path / "target", dtype=torch.float64)
     assert drafter.config.fused_inputs
     moved = drafter.model.features.proj.weight - begun.model.features.proj.weight
     assert 0 < moved.abs().max() < 0.3  # it began with the head
-    generation = GenerationConfig(16, ignore_eos=True)
-    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
-    assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+    require_plain_tokens(target, drafter, "paper")

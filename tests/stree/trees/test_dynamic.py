@@ -8,17 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 from eager import by_graphs
-from enumerated import CONTEXT, RELATIONS, TREES, distance, random_case, related_case
+from enumerated import (
+    CONTEXT,
+    RELATIONS,
+    TREES,
+    distance,
+    random_case,
+    related_case,
+    row_distribution,
+)
 from growing import Growing, GrowingInTurn
 from toys import (
     TableTarget,
-    exact_distribution,
     right_now_and_then,
     tiny_model,
 )
 
 from stree import AdaptiveTrees, BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.batching.runners import new_report
 from stree.batching.state import BatchState
 from stree.batching.step import Step
 from stree.common.errors import UsageError
@@ -213,36 +219,20 @@ def block_distribution(
     `points`, which have no logits, in the one that grew.
     """
 
-    target = TableTarget(table)
-
-    def run(choose):
-        everyone, cache = BatchState.new(1, 8), target.new_cache(16, 8, 1)
-        everyone.set(0, setting)
-        everyone.begin(0, 1, CONTEXT[-1])
-        cache.rows[0].committed = list(CONTEXT[:-1])
-        drafter = drafter_of(choose)
-        drafter.read(0, torch.tensor(CONTEXT[:-1]))
-        rows, tree_batch = everyone.narrow(0, 1, [setting]), dynamic_tree_batch(tree, 1, CPU).own()
-        step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
-        proposal = step.draft(rows, tree_batch, 1, 8)
-        if points:
-            report = new_report(rows, tree_batch)
-            step.verify(rows, tree_batch, proposal, 8, report)
-            return tuple(report[0, 2 : 2 + int(report[0, 1])].tolist())
-        static = make_tree_batch(tree_batch.trees, CPU)
+    def static_one(drafter, rows, grown, proposal):
+        static = make_tree_batch(grown.trees, CPU)
         logits = torch.zeros(1, static.num_drawn_from, len(table), dtype=torch.float64)
         for node, children in enumerate(static.trees[0].children):
             if children:
                 path = [int(proposal.tokens[0, n]) for n in static.trees[0].path_to(node)]
                 after = drafter.table[tuple([CONTEXT[-2], *path][-2:])]
                 logits[0, static.drawn_by[0, node]] = rows.processed(after[None, None])[0, 0]
-        report = new_report(rows, static)
-        judged = Proposal(proposal.tokens.clone(), proposal.finite, logits)
-        step.verify(rows, static, judged, 8, report)
-        _, count, *tokens = report[0].tolist()
-        return tuple(tokens[:count])
+        return static, Proposal(proposal.tokens.clone(), proposal.finite, logits)
 
-    return exact_distribution(run)
+    return row_distribution(
+        table, drafter_of, lambda: dynamic_tree_batch(tree, 1, CPU).own(), setting, verifier,
+        None if points else static_one,
+    )
 
 
 @pytest.mark.quick(2)

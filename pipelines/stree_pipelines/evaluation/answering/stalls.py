@@ -15,6 +15,7 @@ MIN_ANSWERS = 5  # of a row; the median of fewer says little
 MIN_SLOWNESS = 2.0  # times the median step
 MIN_WAITED_STEPS = 0.5  # median steps that each step waited beyond the median, on average
 MIN_SHARE_LOST = 0.1  # of the median answer's time; what is lost below that moves no figure
+PARTS_OF_PLAIN = "verify", "accept"  # in which plain decoding works
 MAX_WAITING_SHARE = 0.2  # of plain decoding's time
 
 Answered = SampleRow | BaselineTiming
@@ -23,13 +24,13 @@ Answered = SampleRow | BaselineTiming
 def waiting_s(timing: Answered) -> float | None:
     """Return the seconds between steps; None where calls are not timed by part (batches).
 
-    Plain decoding drafts nothing: older rows call its waiting drafting.
+    Plain decoding drafts nothing: what its parts do not take is waiting.
     """
     if not timing.time_ms or not timing.num_calls:
         return None
     if isinstance(timing, SampleRow) and timing.tree is not None:
         return timing.time_ms.get("host", 0.0) / 1e3
-    busy_ms = sum(timing.time_ms.get(part, 0.0) for part in ("verify", "accept", "commit"))
+    busy_ms = sum(timing.time_ms.get(part, 0.0) for part in PARTS_OF_PLAIN)
     return max(0.0, timing.decode_s - busy_ms / 1e3)
 
 
@@ -73,7 +74,8 @@ def waiting_share(plain_ms: Mapping[str, float]) -> float | None:
     plain_ms: its `metrics.time_ms`, as a row's `baseline_time_ms`.
     """
     total = sum(plain_ms.values())
-    return (plain_ms.get("draft", 0.0) + plain_ms.get("host", 0.0)) / total if total else None
+    busy = sum(plain_ms.get(part, 0.0) for part in PARTS_OF_PLAIN)
+    return (total - busy) / total if total else None
 
 
 def _stalled_of_row(samples: Sequence[SampleRow]) -> list[SampleRow]:
@@ -85,6 +87,6 @@ def _stalled_of_row(samples: Sequence[SampleRow]) -> list[SampleRow]:
 
 
 def _is_timed(sample: SampleRow) -> bool:
-    """Return whether the steps of its plain answer are known: older batches do not say."""
+    """Return whether the steps of its plain answer are known, of a batch by its share."""
     plain = sample.baseline
     return plain is not None and (sample.batch_size == 1 or plain.call_share is not None)

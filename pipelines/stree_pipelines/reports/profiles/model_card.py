@@ -173,7 +173,7 @@ def _conditions(measurements: Sequence[Measurement]) -> str:
 
 
 def _endings(measurements: Sequence[Measurement]) -> str:
-    """Say how answers ended and how many were held up; nothing of older rows."""
+    """Say how answers ended and how many were held up; nothing of what was not counted."""
     counts = [(m.num_ended or 0, m.num_cut or 0, m.num_stalled or 0) for m in measurements]
     ended, cut, stalled = (sum(each) for each in zip(*counts, strict=True))
     sentences = f" {ended} answers ended by themselves, {cut} were cut." if ended + cut else ""

@@ -30,7 +30,7 @@ def answers(count=6, method="autoregressive", calls=60):
 
 
 def held_up(sample, seconds, part="host"):
-    """Return the sample with a wait, as it is measured (`host`) or was in older rows (`draft`)."""
+    """Return the sample with a wait, which counts as this part of its steps."""
     times = {**sample.time_ms, part: sample.time_ms.get(part, 0.0) + 1e3 * seconds}
     return sample.model_copy(update={"decode_s": sample.decode_s + seconds, "time_ms": times})
 
@@ -62,7 +62,7 @@ def test_of_few_answers_none_is_an_outlier():
     assert outliers([held_up(samples[0], 9.0), *samples[1:]]) == []
 
 
-def test_plain_decoding_drafts_nothing_so_that_older_rows_waited_while_drafting():
+def test_plain_decoding_drafts_nothing_so_that_it_waits_whatever_the_time_is_called():
     plain, drafted = answers(1)[0], answers(1, "stree", 20)[0]
     before = waiting_s(plain)
     assert waiting_s(held_up(plain, 0.25, "draft")) == pytest.approx(before + 0.25)

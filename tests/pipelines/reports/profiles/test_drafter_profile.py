@@ -287,15 +287,6 @@ def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form,
     assert measured == {("autoregressive", None), ("as it is", "FOLDER"), ("arm 0", recommended)}
 
 
-def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(profile_path):
-    path = profile_path
-    content = json.loads(path.read_text())
-    for each in (*content["recommendations"], *content["measurements"]):
-        del each["drafter"]
-    path.write_text(json.dumps(content))
-    assert {each.drafter for each in load_profile(path.parent).recommendations} == {None}
-
-
 def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
     """Each temperature has its own; a row that a resumed run completed may lack them."""
     choice, trees = Tree(name="chain-1 or paper", parents=(-1, 0, 0)), (PLAIN, TokenTree.paper())
@@ -317,10 +308,6 @@ def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointRefused, match="parent"):
         load_profile(path.parent)
-    for each in content["recommendations"]:  # as before they were recorded
-        del each["costs"]
-    path.write_text(json.dumps(content))
-    assert {each.costs for each in load_profile(path.parent).recommendations} == {None}
 
 
 def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):

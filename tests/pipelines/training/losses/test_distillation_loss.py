@@ -76,16 +76,6 @@ def test_tied_head_and_hidden_add_their_gradients():
     torch.testing.assert_close(got, torch.autograd.grad(loss, embedding)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_equal_models_have_zero_loss_and_full_acceptance():
-    case, _ = make_case(student_width=20)
-    terms = target_loss(
-        case["teacher_hidden"], case["teacher_head"], case["teacher_hidden"],
-        case["teacher_head"], case["mask"],
-    )
-    assert terms.loss.abs() < 1e-6
-    assert (terms.simulated_acceptance - 1).abs() < 1e-5
-
-
 def test_nothing_to_count_gives_zero_and_not_nan():
     case, labels = make_case()
     case["mask"] = torch.zeros_like(case["mask"])
@@ -133,17 +123,6 @@ def test_a_student_that_rules_out_what_the_teacher_says_has_infinite_loss():
     hidden[..., 0], head[-5:, 0] = 10.0, -1e38
     case.update(student_hidden=hidden, student_head=head)
     assert target_loss(**case).loss == torch.inf
-
-
-def test_bf16_autocast_keeps_the_softmax_in_fp32():
-    case, _ = make_case(vocab=301)
-    want = dense_loss(**case)
-    with torch.autocast("cpu", torch.bfloat16):
-        terms = target_loss(**case)
-    assert terms.loss.dtype == torch.float32
-    torch.testing.assert_close(terms.loss, want, rtol=2e-2, atol=0)
-    grads = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
-    assert [g.dtype for g in grads] == [torch.float32, torch.float32]
 
 
 def test_products_in_bf16_are_summed_in_fp32():

@@ -5,6 +5,8 @@ Tolerances: as in test_distillation_loss.py, 1e-5 for fp32 sums in another order
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,11 +37,15 @@ def name_of(loss: LossConfig) -> str:
     return loss.kind
 
 
-def dense(loss, p, q, temperature, accepted=None):
-    """Return the docstrings' formulas (rows,) for distributions of positive probabilities."""
+def dense(loss, p, q, temperature, outside=0.0):
+    """Return the docstrings' formulas (rows,) for distributions of positive probabilities.
+
+    Of a head over some tokens q = 0 outside of it, where p has the mass `outside` (rows,); forward
+    KL is then the sum over the head's tokens.
+    """
     square, linear = temperature**2, temperature
     kl = (p * (p / q).log()).sum(-1)
-    tv = (p - q).abs().sum(-1) / 2
+    tv = ((p - q).abs().sum(-1) + outside) / 2
     if loss.kind == "forward_kl":
         return square * kl
     if loss.kind == "reverse_kl":
@@ -47,11 +53,11 @@ def dense(loss, p, q, temperature, accepted=None):
     if loss.kind == "jsd":
         m = loss.beta * p + (1 - loss.beta) * q
         of_p, of_q = (p * (p / m).log()).sum(-1), (q * (q / m).log()).sum(-1)
+        of_p = of_p - outside * math.log(loss.beta)  # where m is beta p
         return square * (loss.beta * of_p + (1 - loss.beta) * of_q)
     if loss.kind == "tv":
         return linear * tv
-    accepted = torch.minimum(p, q).sum(-1) if accepted is None else accepted
-    share = torch.exp(-loss.eta * accepted.detach())
+    share = torch.exp(-loss.eta * torch.minimum(p, q).sum(-1).detach())
     return share * square * kl + (1 - share) * linear * tv
 
 
@@ -214,26 +220,6 @@ def partial_case(num_ids=30, seed=0, **options):
     return case, ids
 
 
-def dense_partial(loss, p, q, temperature, outside, accepted=None):
-    """Return the formulas with q = 0 outside of the head, where p has the mass `outside`; of
-    forward KL the sum over the head's tokens."""
-    square, linear = temperature**2, temperature
-    kl = (p * (p / q).log()).sum(-1)
-    tv = ((p - q).abs().sum(-1) + outside) / 2
-    if loss.kind == "jsd":
-        whole_p, whole_q = (torch.cat([p, outside[:, None]], 1), F.pad(q, (0, 1)))
-        m = loss.beta * whole_p + (1 - loss.beta) * whole_q
-        of_p = (whole_p * (whole_p / m).log()).sum(-1)
-        of_q = (q * (q / m[:, :-1]).log()).sum(-1)
-        return square * (loss.beta * of_p + (1 - loss.beta) * of_q)
-    if loss.kind == "tv":
-        return linear * tv
-    if loss.kind == "lk":
-        share = torch.exp(-loss.eta * (1 - tv if accepted is None else accepted).detach())
-        return share * square * kl + (1 - share) * linear * tv
-    return dense(loss, p, q, temperature)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temperature):
@@ -249,7 +235,7 @@ def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temper
     leaves, _, q = in_fp64(case, temperature)
     whole = teacher_distribution(hidden, head, case["mask"], temperature)
     p, outside = whole[:, ids], 1 - whole[:, ids].sum(1)
-    want = dense_partial(loss, p, q, temperature, outside).mean()
+    want = dense(loss, p, q, temperature, outside).mean()
     torch.testing.assert_close(terms.loss.double(), want, **EXACT)
     accepted = torch.minimum(p, q).sum(1).mean()
     torch.testing.assert_close(terms.simulated_acceptance.double(), accepted, **EXACT)

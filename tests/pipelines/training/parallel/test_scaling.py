@@ -25,7 +25,6 @@ from stree_pipelines.training.teachers.on_policy_check import OnPolicyCheck
 STEPS = 6
 TOLERANCE = 1e-5
 DDP = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
-FSDP2 = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
 
 
 def arguments_of(workspace: Path, run_dir: Path, batch_size: int, *more: str, steps: int = STEPS):
@@ -110,38 +109,32 @@ def test_muon_in_two_processes_is_muon_in_one(workspace, forks, tmp_path):
     assert_same_curve(tmp_path / "two", tmp_path / "one")
 
 
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'"
+)
+
+
 @pytest.mark.costly
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [
+        ("fsdp2", "0.50"),
+        pytest.param("deepspeed_stage_2", "1.00", marks=needs_deepspeed),
+        pytest.param("deepspeed_stage_3", "0.50", marks=needs_deepspeed),
+    ],
+)
 def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
-    workspace, one_process, forks, tmp_path
+    strategy, share, workspace, one_process, forks, tmp_path
 ):
-    """FSDP2 with a sharded target begins, one process goes on, then FSDP2 that accumulates."""
-    run_dir = tmp_path / "run"
-    sharded = (*FSDP2, "--model.target_placement", "sharded")
-    log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *sharded, steps=2))
-    assert "holds 0.50 drafter, 0.50 target" in log
-    distill.main(arguments_of(workspace, run_dir, 4, steps=4))
-    more = ("--model.activation_checkpointing", "true")
-    log = run_two_processes(forks, arguments_of(workspace, run_dir, 1, *FSDP2, *more))
-    assert "holds 0.50 drafter, 1.00 target" in log
-    assert_same_curve(run_dir, one_process)
-    assert_same_export(run_dir, one_process)
-
-
-@pytest.mark.costly
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")
-@pytest.mark.parametrize(("stage", "share"), [(2, "1.00"), (3, "0.50")])
-def test_zero_goes_on_with_other_checkpoints_and_they_with_its(
-    stage, share, workspace, one_process, forks, tmp_path
-):
-    """ZeRO begins, one process goes on, then ZeRO that computes activations twice."""
-    run_dir = tmp_path / "run"
-    two = ("--trainer.devices", "2", "--trainer.strategy", f"deepspeed_stage_{stage}")
+    """A sharded target's run begins, one process goes on, then activations are computed twice."""
+    run_dir, two = tmp_path / "run", ("--trainer.devices", "2", "--trainer.strategy", strategy)
     more = ("--model.target_placement", "sharded")
     log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *two, *more, steps=2))
     assert f"holds {share} drafter, 0.50 target" in log
     distill.main(arguments_of(workspace, run_dir, 4, steps=4))
     more = ("--model.activation_checkpointing", "true")
-    run_two_processes(forks, arguments_of(workspace, run_dir, 1, *two, *more))
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 1, *two, *more))
+    assert f"holds {share} drafter, 1.00 target" in log
     assert_same_curve(run_dir, one_process)
     assert_same_export(run_dir, one_process)
 
