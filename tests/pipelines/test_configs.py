@@ -84,12 +84,15 @@ def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
     assert len(schedules) == 1  # no arm wins by its schedule
 
 
-def test_a_transformer_s_rival_differs_in_its_mixer_only():
+@pytest.mark.parametrize(
+    "names", [("today", "Transformer"), ("two layers of 768", "Transformer of 768")], ids=" ".join
+)
+def test_a_transformer_s_rival_differs_in_its_mixer_only(names):
     """Both have equally many parameters without embedding and head, within 4 %."""
     runs = {run.arm.name: run for run in read_study(str(CONFIGS / "study/drafters-75m.yaml")).runs}
     (one, first), (other, second) = (
         (options, HybridConfig.from_dict(dict(options["model"].pop("drafter"))))
-        for options in (parse_run(runs[name]) for name in ("today", "Transformer"))
+        for options in (parse_run(runs[name]) for name in names)
     )
     assert first.attn_layers == () and len(second.attn_layers) == second.num_layers
     shape = ("vocab_size", "d_model", "num_layers", "intermediate_size", "tie_embeddings")
