@@ -286,6 +286,15 @@ def test_heads_that_are_not_whole_are_refused(change, complaint, tmp_path, monke
         stree.load(tmp_path, "mtp", device="cpu")
 
 
+def test_a_head_for_each_of_several_depths_is_refused(tmp_path):
+    """Qwen's key is above; Nemotron's counts depths, and its pattern the layers of one of them."""
+    save_with_head(tmp_path, "nemotron", 0)
+    assert len(load_mtp(tmp_path).model.layers) > 1
+    keys(num_nextn_predict_layers=2)(tmp_path)
+    with pytest.raises(CheckpointRefused, match="num_nextn_predict_layers = 2; only 1"):
+        load_mtp(tmp_path)
+
+
 LAYER = "transformer_layer_config"
 
 
