@@ -57,8 +57,8 @@ SPEEDUP = ("speedup per τ, 13-node tree", 0.80, dict(what="step", shape="8b"), 
 # By kind of rows (`what`, or op): a title, the fields that identify a row, and the measured fields.
 # A time is the median, in µs; `us_parts data` is in a row's field `us_parts`.
 TABLES: dict[str, tuple[str, str, str]] = {
-    "op": ("Kernels, µs a layer", "op shape num_nodes context",
-           "us_naive us_fused us_multi_step us_mamba_ssm_updates"),
+    "op": ("Kernels, µs a layer", "op shape batch num_nodes context",
+           "us_naive us_fused us_multi_step us_mamba_ssm_updates us_updates us_chunk_scan"),
     "target call": ("Target calls", "shape num_nodes context",
                     "us_floor us_tree us_chain over_floor over_step step_over_floor"),
     "fit": ("Fits of a target call's µs over N", "shape", "us_call us_chain"),
