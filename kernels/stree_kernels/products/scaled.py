@@ -17,8 +17,8 @@ is one range of memory, read once from end to end.
 Up to `MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of rows. More than
 `MAX_ROWS`, as in a prompt, are for PyTorch's product of two matrices in e4m3, if each row of the
 weight has one scale: it gives the products of both halves, which the norm that follows adds up, or
-one launch with SwiGLU. Else, and for inputs that are not bf16, the weight is written out in the
-type of the inputs first.
+one launch with SwiGLU. Other weights are written out in the type of the inputs first from
+`MAX_ROWS_OTHERWISE` rows on, and for inputs that are not bf16.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class Tiling:
 
 
 MAX_ROWS_ALIKE = 16  # rows
-MAX_ROWS = 256  # by tiles
+MAX_ROWS = 128  # by tiles, where PyTorch's product serves more
+MAX_ROWS_OTHERWISE = 256  # by tiles
 MAX_BLOCK_ROWS = 64  # of a program
 MIN_BLOCK_OUTPUTS = 64  # that a tensor core's instruction has
 MAX_WRITTEN_OUT = 32768  # outputs of a weight that are written out at a time
 WRITTEN_OUT = (8, 1024)  # outputs and inputs of a program that does it
 MIN_GROUP = 32  # inputs of a scale, and so of a step
+ALIGNED = 16  # bytes, to which PyTorch's product wants weights and scales
 OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
 
 
@@ -137,14 +139,17 @@ def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Ten
 def _fits(x: Tensor, weight: Scaled) -> bool:
     assert x.shape[-1] == weight.shape[1]
     in_order = weight.values.is_contiguous() and weight.scale.is_contiguous()
-    few = x.numel() <= MAX_ROWS * x.shape[-1]
+    most = MAX_ROWS if _suits_library(x, weight) else MAX_ROWS_OTHERWISE
+    few = x.numel() <= most * x.shape[-1]
     return few and in_order and x.dtype == torch.bfloat16 and _step_of(weight) >= MIN_GROUP
 
 
 def _suits_library(x: Tensor, weight: Scaled) -> bool:
     """Return whether PyTorch multiplies many rows by a weight."""
-    suits = weight.values.is_contiguous() and suits_tensor_cores(weight)
-    return x.is_cuda and x.dtype == torch.bfloat16 and suits
+    parts = weight.values, weight.scale
+    aligned = all(each.is_contiguous() and each.data_ptr() % ALIGNED == 0 for each in parts)
+    is_right = x.is_cuda and x.dtype == torch.bfloat16
+    return is_right and aligned and suits_tensor_cores(weight)
 
 
 def _by_library(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
