@@ -45,7 +45,6 @@ class Tiling(NamedTuple):
 UP, UP_IN_8_BITS = Tiling(32, 128, 3, 4), Tiling(64, 128, 3, 4)
 DOWN = Tiling(64, 128, 4, 4)
 MAX_SHARES = 16  # of the list of chosen experts
-COMPARISONS = 4096  # of chosen experts with all experts, at a time
 
 
 def choose_experts(
@@ -96,13 +95,12 @@ def experts(
     most = min(num_experts, count * top)  # experts that can be on the list
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
     block_rows = max(16, triton.next_power_of_2(count))
-    block_experts = triton.next_power_of_2(num_experts)
     hidden = rows.new_empty(most, count, inner)
     fewer = int(rows.element_size() == 4)  # stages, of tiles that are twice as large
     up_kernel[(triton.cdiv(inner, tiling.outputs), most)](
         rows, weights, chosen, up_values, up_scale, hidden, listed,
-        num_experts, count, top, width, inner, GATED=kind == "swiglu", GROUP=up_group,
-        BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, COMPARISONS // block_experts),
+        count, top, width, inner, GATED=kind == "swiglu", GROUP=up_group,
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(top),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=tiling.outputs, BLOCK_INPUTS=steps[0],
         PRECISION=precision_of(rows), num_warps=tiling.warps, num_stages=tiling.stages - fewer,
         **overlapping(rows),
@@ -173,25 +171,31 @@ def route_kernel(
 
 
 @triton.jit
-def _listed(
-    chosen, num_chosen, num_experts, number, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr
-):
-    """Count the experts that any row has chosen, and return the one numbered `number`."""
+def _listed(chosen, num_chosen, number, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Count the experts that any row has chosen, and return the one numbered `number`.
+
+    A histogram counts them, but for the few of one token, which comparisons find sooner.
+    """
     expert = tl.arange(0, BLOCK_E)
-    place = tl.arange(0, BLOCK_CHOSEN)
-    wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
-    for start in range(0, num_chosen, BLOCK_CHOSEN):
-        each = tl.load(chosen + start + place, mask=start + place < num_chosen, other=-1)
-        wanted = tl.maximum(wanted, tl.max((each[:, None] == expert[None, :]).to(tl.int32), axis=0))
-    wanted = tl.where(expert < num_experts, wanted, 0)
+    if num_chosen <= BLOCK_K:
+        rank = tl.arange(0, BLOCK_K)
+        few = tl.load(chosen + rank, mask=rank < num_chosen, other=-1)
+        wanted = tl.max((few[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    else:
+        wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
+        for start in range(0, num_chosen, 1024):
+            place = start + tl.arange(0, 1024)
+            many = tl.load(chosen + place, mask=place < num_chosen, other=0).to(tl.int32)
+            wanted += tl.histogram(many, BLOCK_E, mask=place < num_chosen)
+        wanted = (wanted > 0).to(tl.int32)
     here = (tl.cumsum(wanted, axis=0) == number + 1) & (wanted > 0)
     return tl.sum(wanted, axis=0), tl.sum(tl.where(here, expert, 0), axis=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["count", "top"])
 def up_kernel(
-    rows, weights, chosen, up, up_scale, hidden, listed, num_experts, count, top, width, inner,
-    GATED: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    rows, weights, chosen, up, up_scale, hidden, listed, count, top, width, inner,
+    GATED: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
@@ -202,7 +206,7 @@ def up_kernel(
     known, mine = row < count, output < inner
     dtype = hidden.dtype.element_ty
     follow(OVERLAPS)
-    num_listed, expert = _listed(chosen, count * top, num_experts, number, BLOCK_E, BLOCK_CHOSEN)
+    num_listed, expert = _listed(chosen, count * top, number, BLOCK_E, BLOCK_K)
     if tl.program_id(0) == 0:  # for the next launch
         tl.store(listed + 1 + number, expert.to(tl.int32), mask=number < num_listed)
         tl.store(listed, num_listed, mask=number == 0)
