@@ -131,6 +131,8 @@ class AdaptiveTrees(TreePolicy):
             state.missed_s = 0.0
         elif state.current != PLAIN or self._pays_for_catching_up(best, num_rows, speed):
             state.current = best
+            if best == PLAIN:
+                state.explorer.end_drafting()
 
     def _pays_for_catching_up(
         self, tree: StepTree, num_rows: int, speed: dict[StepTree, float]

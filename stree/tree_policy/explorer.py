@@ -9,10 +9,12 @@ from stree.tree_policy.step_times import MIN_STEPS_SEEN, Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
 PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees
+FIRST_PROBE_SHARE = 0.08  # the same for the first probe after long drafting; each one halves it
+LONG_DRAFTING = 32  # steps
 TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
 MIN_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
 PROBE_STEPS = 4  # consecutive steps with a tree that make a probe
-PLAIN_SHARE = 0.005  # share of the time of drafting that may be lost to probes of plain decoding
+PLAIN_SHARE = 0.002  # share of the time of drafting that may be lost to probes of plain decoding
 MAX_PLAIN_STEPS = 2 * MIN_STEPS_SEEN  # of such a probe; some are not timed, as prompts are read
 TRIED_FIRST = 8  # first observations of each tree whose acceptance no other tree reveals
 
@@ -38,8 +40,10 @@ class Explorer:
         self.probing = 0
         self._unseen_s = dict.fromkeys(self._telling, 0.0)  # seconds since such a tree was tried
         self._plain_s = 0.0  # seconds of plain decoding since the last probe
+        self._probe_share = PROBE_SHARE  # of the next probe
         self._probed = deque(self._telling)  # trees to probe, the next one first
         self._drafted_s = 0.0  # seconds of drafting since the last probe of plain decoding
+        self._drafted_steps = 0  # since decoding was plain
         self._plain_left = 0  # steps that such a probe may still have
         self._rows_of_probes: set[int] = set()  # numbers of rows with which one has begun
 
@@ -54,6 +58,11 @@ class Explorer:
     def is_busy(self) -> bool:
         """True while the next steps are observed or belong to a probe."""
         return bool(self.untried or self.probing or self._plain_left)
+
+    def end_drafting(self) -> None:
+        """Note that plain decoding begins: after long drafting perhaps for one hard text alone."""
+        if self._drafted_steps >= LONG_DRAFTING:
+            self._probe_share = FIRST_PROBE_SHARE
 
     def tree_to_try(
         self, current: StepTree, num_rows: int, speeds: Speeds, num_steps: int
@@ -87,9 +96,10 @@ class Explorer:
         tree = self._probed[0]
         step_s = speeds.step_s(num_rows, tree)
         lost = PROBE_STEPS * step_s + num_rows * speeds.catch_up_s
-        if self._plain_s <= lost / PROBE_SHARE:
+        if self._plain_s <= lost / self._probe_share:
             return None
-        self._plain_s, self.probing = 0.0, PROBE_STEPS
+        self._probe_share = max(self._probe_share / 2, PROBE_SHARE)
+        self._plain_s, self.probing, self._drafted_steps = 0.0, PROBE_STEPS, 0
         self._probed.rotate(-1)
         return tree
 
@@ -100,6 +110,7 @@ class Explorer:
 
         The first probe of each number of rows begins once steps of the current tree were timed.
         """
+        self._drafted_steps += num_steps
         if self._plain_left:
             self._plain_left -= 1
             if speeds.is_timed(num_rows, PLAIN):
