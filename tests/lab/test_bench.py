@@ -39,7 +39,7 @@ def test_rows(tmp_path, monkeypatch):
     options = SimpleNamespace(
         what=["orders", "calls", "draft", "copied", "unrolled", "beams", "memory", "offloaded"],
         nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
-        trees=["paper", "beam-2-3-6", "dyspec-2-3-6"],
+        trees=["paper", "beam-3-6-7", "dyspec-2-3-6"],
     )
     rows = [
         *bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU),
@@ -56,7 +56,7 @@ def test_rows(tmp_path, monkeypatch):
               for line in lines if line.get("what") == "draft"]
     other = "head=16+rank=4"
     assert drafts == [(kind, tree, size) for kind in (None, other)
-                      for tree, size in ((None, 13), ("beam-2-3-6", 6), ("dyspec-2-3-6", 6))]
+                      for tree, size in ((None, 13), ("beam-3-6-7", 7), ("dyspec-2-3-6", 6))]
     assert all(("us_growth" in line) == ("tree" in line)
                for line in lines if line.get("what") == "draft")
     for line in lines:

@@ -166,7 +166,7 @@ def draft_lengths(
             functions[each], reads[each] = made["draft"], made["read"]
             levels = make_tree_batch([tree], drafter.device).levels
             # The same size as the cache of the timed draft
-            cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
+            cache = _model_drafter(drafter, tree, context).cache
             rows[each] = dict(
                 what="draft_lengths", drafter=kind, tree=name, context=context,
                 num_nodes=tree.num_nodes, num_levels=tree.max_depth,
@@ -211,13 +211,18 @@ def _read_anew(model: HybridModel, tokens: Tensor) -> None:
     model.prefill(tokens[None], model.new_cache(len(tokens), 1))
 
 
+def _model_drafter(drafter: HybridModel, tree: StepTree, context: int) -> ModelDrafter:
+    """Return a drafter with room for all nodes of which a tree's recipe chooses."""
+    return ModelDrafter(drafter, 1, context + MORE, max(tree.num_nodes, tree.num_inner))
+
+
 def _drafts(
     drafter: HybridModel, tree: StepTree, context: int, model: ModelDrafter | None = None
 ) -> dict[str, Callable[[], object]]:
     """Return calls that draft a tree after `context` tokens, greedy and sampled; "read" reads
     these anew, "growth" chooses the nodes of a tree that grows. A `ModelDrafter` drafts unless
     another `model` is given."""
-    model = model or ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
+    model = model or _model_drafter(drafter, tree, context)
     tokens = _tokens(drafter, 1, context)[0]
 
     def read() -> None:
