@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stree.models.config import MIXERS, UNGATED, Block, HybridConfig
+from stree.models.config.weights import NORM_NAMES, PART_NAMES
 from stree.models.layers.attention import Attention
 from stree.models.layers.gated_delta import GatedDeltaNet
 from stree.models.layers.mamba import Mamba2
@@ -17,9 +18,6 @@ from stree.models.layers.parallel import SideBySide
 from stree.models.layers.part import Mixer, TrainingPass
 from stree.models.layers.short_conv import ShortConv
 from stree_kernels.contracts import Stream
-
-NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
-PART_NAMES = {"attention": "self_attn"}  # Llama's; others are called what they are
 
 MIXER_CLASSES: dict[str, type[Mixer]] = {
     "attention": Attention, "mamba": Mamba2, "mamba1": Mamba1, "short_conv": ShortConv,
