@@ -14,8 +14,11 @@ import torch
 from stree.batching.batch_decoder import BatchDecoder
 from stree.checkpoints.heads.mtp import MTP_FILE
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import indexed_files, load_model, stored_dtype
+from stree.checkpoints.load_save import stored_dtype
 from stree.checkpoints.partners import partner_remarks
+from stree.checkpoints.plan.build import build
+from stree.checkpoints.plan.load_plan import plan_model
+from stree.checkpoints.plan.stored import indexed_files
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
 from stree.common.words import counted, device_name, dtype_name
@@ -88,8 +91,8 @@ def load(
             `ngram:CONTEXT`, `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or
             `text:FOLDER`, a checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`);
             or, in the place of a folder, `mtp`, the head for multi-token prediction in the target's
-            own checkpoint (`stree.checkpoints.heads.mtp.load_mtp`); or `eagle:FOLDER`, an EAGLE-3
-            head (`stree.checkpoints.heads.eagle.load_eagle`). Before a name with a model,
+            own checkpoint (`stree.checkpoints.heads.mtp.plan_mtp`); or `eagle:FOLDER`, an EAGLE-3
+            head (`stree.checkpoints.heads.eagle.plan_eagle`). Before a name with a model,
             `float8:` drafts with the head in 8 bits, `independent:` draws each sibling from all of
             the distribution, `top:` drafts the best tokens, and `temperature=0.6:` draws at 0.6
             whatever the request's temperature (`stree.drafters.model.ModelDrafterSpec`). None
@@ -122,7 +125,8 @@ def load(
         UsageError: For a value out of range, before anything is read.
         NotFound: For a folder, file or name that does not exist.
         CheckpointRefused: For a checkpoint that cannot be read, and for a drafter with another
-            tokenizer than the target's.
+            tokenizer than the target's; most reasons are found before any weight is read
+            (`stree.checkpoints.plan.load_plan`).
 
     Example:
         >>> import stree
@@ -145,8 +149,7 @@ def load(
     name = None if drafter is None else DrafterName.parse(drafter)
     target_folder = checkpoint_folder(target, revision, mtp=name is not None and name.mtp)
     dtype = pick_dtype(dtype, device, target_folder)
-    tokenizer = load_tokenizer(target_folder)
-    drafting, own, remark = None, None, ""
+    tokenizer, drafts, remark = load_tokenizer(target_folder), False, ""
     if name is not None:
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
@@ -165,14 +168,16 @@ def load(
                 warn(doubt)
         if remark:
             warn(f"{drafter}: {remark}")
-        if tree.largest.num_nodes > 1:
-            own = replace(name, folder=drafter_folder).load(target_folder, device, dtype)
-            drafting = name.make(own, tokenizer)
+        name, drafts = replace(name, folder=drafter_folder), tree.largest.num_nodes > 1
     elif tree is not None:
         tree = as_tree_policy(tree)
+    target_plan = plan_model(target_folder)
+    drafter_plan = name.plan(target_folder) if name is not None and drafts else None
+    own = None if drafter_plan is None else build(drafter_plan, device, dtype)
+    drafting = name.make(own, tokenizer) if name is not None and drafts else None
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         place = device if offload is None else "cpu"
-        model = load_model(target_folder, place, dtype, in_8_bits=target_dtype == FLOAT8)
+        model = build(target_plan, place, dtype, in_8_bits=target_dtype == FLOAT8)
         if offload is not None:
             stream_layers(model, offload, device)
     if name is not None and name.is_head and own is not None:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.configs import CheckpointConfig, checkpoint_config_of
-from stree.checkpoints.load_save import kept_dtype
-from stree.checkpoints.sources import Source
+from stree.checkpoints.configs import checkpoint_config_of
+from stree.checkpoints.plan.build import kept_dtype
+from stree.checkpoints.plan.load_plan import planned_weights
+from stree.checkpoints.plan.pickles import format_of
+from stree.checkpoints.plan.stored import StoredTensor
 from stree.common.errors import CheckpointRefused, UsageError
+from stree.models.config.weights import weight_shapes
 from stree.models.layers.part import Part
 from stree.models.model import HybridModel
 
@@ -40,10 +43,9 @@ def shared_model(theirs: Any) -> HybridModel:
             f"the model is a {type(theirs).__name__}, wanted one that transformers has loaded "
             "(AutoModelForCausalLM.from_pretrained)"
         )
-    name = Path(f"the config of this {type(theirs).__name__}")
-    checkpoint = checkpoint_config_of(CheckedJson(json.loads(theirs.config.to_json_string()), name))
-    with torch.device("meta"):
-        ours = HybridModel(checkpoint.model)
+    kind = type(theirs).__name__
+    values = json.loads(theirs.config.to_json_string())
+    checkpoint = checkpoint_config_of(CheckedJson(values, Path(f"the config of this {kind}")))
     state: dict[str, Tensor] = theirs.state_dict(keep_vars=True)
     for each, tensor in state.items():
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -55,42 +57,27 @@ def shared_model(theirs: Any) -> HybridModel:
     if len(devices) != 1 or devices == {torch.device("meta")}:
         places = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"the model lies on {places}: load it on one device")
-    rename = checkpoint.rename(state)
-    sources = {each: rename(each) for each in ours.state_dict()}
-    _require_all_used(checkpoint, sources, state)
+    tied: dict[int, set[str]] = {}
+    for each, tensor in state.items():
+        tied.setdefault(id(tensor), set()).add(each)
+    stored = {
+        each: StoredTensor(each, tuple(tensor.shape), format_of(tensor.dtype))
+        for each, tensor in state.items()
+    }
+    weights = planned_weights(
+        checkpoint, weight_shapes(checkpoint.model), stored, f"this {kind}",
+        "merge adapters, and load it unquantised", tied.values(),
+    )
+    with torch.device("meta"):
+        ours = HybridModel(checkpoint.model)
     dtype: torch.dtype = theirs.get_input_embeddings().weight.dtype  # type: ignore[assignment,union-attr]
-    for each, tensor in ours.state_dict().items():
-        source = sources[each]
-        made = source.make(*(state[stored] for stored in source.names))
-        if made.shape != tensor.shape:
-            raise CheckpointRefused(
-                f"{', '.join(source.names)} make a tensor of shape {tuple(made.shape)}, the "
-                f"model's config wants {tuple(tensor.shape)}"
-            )
-        _put(ours, each, made.to(kept_dtype(each, dtype, source)))
+    for each, weight in weights.items():
+        made = weight.source.make(*(state[place.name] for place in weight.stored))
+        _put(ours, each, made.to(kept_dtype(each, dtype, weight.source)))
     for part in ours.modules():
         if isinstance(part, Part):
             part.keeps_rows = True  # or transformers could not save joined weights
     return ours.eval()
-
-
-def _require_all_used(
-    checkpoint: CheckpointConfig, sources: dict[str, Source], state: dict[str, Tensor]
-) -> None:
-    wanted = {name for source in sources.values() for name in source.names}
-    missing = sorted(wanted - state.keys())
-    used = {id(state[name]) for name in wanted if name in state}
-    dropped = checkpoint.layout.dropped
-    left = [
-        name for name, tensor in state.items()
-        if id(tensor) not in used and not (dropped and dropped.fullmatch(name))
-    ]
-    if missing or left:
-        some = ", ".join((missing or left)[:3])
-        raise CheckpointRefused(
-            f"the model is not as {checkpoint.layout.name}'s config describes it: {some} "
-            f"{'missing' if missing else 'not expected'}; merge adapters, and load it unquantised"
-        )
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

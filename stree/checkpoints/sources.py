@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import Names
@@ -26,20 +26,6 @@ Make: TypeAlias = "Callable[[Tensor], Tensor]"
 
 def as_stored(tensor: Tensor) -> Tensor:
     return tensor
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a weight file, whose numbers `read` loads.
-
-    Attributes:
-        shape: Shape of the tensor.
-        number_format: As safetensors calls it.
-        read: Returns the tensor, or one in 8 bits with its scale (`layouts.quantised.with_scales`).
-    """
-
-    shape: tuple[int, ...]
-    number_format: str
-    read: Callable[[], Any]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from stree.checkpoints.heads.eagle import load_eagle, read_eagle_config
-from stree.checkpoints.heads.mtp import load_mtp, read_mtp_config
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.heads.eagle import plan_eagle, read_eagle_config
+from stree.checkpoints.heads.mtp import plan_mtp, read_mtp_config
+from stree.checkpoints.load_save import load_config
+from stree.checkpoints.plan.build import build
+from stree.checkpoints.plan.load_plan import LoadPlan, plan_model
 from stree.checkpoints.tokenizer import encode_text, load_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import read_text
@@ -192,22 +194,29 @@ class DrafterName:
         except (OSError, ValueError) as error:
             raise UsageError(f"the corpus {self.corpus} cannot be read: {error}") from error
 
+    def plan(self, target: str | os.PathLike[str]) -> LoadPlan | None:
+        """Return the plan of loading the model that drafts, or None without one.
+
+        Its tensors are in its own folder, those of an MTP head in that of the target. Raises as
+        `plan_model`, `plan_mtp` and `plan_eagle` do.
+        """
+        if self.mtp:
+            return plan_mtp(target)
+        if self.folder is None:
+            return None
+        if self.eagle:
+            return plan_eagle(self.folder, load_config(target))
+        return plan_model(self.folder)
+
     def load(
         self, target: str | os.PathLike[str], device: torch.device | str, dtype: torch.dtype
     ) -> HybridModel | None:
-        """Load the model that drafts, from its folder or that of the target; None without one.
-
-        Raises as `load_model`, `load_mtp` and `load_eagle` do.
-        """
-        if self.eagle:
-            assert self.folder is not None
-            return load_eagle(self.folder, load_config(target), device, dtype)
-        if self.mtp:
-            return load_mtp(target, device, dtype)
-        return None if self.folder is None else load_model(self.folder, device, dtype)
+        """Load the model of `plan`; None without one. Raises as `plan` and `build` do."""
+        plan = self.plan(target)
+        return None if plan is None else build(plan, device, dtype)
 
     def config(self, target: str | os.PathLike[str]) -> HybridConfig | None:
-        """Return the config of the model of `load`, that of an MTP head with a single token."""
+        """Return the config of the model of `plan`, that of an MTP head with a single token."""
         if self.mtp:  # embedding and head are the target's
             return read_mtp_config(target).model.replace(vocab_size=1)
         if self.eagle:

@@ -176,8 +176,8 @@ class HeadedModel(nn.Module):
     def share_ends(self, target: HeadedModel) -> None:
         """Take what the drafter's checkpoint leaves to its target.
 
-        Of an MTP head (`load_mtp`) it is embedding, head and final norm, of an EAGLE head
-        (`load_eagle`) the embedding or nothing.
+        Of an MTP head (`plan_mtp`) it is embedding, head and final norm, of an EAGLE head
+        (`plan_eagle`) the embedding or nothing.
         """
         if self.lacks_embedding or self.config.fused_inputs:
             self.model.embed_tokens = target.model.embed_tokens

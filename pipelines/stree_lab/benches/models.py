@@ -11,7 +11,7 @@ import torch
 
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.configs import CheckpointConfig, checkpoint_config_of
-from stree.checkpoints.load_save import kept_dtype
+from stree.checkpoints.plan.build import kept_dtype
 from stree.common.errors import UsageError
 from stree.loading import FLOAT8
 from stree.models.config import HybridConfig

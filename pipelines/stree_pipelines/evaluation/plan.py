@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stree.batching.checks import require_vocabulary_of
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_config
@@ -284,7 +282,7 @@ class DrafterIdentity:
         """Raise now the errors of a decoder with this target's folder, by tokenizers and
         configs."""
         if self.name.is_head:
-            self.name.load(target, "meta", torch.float32)
+            self.name.plan(target)
         if self.name.folder is None or self.name.eagle:
             return
         config = load_config(self.name.folder)

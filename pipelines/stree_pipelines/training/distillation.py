@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stree.checkpoints.heads.mtp import load_mtp, read_mtp_config
+from stree.checkpoints.heads.mtp import plan_mtp, read_mtp_config
 from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.plan.build import build
 from stree.common.errors import UsageError
 from stree.drafters.names import MTP
 from stree.models.config import HybridConfig
@@ -115,7 +116,7 @@ class Distillation(Training):
         if start_from == MTP and _load is not None:
             whole = HybridModel(read_mtp_config(target).model)
         elif start_from == MTP:
-            own = load_mtp(target)
+            own = build(plan_mtp(target))
             own.share_ends(model)
             whole = copy.deepcopy(own).float().train()  # the target's embedding and head stay
         elif start_from is not None:

@@ -1,4 +1,4 @@
-"""Load a published EAGLE-3 head as a drafter: SafeAILab's layout, and that of vLLM's speculators.
+"""Plan a published EAGLE-3 head as a drafter: SafeAILab's layout, and that of vLLM's speculators.
 
 SafeAILab's config.json is Llama's with `draft_vocab_size`, the layer's tensors are `midlayer.*`;
 SpecForge and others write the same. `speculators` keeps Llama's or Qwen3's config in
@@ -14,23 +14,23 @@ import re
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_family
 from stree.checkpoints.configs import CheckpointConfig
 from stree.checkpoints.layouts import llama
-from stree.checkpoints.load_save import open_weights, read_weights, require_head_ids
-from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename, Source
+from stree.checkpoints.plan.load_plan import LoadPlan, plan_head
+from stree.checkpoints.plan.stored import stored_tensors
+from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename, Source, joined
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.common.files import require_own_files
 from stree.models.config import HybridConfig
-from stree.models.model import HybridModel
+from stree.models.config.weights import EMBEDDING, HEAD_IDS
 
-_EMBEDDING = "model.embed_tokens.weight"
-_UNKNOWN = "model.features.unknown"  # which no checkpoint has
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _LAYOUTS = {"llama": llama.LAYOUT, "qwen3": llama.QWEN3}
 # Keys of `speculators` by the norms that they add (`HybridConfig.eagle_norms`)
 _NORM_KEYS = {
@@ -44,43 +44,28 @@ _NAMES = {  # ours, and the published ones
 }
 
 
-@torch.inference_mode(False)
-def load_eagle(
-    path: str | os.PathLike[str], target: HybridConfig, device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> HybridModel:
-    """Load the EAGLE-3 head in a checkpoint folder, as a drafter of a target of this config.
+def plan_eagle(path: str | os.PathLike[str], target: HybridConfig) -> LoadPlan:
+    """Return the plan of loading the EAGLE-3 head in a folder, as a drafter of such a target.
 
-    An embedding that it lacks is still to be shared (`HybridModel.share_ends`).
+    An embedding that it lacks is lent by the target (`HybridModel.share_ends`).
 
-    Raises NotFound without the folder, and CheckpointRefused, before a tensor is read, for a head
-    of another form or another target, and for missing, unexpected or misshapen tensors.
+    Raises NotFound without the folder, and CheckpointRefused for a head of another form or another
+    target, and for missing, unexpected or misshapen tensors.
     """
     directory = Path(path)
     checkpoint = read_eagle_config(directory, target)
-    with torch.device("meta"):
-        model = HybridModel(checkpoint.model)
-    with open_weights(directory) as stored:
-        model.lacks_embedding = "embed_tokens.weight" not in stored
-        lacking = (_UNKNOWN, _EMBEDDING) if model.lacks_embedding else (_UNKNOWN,)
-        expected = {
-            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
-            if name not in lacking
-        }
-        if model.lacks_embedding and checkpoint.model.d_model != target.d_model:
-            raise CheckpointRefused(
-                f"{directory} has no embed_tokens.weight, and its width {checkpoint.model.d_model} "
-                f"is not the target's, {target.d_model}, to share its embedding: copy it again"
-            )
-        weights = read_weights(checkpoint, model, expected, stored, directory, device, dtype)
-    weights[_UNKNOWN] = torch.zeros(checkpoint.model.d_model, device=device, dtype=dtype)
-    model.load_state_dict(weights, strict=False, assign=True)
-    require_head_ids(model, directory)
-    return model.eval()
+    stored = stored_tensors(directory)
+    lacks_embedding = "embed_tokens.weight" not in stored
+    if lacks_embedding and checkpoint.model.d_model != target.d_model:
+        raise CheckpointRefused(
+            f"{directory} has no embed_tokens.weight, and its width {checkpoint.model.d_model} "
+            f"is not the target's, {target.d_model}, to share its embedding: copy it again"
+        )
+    return plan_head(directory, checkpoint, stored, (EMBEDDING,) * lacks_embedding)
 
 
 def read_eagle_config(path: str | os.PathLike[str], target: HybridConfig) -> CheckpointConfig:
-    """Return the config of the EAGLE-3 head of a target. Raises as `load_eagle` does."""
+    """Return the config of the EAGLE-3 head of a target. Raises as `plan_eagle` does."""
     directory = Path(path)
     if not directory.is_dir():
         raise NotFound(f"no folder {directory}: give the path of an EAGLE-3 head")
@@ -159,11 +144,11 @@ def _rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) 
     count, width = len(config.feature_layers), config.target_width
 
     def source(name: str) -> Source:
-        if name == "head_ids":
+        if name == HEAD_IDS:
             return Source(("d2t",), _token_ids)
         if name == "model.features.norm.weight" and "each" in config.eagle_norms:
             norms = tuple(f"fc_norm.{number}.weight" for number in range(count))
-            return Source(norms, lambda *parts: torch.cat(parts), (width,))
+            return Source(norms, joined, (width,))
         place = name.removeprefix("model.")
         ours = next((each for each in _NAMES if place.startswith(each)), None)
         if ours is not None:
@@ -175,4 +160,4 @@ def _rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) 
 
 def _token_ids(offsets: Tensor) -> Tensor:
     """Return the tokens of a head, of which d2t has the distances to their indices."""
-    return offsets + torch.arange(len(offsets))
+    return offsets.new_ones(offsets.shape).cumsum(0) - 1 + offsets

@@ -4,22 +4,30 @@ Formats read, by the names that their libraries give them: `fp8` (DeepSeek's and
 `weight_scale_inv` for each block of 128 × 128 weights), `compressed-tensors` with fp8 weights (a
 `weight_scale` for each output, tensor or block) and `modelopt` in FP8, also where only
 hf_quant_config.json says so. All three mean: a weight is its stored value times its scale.
+Scales of activations and of keys and values are passed over, because activations are not rounded
+here.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.plan.stored import StoredTensor
 from stree.common.errors import CheckpointRefused
 
 KEYS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
 SIDE_FILES = {  # beside a config.json that does not say it, and who writes them
     "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
 }
+FLOAT8_FORMAT = "F8_E4M3"  # as safetensors calls it
+_SCALES = ("_scale_inv", "_scale")  # behind a weight's name
+_OTHER_SCALES = re.compile(r".*\.(input|output|activation|[kqv]|kv|prob)_scale(_inv)?")
 _NAMES = {
     "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4",
     "nvfp4": "NVFP4", "mlx": "MLX",
@@ -88,3 +96,51 @@ def _in_blocks(size: Any) -> Quantisation:
     if min(size) < 1:
         raise CheckpointRefused(f"blocks of {size} weights, wanted at least 1 × 1")
     return Quantisation((size[0], size[1]))
+
+
+def with_scales(stored: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
+    """Return stored tensors, those in 8 bits with their scales, and no scale by itself.
+
+    Raises `CheckpointRefused` for a weight without a scale, with `where` as the place.
+    """
+    found = {}
+    for name, tensor in stored.items():
+        if tensor.number_format == FLOAT8_FORMAT:
+            scales = [stored[name + end] for end in _SCALES if name + end in stored]
+            if not scales:
+                raise CheckpointRefused(
+                    f"{where} has no scale of {name}, which is in 8 bits: copy the checkpoint again"
+                )
+            tensor = tensor._replace(scale=scales[0])
+        found[name] = tensor
+    taken = {each.scale.name for each in found.values() if each.scale is not None}
+    return {
+        name: tensor for name, tensor in found.items()
+        if name not in taken and not _OTHER_SCALES.fullmatch(name)
+    }
+
+
+def scale_grid(
+    weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]
+) -> tuple[int, ...] | None:
+    """Return the shape (…, rows, columns) of a weight's scales; None if they do not fit it.
+
+    Args:
+        weight: Shape (…, E, D) of the weight.
+        scale: Shape of the scales as they are stored: one number, (E,), (…, E, 1), or one a block,
+            for ModelOpt (E / 128, 1, D / 128, 1).
+        block: Rows and columns of a block.
+    """
+    if math.prod(scale) == 1:
+        return 1, 1
+    if len(weight) < 2 or 0 in weight:
+        return None
+    grid = (*scale, 1) if len(scale) == 1 else scale
+    if len(scale) == 4 and len(weight) == 2 and scale[1::2] == (1, 1):
+        grid = scale[::2]
+    if len(grid) != len(weight) or grid[:-2] != weight[:-2]:
+        return None
+    (outputs, inputs), (rows, columns) = weight[-2:], grid[-2:]
+    by_rows = 1 if rows == outputs else block[0]
+    by_columns = inputs if columns == 1 else block[1]
+    return grid if (rows, columns) == (-(-outputs // by_rows), -(-inputs // by_columns)) else None

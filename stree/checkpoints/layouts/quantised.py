@@ -1,30 +1,19 @@
-"""Keep the weights of a quantised checkpoint in fp8 e4m3 where that goes.
-
-Its scales of activations and of keys and values are passed over, because activations are not
-rounded here.
-"""
+"""Keep the weights of a quantised checkpoint in fp8 e4m3 where that goes."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stree.checkpoints.layouts.quantisation import Quantisation
-from stree.checkpoints.sources import Source, StoredTensor, as_stored
-from stree.common.errors import CheckpointRefused
+from stree.checkpoints.layouts.quantisation import scale_grid
+from stree.checkpoints.sources import Source, as_stored
 from stree_kernels.contracts import Scaled
 
-FLOAT8, FLOAT8_FORMAT = torch.float8_e4m3fn, "F8_E4M3"  # the latter is safetensors' word
+FLOAT8 = torch.float8_e4m3fn
 ROUNDING = 1e-5  # of a product in fp32, relative; steps of e4m3 are 6 % apart
-SCALES = ("_scale_inv", "_scale")  # behind a weight's name
-OTHER_SCALES = re.compile(r".*\.(input|output|activation|[kqv]|kv|prob)_scale(_inv)?")
 
 
 class ScaledTensor(NamedTuple):
@@ -41,64 +30,19 @@ class ScaledTensor(NamedTuple):
 def scaled_tensor(values: Tensor, scale: Tensor, block: tuple[int, int]) -> ScaledTensor:
     """Return a weight (…, E, D) with its scale spread over rows and groups of inputs.
 
-    The scale is one number, (E,), (E, 1), or one for each block. Raises `ValueError` for another
-    shape.
+    The scale is one number, (E,), (E, 1), or one for each block; `scale_grid` takes its shape.
     """
+    grid = scale_grid(tuple(values.shape), tuple(scale.shape), block)
+    assert grid is not None
     *_, outputs, inputs = values.shape
-    scale = scale.float()
-    if scale.numel() == 1:
-        return ScaledTensor(values, scale.reshape(1, 1).expand(*values.shape[:-1], 1))
-    if scale.ndim == 1:
-        scale = scale[:, None]
-    if scale.ndim == 4 and values.ndim == 2:  # ModelOpt's blocks: (E / 128, 1, D / 128, 1)
-        scale = scale[:, 0, :, 0]
-    rows, columns = scale.shape[-2:]
-    by_rows = 1 if rows == outputs else block[0]
-    by_columns = inputs if columns == 1 else block[1]
-    if scale.ndim != values.ndim or rows != -(-outputs // by_rows):
-        raise ValueError
-    if columns != -(-inputs // by_columns):
-        raise ValueError
+    scale = scale.float().reshape(grid)
+    if grid == (1, 1):
+        return ScaledTensor(values, scale.expand(*values.shape[:-1], 1))
+    by_rows = 1 if grid[-2] == outputs else block[0]
+    by_columns = inputs if grid[-1] == 1 else block[1]
     group = math.gcd(inputs, by_columns)
     scale = scale.repeat_interleave(by_rows, dim=-2)[..., :outputs, :]
     return ScaledTensor(values, scale[..., torch.arange(0, inputs, group) // by_columns])
-
-
-def with_scales(
-    stored: Mapping[str, StoredTensor], quantisation: Quantisation, directory: Path
-) -> dict[str, StoredTensor]:
-    """Return stored tensors, those in 8 bits with their scales, and no scale by itself.
-
-    Raises `CheckpointRefused` for a weight without a scale; reading one does for a scale that has
-    another shape.
-    """
-    scales: dict[str, str] = {}
-    for name, tensor in stored.items():
-        if tensor.number_format == FLOAT8_FORMAT:
-            found = [f"{name}{end}" for end in SCALES if f"{name}{end}" in stored]
-            if not found:
-                raise CheckpointRefused(
-                    f"{directory} has no scale of {name}, which is in 8 bits: copy the checkpoint "
-                    "again"
-                )
-            scales[name] = found[0]
-
-    def read(name: str) -> ScaledTensor:
-        values, scale = stored[name].read(), stored[scales[name]].read()
-        try:
-            return scaled_tensor(values, scale, quantisation.block)
-        except ValueError:
-            raise CheckpointRefused(
-                f"{scales[name]} in {directory} has shape {tuple(scale.shape)}, which is neither a "
-                f"scale an output nor one a block of {quantisation.block} for a weight of shape "
-                f"{tuple(values.shape)}: use weights and config of the same checkpoint"
-            ) from None
-
-    taken = set(scales.values())
-    return {
-        name: stored[name]._replace(read=partial(read, name)) if name in scales else stored[name]
-        for name in stored if name not in taken and not OTHER_SCALES.fullmatch(name)
-    }
 
 
 def make_parameter(

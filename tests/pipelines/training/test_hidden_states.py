@@ -11,8 +11,9 @@ from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
 from stree import Decoder, GenerationConfig
-from stree.checkpoints.heads.mtp import load_mtp
+from stree.checkpoints.heads.mtp import plan_mtp
 from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.plan.build import build
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
@@ -274,7 +275,7 @@ def test_an_mtp_head_is_trained_on_for_trees(workspace, tmp_path):
     losses = losses_of(tmp_path / "run")
     assert losses[-1] < 0.95 * losses[0]
     target, drafter = in_fp64(tmp_path / "target", tmp_path / "run")
-    begun = load_mtp(tmp_path / "target", dtype=torch.float64)
+    begun = build(plan_mtp(tmp_path / "target"), dtype=torch.float64)
     assert drafter.config.fused_inputs
     moved = drafter.model.features.proj.weight - begun.model.features.proj.weight
     assert 0 < moved.abs().max() < 0.3  # it began with the head

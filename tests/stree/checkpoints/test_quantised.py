@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from watched import watch
 
 import stree
-from stree.checkpoints import load_save
-from stree.checkpoints.heads.mtp import load_mtp
+from stree.checkpoints.heads.mtp import plan_mtp
 from stree.checkpoints.load_save import load_model
+from stree.checkpoints.plan import build as building
+from stree.checkpoints.plan.build import build
 from stree.common.errors import CheckpointRefused
 from stree.models.layers.packed_linear import ScaledLinear
 from stree.models.packing import scale_name
@@ -176,7 +177,7 @@ def test_its_own_mtp_head_drafts(of, form, in_16_bits, tmp_path):
     for name in ("stored", "plain"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what projects the hidden state
-            target, drafter = load_model(tmp_path / name), load_mtp(tmp_path / name)
+            target, drafter = load_model(tmp_path / name), build(plan_mtp(tmp_path / name))
         drafter.share_ends(target)
         layer = [each for each in drafter.model.layers.modules() if isinstance(each, ScaledLinear)]
         assert bool(layer) == (name == "stored" and in_16_bits != "mtp.")
@@ -297,7 +298,7 @@ def test_what_a_layout_mixes_is_written_out(tmp_path):
 @torch.no_grad()
 def test_on_a_gpu_without_them_they_are_written_out(tmp_path, monkeypatch):
     write(random_reference("qwen3_5", 2).float().save_pretrained, tmp_path, "fp8")
-    monkeypatch.setattr(load_save, "has_products_in_8_bits", lambda device: False)
+    monkeypatch.setattr(building, "has_products_in_8_bits", lambda device: False)
     with pytest.warns(UserWarning, match="weights in 8 bits, .* will take the memory of float32"):
         model = load_model(tmp_path / "stored")
     assert not model.is_in_8_bits

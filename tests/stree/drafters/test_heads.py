@@ -22,9 +22,10 @@ from watched import watch
 
 import stree
 from stree import BatchDecoder, Decoder, GenerationConfig, TokenTree
-from stree.checkpoints.heads.eagle import load_eagle
-from stree.checkpoints.heads.mtp import load_mtp
+from stree.checkpoints.heads.eagle import plan_eagle
+from stree.checkpoints.heads.mtp import plan_mtp
 from stree.checkpoints.load_save import load_model
+from stree.checkpoints.plan.build import build
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
 from stree.drafters.names import DrafterName
@@ -67,9 +68,9 @@ def pair(of, dtype=torch.float32):
     folder, _ = saved(*of)
     target, eagle = load_model(folder, dtype=dtype), folder / "eagle"
     if eagle.exists():
-        drafter = load_eagle(eagle, target.config, dtype=dtype)
+        drafter = build(plan_eagle(eagle, target.config), dtype=dtype)
     else:
-        drafter = load_mtp(folder, dtype=dtype)
+        drafter = build(plan_mtp(folder), dtype=dtype)
     drafter.share_ends(target)
     return target, drafter
 
@@ -254,6 +255,16 @@ def keys(table=None, **values):
     return change
 
 
+def refuse_targets(monkeypatch):
+    """Let `stree.load` build drafters alone."""
+
+    def build_drafter(plan, *given):
+        assert plan.zeros, "a target was read"
+        return build(plan, *given)
+
+    monkeypatch.setattr("stree.loading.build", build_drafter)
+
+
 def announced_elsewhere(folder):
     """Leave an index that names a shard which was not copied."""
     path = folder / "model.safetensors"
@@ -280,7 +291,7 @@ def test_heads_that_are_not_whole_are_refused(change, complaint, tmp_path, monke
     """No target is read before."""
     save_with_head(tmp_path, *DENSE)
     change(tmp_path)
-    monkeypatch.setattr("stree.loading.load_model", lambda *_: pytest.fail("a target was read"))
+    refuse_targets(monkeypatch)
     monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
     with pytest.raises(CheckpointRefused, match=complaint):
         stree.load(tmp_path, "mtp", device="cpu")
@@ -289,10 +300,10 @@ def test_heads_that_are_not_whole_are_refused(change, complaint, tmp_path, monke
 def test_a_head_for_each_of_several_depths_is_refused(tmp_path):
     """Qwen's key is above; Nemotron's counts depths, and its pattern the layers of one of them."""
     save_with_head(tmp_path, "nemotron", 0)
-    assert len(load_mtp(tmp_path).model.layers) > 1
+    assert plan_mtp(tmp_path).config.num_layers > 1
     keys(num_nextn_predict_layers=2)(tmp_path)
     with pytest.raises(CheckpointRefused, match="num_nextn_predict_layers = 2; only 1"):
-        load_mtp(tmp_path)
+        plan_mtp(tmp_path)
 
 
 LAYER = "transformer_layer_config"
@@ -327,7 +338,7 @@ def test_eagle_heads_that_do_not_fit_are_refused(of, change, complaint, tmp_path
     folder, _ = saved(*of)
     shutil.copytree(folder / "eagle", tmp_path / "eagle")
     change(tmp_path / "eagle")
-    monkeypatch.setattr("stree.loading.load_model", lambda *_: pytest.fail("a target was read"))
+    refuse_targets(monkeypatch)
     monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
     with pytest.raises(CheckpointRefused, match=complaint):
         stree.load(folder, f"eagle:{tmp_path / 'eagle'}", tree="paper", device="cpu")
@@ -350,7 +361,7 @@ def test_an_eagle_head_is_loaded_by_its_name(monkeypatch):
 def test_other_families_have_no_head_that_is_known(tmp_path):
     random_reference("bamba", 0).save_pretrained(tmp_path)
     with pytest.raises(CheckpointRefused, match="Bamba, of which no MTP head is known"):
-        load_mtp(tmp_path)
+        plan_mtp(tmp_path)
 
 
 @pytest.mark.quick(3)

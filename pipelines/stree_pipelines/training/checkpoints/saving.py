@@ -24,7 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from stree.checkpoints.load_save import load_without_code
+from stree.checkpoints.plan.pickles import load_without_code
 from stree.common.errors import (
     CheckpointRefused,
     Interrupted,

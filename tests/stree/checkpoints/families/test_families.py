@@ -6,11 +6,8 @@ order and nothing else.
 """
 
 import functools
-import json
 import re
 import shutil
-import subprocess
-import sys
 from itertools import chain
 
 import pytest
@@ -78,32 +75,6 @@ def buffers(cache):
 def relative(got, wanted):
     assert got.shape == wanted.shape
     return float((got - wanted).abs().max() / wanted.abs().max())
-
-
-FIND_SOURCES = """
-import json, struct, sys
-sys.modules["torch"] = sys.modules["triton"] = None
-from pathlib import Path
-from stree.checkpoints.configs import read_checkpoint_config
-
-for folder, names in json.loads(sys.argv[1]).items():
-    with open(f"{folder}/model.safetensors", "rb") as file:
-        stored = json.loads(file.read(*struct.unpack("<Q", file.read(8)))).keys()
-    checkpoint = read_checkpoint_config(Path(folder))
-    rename = checkpoint.rename(stored)
-    for name in names:
-        source = rename(name).among(stored)
-        assert set(source.names) <= stored, (folder, name, source.names)
-"""
-
-
-def test_sources_are_found_without_torch(root):
-    folders = {}
-    for family in LAYOUTS:
-        folder, _ = saved(family, 0, root)
-        folders[str(folder)] = list(load_model(folder).state_dict())
-    assert all(folders.values())
-    subprocess.run([sys.executable, "-c", FIND_SOURCES, json.dumps(folders)], check=True)
 
 
 @pytest.mark.parametrize(("family", "seed"), cases(range(2, 24), LAYOUTS, costly=(1,)))

@@ -1,0 +1,1 @@
+"""Plan how a checkpoint's weights are loaded, without PyTorch, and then load them."""
