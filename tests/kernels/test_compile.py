@@ -18,7 +18,7 @@ KERNELS = {
     for name in re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", path.read_text("utf-8"))
 }
 OF_HOPPER = {"share_kernel", "short_kernel", "head_kernel", "tiled_kernel"}  # in 16 bits
-OF_SPLIT_ROWS = {"scaled_kernel", "split_kernel"}  # of bf16
+OF_SPLIT_ROWS = {"scaled_kernel", "split_kernel", "blocks_kernel"}  # of bf16
 
 
 def compiled(folder, *options):

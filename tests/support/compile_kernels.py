@@ -376,6 +376,9 @@ def main() -> None:
         narrow = naive.in_8_bits(model.head_weight[:, :48].contiguous())  # rows end within a block
         ops.linear(many[:, :1, :48].contiguous(), narrow)
         ops.linear_swiglu(many, head)
+        prompt = torch.zeros(1, 257, config.d_model, dtype=many.dtype)
+        ops.linear(prompt, in_blocks)
+        ops.linear_swiglu(prompt, in_blocks)
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"^\t[^.\s/].*;", kernel.asm["ptx"], re.MULTILINE)
         line = [name, kernel.metadata.num_warps, len(code), kernel.metadata.shared]

@@ -17,8 +17,9 @@ is one range of memory, read once from end to end.
 Up to `MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of rows. More than
 `MAX_ROWS`, as in a prompt, are for PyTorch's product of two matrices in e4m3, if each row of the
 weight has one scale: it gives the products of both halves, which the norm that follows adds up, or
-one launch with SwiGLU. Other weights are written out in the type of the inputs first from
-`MAX_ROWS_OTHERWISE` rows on, and for inputs that are not bf16.
+one launch with SwiGLU. More than `MAX_ROWS_OTHERWISE`, if scales are those of blocks, are for
+`blocks.py`. Where none of these serves, and for inputs that are not bf16, the weight is written out
+in the type of the inputs first.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from stree_kernels.contracts import Scaled, Split
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.naive.products import suits_tensor_cores
 from stree_kernels.pointwise import activated, activated_sum, silu_times
+from stree_kernels.products import blocks
 from stree_kernels.products.linear import STAGE_BYTES, device_of
 from stree_kernels.products.split import in_two, split
 
@@ -97,6 +99,8 @@ def linear(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
         return _by_tiles(x, weight, "linear", halves)
     if _suits_library(x, weight):
         return activated_sum(_by_library(x, weight, halves), None)
+    if blocks.fits(x, weight):
+        return blocks.linear(x, weight, halves)
     pieces = zip(
         weight.values.split(MAX_WRITTEN_OUT), weight.scale.split(MAX_WRITTEN_OUT), strict=True
     )
@@ -133,6 +137,8 @@ def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Ten
         return _by_tiles(x, weight, "swiglu", halves)
     if _suits_library(x, weight):
         return activated_sum(_by_library(x, weight, halves), "swiglu")
+    if blocks.fits(x, weight):
+        return blocks.linear(x, weight, halves, gated=True)
     return activated(linear(x, weight), "swiglu")
 
 

@@ -13,6 +13,7 @@ from lanes import costly
 
 from stree_kernels import naive, ops, pointwise
 from stree_kernels.contracts import Sampling, Scaled, Stream
+from stree_kernels.products import blocks
 from stree_kernels.products import scaled as scaled_products
 from stree_kernels.products import split as split_rows
 
@@ -118,11 +119,11 @@ def test_parts_and_swiglu(rows, groups):
     assert relative_error(got, wanted) < 4 * ROUNDINGS * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("rows", "inputs"), [(140, 48), (65, 1024)])
+@pytest.mark.parametrize(("rows", "inputs"), [(140, 48), costly(65, 1024)])
 def test_many_rows(rows, inputs):
     """PyTorch's product gives that of each half of the rows on a GPU; the norm adds them up."""
     x = normal(2, rows, inputs, dtype=torch.bfloat16)
-    weight = naive.in_8_bits(normal(416, inputs, seed=1))
+    weight = naive.in_8_bits(normal(160, inputs, seed=1))
     wanted, tolerance = naive.linear(x.double(), weight), ROUNDINGS * 1.5 * 2**-8
     for held in (weight, poisoned(weight)):  # whose scales are not aligned
         parts = scaled_products.linear_parts(x, held)
@@ -132,6 +133,21 @@ def test_many_rows(rows, inputs):
         assert relative_error(scaled_products.linear(x, held), wanted) < tolerance
         gated = scaled_products.linear_swiglu(x, held)
         assert relative_error(gated, naive.activated(wanted, "swiglu")) < 3 * tolerance
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "groups"), [(512, 130, 2), costly(128, 200, 1), costly(1536, 264, 12)]
+)
+def test_many_rows_by_blocks(inputs, outputs, groups):
+    """Rows and outputs end within a tile; scales are those of 128 or 256 inputs."""
+    x = normal(2, 140, inputs, dtype=torch.bfloat16)
+    weight = poisoned(in_groups(normal(outputs, inputs, seed=1), groups))
+    assert blocks.fits(x, weight)
+    wanted, tolerance = naive.linear(x.double(), weight), ROUNDINGS * TOLERANCE[x.dtype]
+    got = scaled_products.linear(x, weight)
+    assert got.shape == wanted.shape and relative_error(got, wanted) < tolerance
+    got = scaled_products.linear_swiglu(x, weight)
+    assert relative_error(got, naive.activated(wanted, "swiglu")) < 4 * tolerance
 
 
 @pytest.mark.parametrize("kind", [None, "swiglu", "relu2", "gelu"])
