@@ -32,7 +32,7 @@ from stree_pipelines.reports.tables.tables import MISSING, Table
 PAGE, FAMILIES_PAGE = "do-trees-pay.md", "results/own-heads/README.md"
 TIMES = (
     "docs/results/own-heads", "docs/results/h200-families",
-    "docs/results/h200-step/5237370/8b.jsonl",
+    "docs/results/h200-step/calls.jsonl",
 )
 ACCEPTED = "docs/results/h200-policies/first-prompts"
 MARK = "<!-- made by trees_pay.py from here on -->\n"
