@@ -66,10 +66,15 @@ TABLES: dict[str, tuple[str, str, str]] = {
                "blocks_read blocks_below us_sparse us_dense"),
     "draft": ("Drafts", "shape drafter tree num_nodes", "us_draft us_draft_sampled us_growth"),
     "draft_lengths": ("Drafts by the length of the context",
-                      "shape drafter tree level_nodes context", "us_draft us_level cache_bytes"),
-    "prompt": ("Reading a prompt", "shape num_tokens", "us_graphs us_operations speedup"),
+                      "shape drafter tree level_nodes context",
+                      "us_draft us_level us_read cache_bytes peak_bytes"),
+    "copied": ("Drafts by tree calls, and with states copied to children",
+               "shape tree num_nodes context", "us_draft us_draft_copied copied_bytes"),
+    "prompt": ("Reading a prompt", "shape num_tokens", "us_graphs us_operations speedup peak_bytes"),
     "unrolled": ("A full binary tree, and its paths unrolled", "shape num_nodes",
                  "us_tree us_unrolled us_unrolled_chunk_scan us_unrolled_multi_step"),
+    "beams": ("Beams packed and unrolled", "shape num_beams num_steps num_nodes leaves",
+              "us_tree us_unrolled peak_bytes_tree peak_bytes_unrolled"),
     "kernel": ("Kernels of a call, beyond what already ran", "call shape num_nodes context kernel",
                "us count"),
     "step": ("Decoding at a given τ", "shape drafter tau",
@@ -81,7 +86,8 @@ TABLES: dict[str, tuple[str, str, str]] = {
              "us_draft us_target us_floor us_memory over_bound"),
     "joint": ("Ways to backtrack: target and acceptance", "shape num_rows tree context",
               "us_replay us_floor_replay us_joint us_floor_joint joint_over_replay "
-              "kept_bytes_replay kept_bytes_joint"),
+              "kept_bytes_replay kept_bytes_joint peak_bytes_plain peak_bytes_replay "
+              "peak_bytes_joint peak_bytes_replay_rows peak_bytes_joint_rows"),
     "serve": ("Serving, tokens/s of all rows", "shape num_rows tau context",
               "tokens_per_second_plain tokens_per_second_tree tokens_per_second_modes "
               "speedup_tree speedup_modes host_share_plain host_share_tree"),
