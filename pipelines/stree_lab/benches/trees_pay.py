@@ -3,9 +3,9 @@
     python pipelines/stree_lab/benches/trees_pay.py   # from the committed rows
 
 The pages are docs/do-trees-pay.md and docs/results/own-heads/README.md; the second has the shapes
-that were measured with fewer than three of 1, 4, 16 and 64 sequences. A step's time is measured (rows of
-bench_decode.py --what "[rows]"). Its ratio to a plain step's is the τ that it needs. Where a
-comparison has recorded the τ of a tree, the quotient of both is what it would gain at these step
+that were measured with fewer than three of 1, 4, 16 and 64 sequences. A step's time is measured
+(rows of bench_decode.py --what "[rows]"). Its ratio to a plain step's is the τ that it needs. Where
+a comparison has recorded the τ of a tree, the quotient of both is what it would gain at these step
 times: computed, not measured.
 """
 
