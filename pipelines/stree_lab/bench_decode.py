@@ -52,6 +52,7 @@ from stree_lab.benches.models import (
     target_config,
 )
 from stree_lab.benches.timing import Row, release_memory
+from stree_lab.papers.joint_steps import parts_of_steps
 from stree_lab.papers.order_bench import orders
 from stree_pipelines.console.command_line import CommandParser
 
@@ -115,6 +116,9 @@ OF_TARGETS: dict[str, Measurement] = {
     "beams": lambda bench, o: calls.beams(bench.target, o.context, bench.few),
     "memory": lambda bench, o: calls.memory(bench.target, 64),
     "prompts": lambda bench, o: calls.prompts(bench.target, PROMPT_TOKENS, bench.few),
+    "parts": lambda bench, o: () if bench.config.attn_layers else parts_of_steps(
+        bench.target, o.context
+    ),
     "offloaded": lambda bench, o: bench.offloaded(),
 }
 OF_PAIRS: dict[str, Measurement] = {
@@ -138,7 +142,8 @@ OF_PAIRS: dict[str, Measurement] = {
     ),
 }
 WHAT = (*OF_TARGETS, *OF_PAIRS)
-CAPTURED = ("profiles", "prompts", "steps", "graphs", "rows", "joint", "serve")  # in CUDA graphs
+# Measurements of what runs in CUDA graphs
+CAPTURED = ("profiles", "prompts", "steps", "graphs", "rows", "joint", "serve", "parts")
 
 
 def measure(
@@ -231,6 +236,12 @@ def require_possible(shapes: list[str], options: Any, device: torch.device) -> N
     without = [each for each in shapes if not target_config(each).attn_layers]
     if without and options.what == ["orders"]:
         raise UsageError(f"orders time attention, which {', '.join(without)} has none of")
+    if options.what == ["parts"] and len(without) < len(shapes):
+        attend = ", ".join(each for each in shapes if each not in without)
+        raise UsageError(
+            f"parts are of joint attainment by rows, which needs a shape without attention layers: "
+            f"leave out {attend}"
+        )
     if "steps" in options.what and (not options.taus or min(options.taus) < 1):
         raise UsageError(f"--taus: wanted numbers of at least 1, got {options.taus}")
 

@@ -440,6 +440,7 @@ def test_bad_options_are_refused_before_anything_runs(benchmark, options, measur
     [
         (("--what", "[profiles]", "--nodes", "[5]"), "profiles are of 1, 16, 64 nodes"),
         (("--what", "[steps]", "--taus", "[0.5]"), "--taus: wanted numbers of at least 1"),
+        (("--what", "[parts]", "--shape", "tiny"), "leave out tiny"),
         (("--what", "[calls]", "--taus", "[0.5]"), None),
     ],
 )

@@ -188,6 +188,23 @@ def snakes_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     return lines, found.values()
 
 
+def snakes_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    rows = bench_rows(folder, what="parts", shape="mamba2-2.7b")
+    found = {(row["scan"], row["state_copy"], row["graphs"]): row for row in rows}
+    (scan, copy, step), *lines_of_paper = paper
+    fields = {
+        "step": "ms_step", "forward": "ms_forward", "verification": "ms_verification",
+        "copy": "ms_state_copy",
+    }
+    ours = (f"{name}, {OURS}" for name in (*fields, "step without graphs"))
+    lines: list[Cells] = [(scan, copy, f"{step}, paper", *ours)]
+    for *way, ms in lines_of_paper:
+        captured, launched = (found.get((*way, graphs), {}) for graphs in (True, False))
+        numbers = (*(captured.get(key) for key in fields.values()), launched.get("ms_step"))
+        lines.append((*way, ms, *map(figure, numbers)))
+    return lines, rows
+
+
 def snakes_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table by shape and number of speculations, from trees that are one or several
     drafts."""

@@ -33,15 +33,24 @@ from stree.trees.tree_batch import TreeBatch, topology_of
 class NoOpPass(PrefillPass):
     """Prefill in which each row has `counts` (R,) tokens; the rest are no-ops at its end.
 
-    A no-op token leaves the state alone (Ā = 1, B̄ = 0), and the conv state passes over it.
+    A no-op token leaves the state alone (Ā = 1, B̄ = 0), and the conv state passes over it. Mamba-2
+    scans by chunks, or with `multi_step` by `multi_step_update`.
     """
 
     counts: Tensor | None = None
+    multi_step: bool = False
 
-    def steps_of(self, dt: Tensor) -> Tensor:
+    def scan(
+        self, mixer: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor
+    ) -> Tensor:
         assert self.counts is not None
         places = torch.arange(dt.shape[1], device=dt.device)
-        return dt.masked_fill((places >= self.counts[:, None])[..., None], 0)
+        dt = dt.masked_fill((places >= self.counts[:, None])[..., None], 0)
+        if self.multi_step:
+            from stree_lab.papers.multi_step_update import multi_step_update  # needs Triton
+
+            return multi_step_update(x, dt, mixer.A, B, C, mixer.D, state)
+        return super().scan(mixer, x, dt, B, C, state)
 
     def last_inputs(self, seen: Tensor, count: int) -> Tensor:
         assert self.counts is not None
@@ -50,20 +59,19 @@ class NoOpPass(PrefillPass):
 
 
 def read_with_no_ops(
-    model: HybridModel, tokens: Tensor, counts: Tensor, cache: HybridCache
+    model: HybridModel, tokens: Tensor, counts: Tensor, cache: HybridCache,
+    multi_step: bool = False,
 ) -> Tensor:
     """Commit the first counts (R,) of each row's tokens (R, T); return hidden states (R, T, D).
 
-    All rows must be empty if the model has attention, whose keys have places in the cache. Raises
-    UsageError for mixers that have no no-op tokens.
+    All rows must be empty if the model has attention, whose keys have places in the cache. Mixers
+    are those of `require_no_ops`. multi_step is as in `NoOpPass`.
     """
-    require_no_ops(model)
-    model.pack()
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     x, y = model.model.embed(tokens), None
     context = NoOpPass(
         model._rotary(places), shared=model.model.shared_blocks, embedded=x, caches=cache.layers,
-        counts=counts,
+        counts=counts, multi_step=multi_step,
     )
     layers: Any = model.model.layers
     for layer in layers:
@@ -82,8 +90,10 @@ def read_together(
         prompts: One for each row of the cache, of at least one token.
         cache: An empty cache.
 
-    Returns the logits (R, V) after each prompt.
+    Returns the logits (R, V) after each prompt. Raises UsageError for mixers that have no no-op
+    tokens.
     """
+    require_no_ops(model)
     counts = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     tokens = torch.zeros(len(prompts), int(counts.max()), dtype=torch.long, device=model.device)
     for row, prompt in enumerate(prompts):

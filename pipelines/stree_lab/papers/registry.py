@@ -26,6 +26,7 @@ BUILDERS: dict[str, Builder] = {
     "stree-table-7": tables.speeds,
     "stree-table-8": tables.stree_8,
     "snakes-table-1": benches.snakes_1,
+    "snakes-table-2": benches.snakes_2,
     "snakes-table-3": benches.snakes_3,
     "snakes-table-4": benches.snakes_4,
     "snakes-table-5": tables.snakes_5,

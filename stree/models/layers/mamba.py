@@ -121,11 +121,7 @@ class Mamba2(Mixer):
         z, inputs, dt = self._project(x)
         seen = torch.cat([cache.conv_state, inputs], dim=1)
         values, B, C = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
-        y, state = chunk_scan(
-            values, context.steps_of(dt), self.A, B, C, self.D,
-            chunk_size=self.chunk_size, initial_state=cache.state,
-        )
-        cache.state.copy_(state)
+        y = context.scan(self, values, dt, B, C, cache.state)
         cache.conv_state = context.last_inputs(seen, self.shape.tail)
         return self._finish(y, z)
 

@@ -24,6 +24,7 @@ from stree.models.layers.norm import RMSNorm
 from stree.models.layers.packed_linear import PackedLinear, weight_of
 from stree_kernels import ops
 from stree_kernels.contracts import Added, CacheState, Gated, Stream, Topology
+from stree_kernels.mamba.chunk_scan import chunk_scan
 
 if TYPE_CHECKING:
     from stree.models.hidden_states import HiddenStateTap, NormedEmbeddings
@@ -134,9 +135,18 @@ class PrefillPass(TrainingPass):
         if self.features is not None:
             self.features.take(layer - 1, x)
 
-    def steps_of(self, dt: Tensor) -> Tensor:
-        """Return Mamba-2's steps dt (B, T, H); a pass with no-op tokens makes theirs 0."""
-        return dt
+    def scan(
+        self, mixer: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor
+    ) -> Tensor:
+        """Scan a Mamba-2 mixer's tokens on from a state (B, H, P, S), and advance it.
+
+        The arguments are those of `chunk_scan`, and so is the result y (B, T, H, P).
+        """
+        y, after = chunk_scan(
+            x, dt, mixer.A, B, C, mixer.D, chunk_size=mixer.chunk_size, initial_state=state
+        )
+        state.copy_(after)
+        return y
 
     def last_inputs(self, seen: Tensor, count: int) -> Tensor:
         """Return the last `count` inputs (B, count, C) of a conv, given seen (B, count + T, C)."""

@@ -59,7 +59,7 @@ def test_prompts_of_several_lengths_are_read_together(layers):
     torch.testing.assert_close(together, torch.cat(following))
 
 
-@pytest.mark.parametrize("mistake", ["steps_of", "last_inputs", "copy_rows"])
+@pytest.mark.parametrize("mistake", ["scan", "last_inputs", "copy_rows"])
 def test_a_row_that_does_not_stand_still_is_seen(mistake, monkeypatch):
     """Each part of a no-op, and the copy of the accepted state, is needed."""
     if mistake == "copy_rows":

@@ -257,6 +257,18 @@ def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
     assert "| 1.10 (1.10×)  | 1.60 (1.60×)" in text
 
 
+def test_parts_of_joint_steps(tmp_path, capsys):
+    of = {"what": "parts", "shape": "mamba2-2.7b", "scan": "chunk scan", "state_copy": "eager"}
+    phases = {"ms_step": 6, "ms_forward": 4, "ms_verification": 0.5, "ms_state_copy": 1.5}
+    captured, launched = {**of, **phases, "graphs": True}, {**of, "ms_step": 9, "graphs": False}
+    other = {**captured, "shape": "tiny", "ms_step": 1}
+    folder = rows_of(tmp_path, captured, launched, other)
+    text = printed(capsys, "snakes-table-2", "--rows", folder)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["chunk scan", "eager", "34.26", "6.00", "4.00", "0.50", "1.50", "9.00"] in lines
+    assert ["multi-step", "just in time", "20.74", *["–"] * 5] in lines
+
+
 def test_updates_by_batch_and_length(tmp_path, capsys):
     """Rows without mamba-ssm have our own updates token by token; older ones have no batch."""
     of = {"op": "mamba_tree", "shape": "8b"}
