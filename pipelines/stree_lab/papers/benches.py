@@ -190,7 +190,9 @@ def snakes_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
 
 def snakes_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     rows = bench_rows(folder, what="parts", shape="mamba2-2.7b")
-    found = {(row["scan"], row["state_copy"], row["graphs"]): row for row in rows}
+    found: dict[tuple[Any, ...], Row] = {
+        (row["scan"], row["state_copy"], row["graphs"]): row for row in rows
+    }
     (scan, copy, step), *lines_of_paper = paper
     fields = {
         "step": "ms_step", "forward": "ms_forward", "verification": "ms_verification",
