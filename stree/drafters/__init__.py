@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from stree.batching.state import BatchState
-from stree.engine.row_store import RowStore
-from stree.trees.tree_batch import TreeBatch
+    from stree.batching.state import BatchState
+    from stree.engine.row_store import RowStore
+    from stree.trees.tree_batch import TreeBatch
+
+NGRAM_CONTEXT = 6  # tokens by which n-grams compare places, unless a name says another number
 
 
 class SiblingSampling(Enum):

@@ -1,4 +1,7 @@
-"""Names of drafters: a checkpoint's folder with or without prefixes, `mtp`, n-grams, or both."""
+"""Names of drafters: a checkpoint's folder with or without prefixes, `mtp`, n-grams, or both.
+
+A name is parsed, and the loading of its model planned, without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,25 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from stree.checkpoints.configs import read_checkpoint_config
 from stree.checkpoints.heads.eagle import plan_eagle, read_eagle_config
 from stree.checkpoints.heads.mtp import plan_mtp, read_mtp_config
-from stree.checkpoints.load_save import load_config
-from stree.checkpoints.plan.build import build
 from stree.checkpoints.plan.load_plan import LoadPlan, plan_model
 from stree.checkpoints.tokenizer import encode_text, load_tokenizer
 from stree.common.errors import NotFound, UsageError
 from stree.common.plain_data import read_text
-from stree.drafters import SiblingSampling
-from stree.drafters.cross_tokenizer import CrossTokenizerSpec
-from stree.drafters.model import ModelDrafterSpec
-from stree.drafters.ngram import NGram
+from stree.drafters import NGRAM_CONTEXT, SiblingSampling
 from stree.models.config import HybridConfig
-from stree.models.model import HybridModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+    from stree.drafters.model import ModelDrafterSpec
+    from stree.drafters.ngram import NGram
+    from stree.models.model import HybridModel
 
 _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<corpus>.+))?)?", re.S)
 # Forms of names that `DrafterName.parse` takes
@@ -120,7 +124,7 @@ class DrafterName:
         found = _NGRAM.fullmatch(name)
         if found is None:
             return cls(name)
-        context = found["context"] or str(NGram.context)
+        context = found["context"] or str(NGRAM_CONTEXT)
         if not re.fullmatch("[0-9]{1,4}", context) or int(context) < 1:
             raise UsageError(
                 f"drafter {name!r} has the context {context!r}, wanted a whole number from 1 to "
@@ -205,13 +209,15 @@ class DrafterName:
         if self.folder is None:
             return None
         if self.eagle:
-            return plan_eagle(self.folder, load_config(target))
+            return plan_eagle(self.folder, _config_of(target))
         return plan_model(self.folder)
 
     def load(
         self, target: str | os.PathLike[str], device: torch.device | str, dtype: torch.dtype
     ) -> HybridModel | None:
         """Load the model of `plan`; None without one. Raises as `plan` and `build` do."""
+        from stree.checkpoints.plan.build import build
+
         plan = self.plan(target)
         return None if plan is None else build(plan, device, dtype)
 
@@ -221,8 +227,8 @@ class DrafterName:
             return read_mtp_config(target).model.replace(vocab_size=1)
         if self.eagle:
             assert self.folder is not None
-            return read_eagle_config(self.folder, load_config(target)).model
-        return None if self.folder is None else load_config(self.folder)
+            return read_eagle_config(self.folder, _config_of(target)).model
+        return None if self.folder is None else _config_of(self.folder)
 
     def make(
         self, model: HybridModel | None, tokenizer: Any, target: HybridModel | None = None
@@ -235,6 +241,10 @@ class DrafterName:
             target: The target, whose embedding and head a head of it may share. None leaves that
                 to the caller (`HybridModel.share_ends`).
         """
+        from stree.drafters.cross_tokenizer import CrossTokenizerSpec
+        from stree.drafters.model import ModelDrafterSpec
+        from stree.drafters.ngram import NGram
+
         if self.is_head and target is not None:
             assert model is not None
             model.share_ends(target)
@@ -256,3 +266,7 @@ class DrafterName:
             return CrossTokenizerSpec(model, load_tokenizer(self.folder), tokenizer)
         corpus = tuple(encode_text(tokenizer, text) if text else ())
         return NGram(self.context, corpus, model, self.siblings, self.temperature)
+
+
+def _config_of(folder: str | os.PathLike[str]) -> HybridConfig:
+    return read_checkpoint_config(Path(folder)).model

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.drafters import Drafter, Proposal, SiblingSampling
+from stree.drafters import NGRAM_CONTEXT, Drafter, Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.engine.row_store import RowStore, SavedRow
 from stree.generation import require_whole
@@ -46,7 +46,7 @@ class NGram:
     Raises `UsageError` for a context that is no whole number of at least 1.
     """
 
-    context: int = 6
+    context: int = NGRAM_CONTEXT
     corpus: Sequence[int] = ()
     model: HybridModel | None = None
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT

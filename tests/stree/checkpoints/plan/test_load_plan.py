@@ -24,11 +24,8 @@ from stree.models.model import HybridModel
 PLAN = """
 import json, sys
 sys.modules["torch"] = sys.modules["triton"] = None
-from stree.checkpoints.configs import read_checkpoint_config
-from stree.checkpoints.heads.eagle import plan_eagle
-from stree.checkpoints.heads.mtp import plan_mtp
 from stree.checkpoints.plan.load_plan import plan_model
-from pathlib import Path
+from stree.drafters.names import DrafterName
 
 def shown(plan):
     return {
@@ -39,11 +36,8 @@ def shown(plan):
     }
 
 plans = {}
-for key, (kind, folder, target) in json.loads(sys.argv[1]).items():
-    if kind == "eagle":
-        plan = plan_eagle(folder, read_checkpoint_config(Path(target)).model)
-    else:
-        plan = {"model": plan_model, "mtp": plan_mtp}[kind](folder)
+for key, (target, drafter) in json.loads(sys.argv[1]).items():
+    plan = DrafterName.parse(drafter).plan(target) if drafter else plan_model(target)
     plans[key] = shown(plan)
 print(json.dumps(plans))
 """
@@ -63,16 +57,16 @@ def test_plans_of_all_layouts_are_worked_out_without_torch(tmp_path):
     cases, wanted = {}, {}
     for family in LAYOUTS:
         random_reference(family, 0).save_pretrained(tmp_path / family)
-        cases[family] = ("model", str(tmp_path / family), "")
+        cases[family] = (str(tmp_path / family), "")
     save_model(HybridModel(SMALL), tmp_path / "own", shard_bytes=2000)
-    cases["own"] = ("model", str(tmp_path / "own"), "")
+    cases["own"] = (str(tmp_path / "own"), "")
     for key, plan in plans_without_torch(cases).items():
-        wanted = load_model(cases[key][1]).state_dict()
+        wanted = load_model(cases[key][0]).state_dict()
         assert plan["shapes"] == {name: list(each.shape) for name, each in wanted.items()}, key
         assert not plan["lent"] and not plan["zeros"] and not plan["in_8_bits"]
         stored = {}
         for file in plan["files"]:
-            stored |= load_file(f"{cases[key][1]}/{file}")
+            stored |= load_file(f"{cases[key][0]}/{file}")
         assert set(plan["names"]) <= stored.keys(), key
         assert (len(plan["files"]) > 1) == (key == "own")
 
@@ -83,8 +77,8 @@ def test_plans_of_heads_are_worked_out_without_torch(tmp_path):
     eagle_heads.save_head(tmp_path / "eagle", theirs)
     save_with_head(tmp_path / "qwen", "qwen3_5", 0)
     plans = plans_without_torch({
-        "eagle": ("eagle", str(tmp_path / "eagle"), str(tmp_path / "llama")),
-        "mtp": ("mtp", str(tmp_path / "qwen"), ""),
+        "eagle": (str(tmp_path / "llama"), f"eagle:{tmp_path / 'eagle'}"),
+        "mtp": (str(tmp_path / "qwen"), "float8:mtp+ngram:4"),
     })
     assert plans["eagle"]["lent"] == ["model.embed_tokens.weight"]
     assert {"model.embed_tokens.weight", "model.features.target_norm.weight"} <= {
