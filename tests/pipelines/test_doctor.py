@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -29,7 +30,7 @@ def test_a_machine_on_which_the_tests_run_is_well(target, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "Everything that is needed works."
     working = {line.split()[1] for line in lines[:-1] if line.startswith("ok ")}
-    assert {"torch", "triton", "disk", "memory"} <= working
+    assert {"target", "torch", "triton", "disk", "memory"} <= working
     assert not any(line.startswith("FAILS") for line in lines)
 
 
@@ -119,8 +120,12 @@ def test_a_kernel_that_does_not_compile_is_reported(monkeypatch):
         machine_checks.check_triton()
 
 
-def test_a_target_that_is_none_is_refused(tmp_path):
+def test_a_target_that_is_none_is_refused(target, tmp_path):
     with pytest.raises(CheckpointRefused):
+        doctor.main(["--target", str(tmp_path)])
+    shutil.copy(Path(target) / "config.json", tmp_path)
+    shutil.copy(Path(target) / "mamba_config.json", tmp_path)
+    with pytest.raises(CheckpointRefused, match="holds no weights"):
         doctor.main(["--target", str(tmp_path)])
 
 

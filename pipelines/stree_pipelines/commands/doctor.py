@@ -2,8 +2,9 @@
 
     python pipelines/doctor.py --target checkpoints/python-docs-hybrid
 
-Ends with 0 when all needed parts work: PyTorch, disk and (with --target) memory always; Triton
-wherever PyTorch sees a GPU; any other part when it is named with --need.
+With --target it also plans how that model is loaded, so that a missing or misshapen weight shows
+before a run. Ends with 0 when all needed parts work: PyTorch, disk and (with --target) memory
+always; Triton wherever PyTorch sees a GPU; any other part when it is named with --need.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from stree.checkpoints.load_save import load_config
+from stree.checkpoints.plan.load_plan import plan_model
 from stree.common.errors import UsageError
+from stree.common.words import counted
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.resources import machine_checks as machine
 
@@ -23,9 +25,14 @@ OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> list[str]:
     """Print a line per check and return the names of needed ones that fail.
 
-    Raises the target's own errors when its config cannot be read.
+    Raises the target's own errors when it cannot be loaded (`plan_model`).
     """
-    config = load_config(target) if target is not None else None
+    config = None
+    if target is not None:
+        plan = plan_model(target)
+        config, files = plan.config, counted(len(plan.files), "file")
+        weights = counted(len(plan.weights), "weight")
+        print(f"ok    target     {weights} made of {files}, as its config describes them")
     checks: dict[str, Callable[[], str]] = {
         "torch": machine.check_torch,
         "cuda": machine.check_cuda,
