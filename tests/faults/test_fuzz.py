@@ -22,7 +22,7 @@ from mutations import ODD_VALUES, damaged_bytes, damaged_value
 from parsed import ParseOnly
 
 from stree.chat_encoding import ChatEncoder
-from stree.common.errors import BadData, StreeError, UsageError
+from stree.common.errors import StreeError, UsageError
 from stree.trees.token_tree import TokenTree
 from stree_pipelines.commands import eval_spec
 from stree_pipelines.commands.distill import DistillCLI
@@ -62,57 +62,6 @@ def accepted_of(given: Iterator[object], load: Callable[[object], object]) -> Co
 
 # Conversations
 
-ASK, ANSWER = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
-
-
-def said(*turns: object, **rest: object) -> str:
-    return json.dumps({**rest, "conversations": turns})
-
-
-GOOD = said(ASK, ANSWER)
-HAND_MADE: list[tuple[str | bytes, str | None]] = [
-    # accepted
-    (GOOD, None), (f"  {GOOD} ", None), ("\ufeff" + GOOD, None),
-    (GOOD.replace("{", '{"x": NaN,', 1), None),
-    (GOOD.replace("{", '{"conversations": 1,', 1), None), (said(ASK, ANSWER, id={}), None),
-    (GOOD.replace('"conversations"', '"conversations": null, "messages"'), None),
-    (said({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None),
-    (said({"from": "system", "value": "s"}, ASK, ANSWER, ASK, ANSWER, id=7), None),
-    (said({"from": "human", "value": "\0"}, ANSWER), None),
-    (said({"from": "human", "value": "\U0001f98a"}, ANSWER), None),
-    # not JSON
-    ("hello", "not JSON"), ("{", "not JSON"), ('{"a": 1}}', "not JSON"),
-    ("{'a': 1}", "not JSON"), ('{"a": 1,}', "not JSON"), ("9" * 9000, "not JSON"),
-    ("\0", "not JSON"), ('{"a": "\t"}', "not JSON"), ("//", "not JSON"), ("nul", "not JSON"),
-    # invalid UTF-8
-    (b'{"a": "\xff"}', "invalid UTF-8"), (b"\xc3\x28", "invalid UTF-8"),
-    (b"\xed\xa0\x80", "invalid UTF-8"),
-    (said({"from": "human", "value": "\ud83e"}, ANSWER), "invalid UTF-8"),
-    # no turns
-    ("{}", "no turns"), (said(), "no turns"), ('{"messages": null}', "no turns"),
-    ('{"turns": ["a", "b"]}', "no turns"),
-    # wrong types
-    ("null", "wrong types"), ('"a"', "wrong types"),
-    ("1e999", "wrong types"),
-    ('{"conversations": {}}', "no turns"), (said("a"), "wrong types"),
-    (said({"from": 1, "value": "a"}, ANSWER), "wrong types"),
-    (said({"from": "human", "value": [1]}, ANSWER), "wrong types"),
-    # wrong roles
-    (said(ANSWER), "wrong roles"), (said(ASK), "wrong roles"),
-    (said({"from": "Narrator", "value": "a"}, ANSWER), "wrong roles"),
-    # tools, media, one role twice
-    (said({"from": "tool", "value": "a"}, ANSWER), "tools"),
-    (said({"from": "human", "value": [{"type": "image"}]}, ANSWER), "images or other media"),
-    (said(ASK, ASK, ANSWER), "one role twice in a row"),
-    (said({"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 2}),
-     "wrong types"),
-    (said({"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "loss_weight": 0}),
-     "unknown names about the loss"),
-    # empty text, huge
-    (said({"from": "human", "value": "\u2003"}, ANSWER), "empty text"),
-    (said({"from": "human", "value": "a" * 200_001}, ANSWER), "huge"),
-]
-
 
 def conversation_rows(rng: random.Random) -> Iterator[dict]:
     """Yield good rows in both layouts, of one to five exchanges."""
@@ -135,20 +84,6 @@ def damaged_lines(rng: random.Random) -> Iterator[bytes]:
         kind = rng.randrange(3)
         text = json.dumps(damaged_value(rng, row) if kind == 1 else row).encode()
         yield damaged_bytes(rng, text) if kind == 2 else text
-
-
-def test_hand_made_lines_are_accepted_or_rejected_for_their_reason(tmp_path):
-    assert len(HAND_MADE) >= 40 and {reason for _, reason in HAND_MADE} >= set(REASONS)
-    for number, (line, reason) in enumerate(HAND_MADE):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_bytes((line if isinstance(line, bytes) else line.encode()) + b"\n")
-        conversations, report = read_conversations(path)
-        if reason is None:
-            assert len(list(conversations)) == 1, line
-        else:
-            with pytest.raises(BadData, match="no usable conversation"):
-                list(conversations)
-            assert dict(report.reasons) == {reason: 1}, line[:80]
 
 
 @pytest.mark.costly
@@ -179,6 +114,9 @@ def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path):
     tracemalloc.stop()
     assert report.given == given == report.accepted + report.rejected == NUM_LINES
     assert set(report.reasons) <= set(REASONS) and len(report.reasons) >= 5, report
+    for conversation in kept:
+        roles = [role for role, _ in conversation.turns]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert 0.3 < report.accepted / given < 0.9
     # One row is held at a time. The largest here has some 50 kB as text, which Python's objects
     # make a few times larger; the whole file has 10 MB.

@@ -192,13 +192,16 @@ def test_states_of_a_narrow_model_do_not_drift(dtype):
 
 
 @pytest.mark.parametrize(
-    "config", [dict(attn_layers=()), dict(), MAMBA_1], ids=["recurrent", "hybrid", "mamba-1"]
+    ("config", "backtracking"),
+    [(dict(attn_layers=()), "replay"), (dict(), "replay"), (MAMBA_1, "replay"), (dict(), "joint")],
+    ids=["recurrent", "hybrid", "mamba-1", "joint"],
 )
 @pytest.mark.parametrize("path", [[], [0], [0, 2], [0, 1, 3]], ids=str)
-def test_a_prefill_goes_on_from_the_accepted_path(path, config):
+def test_a_prefill_goes_on_from_the_accepted_path(path, config, backtracking):
     """A second turn is read after the first one's last block, which no call has replayed yet."""
     model, tree = tiny_model(10, **config), TokenTree((-1, 0, 0, 1))
-    cache, tokens = model.new_cache(64, 4), torch.tensor([[7, 8, 9, 10]])
+    cache = model.new_cache(64, 4, backtracking=backtracking)
+    tokens = torch.tensor([[7, 8, 9, 10]])
     model.prefill(torch.tensor([[1, 2, 3]]), cache)
     model.tree_forward(tokens, tree, cache)
     cache.commit(path)

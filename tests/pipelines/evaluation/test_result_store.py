@@ -49,32 +49,24 @@ def test_a_row_is_one_line_and_one_write(tmp_path, monkeypatch):
     assert (tmp_path / "s.jsonl").read_bytes().count(b"\n") == 1
 
 
-@pytest.mark.parametrize("torn_at", [1, 40, -2])
-def test_a_torn_last_line_is_ignored_and_never_glued_to_the_next(tmp_path, torn_at):
-    path = tmp_path / "s.jsonl"
-    append_row(path, sample("a"))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:torn_at])
-    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
-    append_row(path, sample("b"))
-    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+ROW_A, ROW_B = (f"{sample(name).model_dump_json()}\n".encode() for name in "ab")
 
 
-def test_a_whole_last_row_without_a_newline_is_read_and_kept(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        *((ROW_A + ROW_B[:torn_at], "a") for torn_at in (1, 40, -2)), (b'{"half', ""),
+        (ROW_A + ROW_B.removesuffix(b"\n"), "ab"),
+    ],
+)
+def test_a_torn_last_line_is_never_glued_to_the_next_and_a_whole_one_is_kept(
+    tmp_path, content, read
+):
     path = tmp_path / "s.jsonl"
-    append_row(path, sample("a"))
-    append_row(path, sample("b"))
-    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
-    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+    path.write_bytes(content)
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == [*read]
     append_row(path, sample("c"))
-    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b", "c"]
-
-
-def test_a_file_that_is_all_torn_line_starts_anew(tmp_path):
-    path = tmp_path / "s.jsonl"
-    path.write_bytes(b'{"half')
-    append_row(path, sample("a"))
-    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == [*read, "c"]
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path):

@@ -126,17 +126,6 @@ def test_the_fused_kernels_do_it_too(layers, monkeypatch):
             torch.testing.assert_close(got[row, nodes], each[row, nodes], rtol=0, atol=1e-4)
 
 
-def test_a_prefill_goes_on_from_the_accepted_path():
-    model, tree = tiny_model(10), TokenTree((-1, 0, 0, 1))
-    cache, tokens = model.new_cache(64, 4, backtracking="joint"), torch.tensor([[7, 8, 9, 10]])
-    model.prefill(torch.tensor([[1, 2, 3]]), cache)
-    model.tree_forward(tokens, tree, cache)
-    cache.commit([0, 1, 3])
-    logits = model.prefill(torch.tensor([[11, 12]]), cache)
-    wanted = model(torch.tensor([[1, 2, 3, 7, 8, 10, 11, 12]]))[:, -1]
-    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)
-
-
 def test_it_keeps_less_and_plain_decoding_has_nothing_to_take_back():
     target = tiny_model(1)
 

@@ -31,25 +31,33 @@ def played(bandit: BanditTrees, accepted, rounds: int, seed: int = 0) -> list[To
     return chosen
 
 
-def test_it_takes_the_tree_of_the_papers_equations():
-    """Rewards by hand are −(T_tree / T_plain) / N; the bound of Eq. 1 is in parts of that cost."""
-    bandit = BanditTrees(TREES, COSTS, exploration=0.3)
-    costs = [1 + 0.1 * tree.max_depth for tree in TREES]
+def require_choices(policy, exploration, reward_of, unit_of=lambda tree: 1.0) -> None:
+    """Require the trees of the bound of Eq. 1 by hand, in which rewards count in a tree's unit."""
+    units = [unit_of(tree) for tree in TREES]
     counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
     for step, number in enumerate([2, 0, 3, 1, 1, 4, 2, 2, 0, 5]):
-        if step < 3:
-            wanted = step
-        else:
+        wanted = step
+        if step >= 3:
             bounds = [
-                reward / count + 0.3 * cost * math.sqrt(2 * math.log(step) / count)
-                for reward, count, cost in zip(rewards, counts, costs, strict=True)
+                reward / count + exploration * unit * math.sqrt(2 * math.log(step) / count)
+                for reward, count, unit in zip(rewards, counts, units, strict=True)
             ]
             wanted = bounds.index(max(bounds))
-        tree = bandit.choose(1)
+        tree = policy.choose(1)
         assert tree == TREES[wanted]
-        bandit.learn_path(tree, range(1 + number))
+        policy.learn_path(tree, range(1 + number))
         counts[wanted] += 1
-        rewards[wanted] -= costs[wanted] / (1 + number)
+        rewards[wanted] += reward_of(tree, 1 + number)
+
+
+def test_it_takes_the_tree_of_the_papers_equations():
+    """Rewards by hand are −(T_tree / T_plain) / N; the bound of Eq. 1 is in parts of that cost."""
+
+    def cost(tree):
+        return 1 + 0.1 * tree.max_depth
+
+    bandit = BanditTrees(TREES, COSTS, exploration=0.3)
+    require_choices(bandit, 0.3, lambda tree, tokens: -cost(tree) / tokens, cost)
 
 
 @pytest.mark.parametrize("share", [None, 0.25])
@@ -60,21 +68,9 @@ def test_equations_1_and_2_as_they_are_written(share):
     """
     bandit = UCBTrees(TREES, COSTS, exploration=0.7, draft_share=share)
     for _ in range(2):
-        counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
-        for step, number in enumerate([2, 0, 3, 1, 1, 4, 2, 2, 0, 5]):
-            wanted = step
-            if step >= 3:
-                bounds = [
-                    reward / count + 0.7 * math.sqrt(2 * math.log(step) / count)
-                    for reward, count in zip(rewards, counts, strict=True)
-                ]
-                wanted = bounds.index(max(bounds))
-            tree = bandit.choose(1)
-            assert tree == TREES[wanted]
-            bandit.learn_path(tree, range(1 + number))
-            counts[wanted] += 1
-            tokens, levels = 1 + number, tree.max_depth
-            rewards[wanted] -= 1 / tokens + (share or 0.1) * levels / tokens
+        require_choices(
+            bandit, 0.7, lambda tree, tokens: -(1 + (share or 0.1) * tree.max_depth) / tokens
+        )
         bandit.learn_answer()
     with pytest.raises(UsageError, match="draft_share is -1"):
         UCBTrees(TREES, COSTS, draft_share=-1)

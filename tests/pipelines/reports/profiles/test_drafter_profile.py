@@ -211,16 +211,6 @@ def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
     assert (greedy.speedup > 1) == (tree is not None)
 
 
-def test_the_verifier_that_won_is_named(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (1.0,))
-    named = {"verifier": "multi_step"}
-    store = change_rows(tmp_path, lambda row: row.model_copy(update=named if row.tree else {}))
-    profile = profile_of(store, tmp_path, "10000")
-    (won,) = profile.recommendations
-    assert won.tree is not None and won.verifier == "multi_step"
-    assert {each.verifier for each in profile.measurements} == {None, "multi_step"}
-
-
 def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run, capsys):
     """Arms may have one tree and differ in verifiers; rows by which chains were tuned are none."""
     store = ResultStore(run / "eval")

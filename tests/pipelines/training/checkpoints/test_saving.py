@@ -81,12 +81,6 @@ def test_manifest_names_step_config_and_tokenizer(uninterrupted):
     assert len(manifest["config_hash"]) == len(manifest["tokenizer_fingerprint"]) == 64
 
 
-def test_the_frozen_target_is_not_in_the_checkpoint(uninterrupted):
-    folder = uninterrupted / "checkpoints/step-00000001"
-    names = SafeCheckpointIO().load_checkpoint(folder)["state_dict"].keys()
-    assert names and all(name.startswith("exported.") for name in names)
-
-
 # Which one to resume from
 
 
