@@ -120,6 +120,24 @@ def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Re
     ]
 
 
+def answered_as_plain(
+    target: HybridModel, drafter: Any, served: Sequence[Request], verifier: str
+) -> list[stree.GenerationOutput]:
+    """Return what three rows answer, and assert that it is plain decoding's.
+
+    Sampled answers are compared for the verifier coupled alone.
+    """
+    decoder = stree.BatchDecoder(
+        target, drafter, num_rows=3, max_length=64, max_nodes=13, verifier=verifier
+    )
+    outputs = decoder.generate(served)
+    for each, out in zip(served, outputs, strict=True):
+        if verifier == "coupled" or not each.generation.temperature:
+            plain = stree.Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
+            assert out.tokens == plain.tokens
+    return outputs
+
+
 def load_quietly(*arguments: Any, **options: Any) -> stree.Decoder:
     """Return what `stree.load` gives on the CPU, without a warning."""
     with warnings.catch_warnings():

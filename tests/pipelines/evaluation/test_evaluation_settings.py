@@ -132,16 +132,11 @@ def test_command_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/eval").glob("*.yaml")))
-def test_shipped_configs_are_understood(config, tmp_path):
+def test_shipped_configs_are_understood(config):
     options = build_parser().parse_args(["--config", str(config), "--out", "o", "--target", "t"])
     settings, checkpoints = resolve(options.as_dict())
     assert settings.methods == ("autoregressive", "vanilla_sd", "stree")
     assert checkpoints == [None]
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(config.read_text() + "\nmax_new_token: 3\n")
-    with pytest.raises(SystemExit) as refused:
-        build_parser().parse_args(["--config", str(wrong)])
-    assert refused.value.code == 2
 
 
 def test_progress_says_the_tree_s_figures_first(world, tmp_path):

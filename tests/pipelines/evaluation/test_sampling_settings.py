@@ -9,11 +9,10 @@ import warnings
 import pytest
 import torch
 from hand_made_run import make_run, relabelled
-from tiny_evaluation import Lies, export, quiet, row_of, settings_for
+from tiny_evaluation import Lies, export, heard_by, quiet, row_of, settings_for
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from stree.common.errors import InvariantBroken, UsageError
-from stree.decoder import Decoder
 from stree_kernels import naive
 from stree_pipelines.commands import compare
 from stree_pipelines.commands.eval_spec import main as eval_spec
@@ -41,18 +40,7 @@ error_if_greedy_is_warned_of = pytest.mark.filterwarnings("error:temperature is 
 def served(world, tmp_path_factory):
     """Evaluate all methods with all four settings, and hear what every decoder was asked for."""
     asked = []
-
-    def make(*args, **kwargs):
-        decoder = Decoder(*args, **kwargs)
-        generate = decoder.generate
-
-        def heard(prompt_ids, generation):
-            asked.append(generation)
-            return generate(prompt_ids, generation)
-
-        decoder.generate = heard
-        return decoder
-
+    make = heard_by(lambda tree, prompt_ids, generation, output: asked.append(generation))
     out = tmp_path_factory.mktemp("served")
     settings = settings_for(world, out, temperatures=(0.0, 1.0), **SERVED)
     with warnings.catch_warnings():

@@ -368,15 +368,6 @@ def test_a_wrong_option_is_one_line(options, line, workspace, tmp_path, capsys):
     assert error.endswith("fit --help\n")
 
 
-def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, capsys):
-    path = tmp_path / "drafter.yaml"
-    path.write_text(yaml.safe_dump({"model": {"drafter": {**ARCHITECTURE, "blah": 1}}}))
-    with pytest.raises(SystemExit):
-        distill.main(["fit", "--config", str(path), "--run_dir", str(tmp_path / "run")])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "unknown model keys ['blah']" in error
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("dry", [(), ("--dry_run",)])
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from families import random_reference
 from lanes import costly, quick_first
 from mtp_heads import VOCAB, head_logits, save_with_head
 from safetensors.torch import load_file, save_file
-from toys import TableTarget, mixed_requests, tiny_model
+from toys import TableTarget, answered_as_plain, mixed_requests, tiny_model
 from watched import watch
 
 import stree
-from stree import BatchDecoder, Decoder, GenerationConfig, TokenTree
+from stree import Decoder, GenerationConfig, TokenTree
 from stree.checkpoints.heads.eagle import plan_eagle
 from stree.checkpoints.heads.mtp import plan_mtp
 from stree.checkpoints.load_save import load_model
@@ -142,14 +142,7 @@ def test_it_changes_no_token_of_the_output(verifier, graphs, of, request):
         replace(each, prompt_ids=[token % VOCAB for token in each.prompt_ids])
         for each in mixed_requests(6, [TokenTree.chain(1), CHAIN, PAPER], seed=3)
     ]
-    decoder = BatchDecoder(
-        target, drafter, num_rows=3, max_length=64, max_nodes=13, verifier=verifier
-    )
-    outputs = decoder.generate(served)
-    for each, out in zip(served, outputs, strict=True):
-        if verifier == "coupled" or not each.generation.temperature:
-            plain = Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
-            assert out.tokens == plain.tokens
+    outputs = answered_as_plain(target, drafter, served, verifier)
     assert len({num for out in outputs for num in out.stats.accepted_per_call}) > 2
 
 
@@ -275,28 +268,6 @@ def announced_elsewhere(folder):
     index.write_text(json.dumps({"weight_map": names}))
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (without("mtp."), "holds no MTP head .* whatever its config announces"),
-        (without("mtp.fc"), r"mtp\.fc\.weight missing"),
-        (without("mtp.layers.0.mlp"), r"mtp\.layers\.0\.mlp\.gate_proj\.weight, .* missing"),
-        (changed("mtp.fc.weight", lambda fc: fc[:, :-1]), r"mtp\.fc\.weight in .* has shape"),
-        (announced_elsewhere, "00002-of-00002.* is missing"),
-        (keys(mtp_num_hidden_layers=2), "mtp_num_hidden_layers = 2; only 1"),
-        (keys(mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = True; only Fal"),
-    ],
-)
-def test_heads_that_are_not_whole_are_refused(change, complaint, tmp_path, monkeypatch):
-    """No target is read before."""
-    save_with_head(tmp_path, *DENSE)
-    change(tmp_path)
-    refuse_targets(monkeypatch)
-    monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
-    with pytest.raises(CheckpointRefused, match=complaint):
-        stree.load(tmp_path, "mtp", device="cpu")
-
-
 def test_a_head_for_each_of_several_depths_is_refused(tmp_path):
     """Qwen's key is above; Nemotron's counts depths, and its pattern the layers of one of them."""
     save_with_head(tmp_path, "nemotron", 0)
@@ -312,6 +283,13 @@ LAYER = "transformer_layer_config"
 @pytest.mark.parametrize(
     ("of", "change", "complaint"),
     [
+        (DENSE, without("mtp."), "holds no MTP head .* whatever its config announces"),
+        (DENSE, without("mtp.fc"), r"mtp\.fc\.weight missing"),
+        (DENSE, without("mtp.layers.0.mlp"), r"mtp\.layers\.0\.mlp\.gate_proj\.weight, .* missing"),
+        (DENSE, changed("mtp.fc.weight", lambda fc: fc[:, :-1]), r"mtp\.fc\.weight .* has shape"),
+        (DENSE, announced_elsewhere, "00002-of-00002.* is missing"),
+        (DENSE, keys(mtp_num_hidden_layers=2), "mtp_num_hidden_layers = 2; only 1"),
+        (DENSE, keys(mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = Tr"),
         (EAGLE, without("d2t"), "EAGLE-3 model .* d2t missing"),
         (EAGLE, without("lm_head"), r"lm_head\.weight missing"),
         (EAGLE, without("midlayer.hidden_norm"), r"midlayer\.hidden_norm\.weight missing"),
@@ -333,15 +311,18 @@ LAYER = "transformer_layer_config"
         (SPECULATORS, keys(LAYER, hidden_act="gelu"), "hidden_act = 'gelu'; only 'silu'"),
     ],
 )
-def test_eagle_heads_that_do_not_fit_are_refused(of, change, complaint, tmp_path, monkeypatch):
+def test_heads_that_are_not_whole_or_do_not_fit_are_refused(
+    of, change, complaint, tmp_path, monkeypatch
+):
     """No target is read before."""
-    folder, _ = saved(*of)
-    shutil.copytree(folder / "eagle", tmp_path / "eagle")
-    change(tmp_path / "eagle")
+    folder = shutil.copytree(saved(*of)[0], tmp_path / "target")
+    head = folder if of is DENSE else folder / "eagle"
+    change(head)
     refuse_targets(monkeypatch)
     monkeypatch.setattr("stree.loading.load_tokenizer", lambda folder: None)
     with pytest.raises(CheckpointRefused, match=complaint):
-        stree.load(folder, f"eagle:{tmp_path / 'eagle'}", tree="paper", device="cpu")
+        name = "mtp" if of is DENSE else f"eagle:{head}"
+        stree.load(folder, name, tree="paper", device="cpu")
 
 
 def test_an_eagle_head_is_loaded_by_its_name(monkeypatch):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from eager import by_fused_kernels, by_graphs
 from lanes import costly, quick_first
-from toys import FEATURE_LAYERS, TableTarget, mixed_requests, reading, recurrent, tiny_model
+from toys import (
+    FEATURE_LAYERS,
+    TableTarget,
+    answered_as_plain,
+    mixed_requests,
+    reading,
+    recurrent,
+    tiny_model,
+)
 from watched import watch
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -122,13 +130,7 @@ def test_features_change_no_token_of_the_output(verifier, graphs, own, target, d
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     served = mixed_requests(5, TREES, seed=1)
-    decoder = BatchDecoder(
-        target, drafter, num_rows=3, max_length=64, max_nodes=13, verifier=verifier
-    )
-    for each, out in zip(served, decoder.generate(served), strict=True):
-        if verifier == "coupled" or not each.generation.temperature:
-            plain = Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
-            assert out.tokens == plain.tokens
+    answered_as_plain(target, drafter, served, verifier)
 
 
 @pytest.mark.parametrize(
