@@ -90,15 +90,13 @@ class AcceptanceRates:
         return np.asarray(sum(probability[1:]))
 
 
-def best_tree(
-    rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None, name: str | None = None
-) -> StepTree:
+def best_tree(rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None) -> StepTree:
     """Return the tree of at most `num_nodes` nodes, root included, with the most expected drafts.
 
     None is deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError for a
     size that no tree has.
     """
-    return _grown(_shares(rates, num_nodes, max_depth), num_nodes - 1, name)
+    return _grown(_shares(rates, num_nodes, max_depth), num_nodes - 1)
 
 
 def _shares(
@@ -130,7 +128,7 @@ def _shares(
     return share
 
 
-def _grown(share: NDArray[np.int64], num_drafts: int, name: str | None = None) -> StepTree:
+def _grown(share: NDArray[np.int64], num_drafts: int) -> StepTree:
     """Return the tree of a number of drafts among `_shares`."""
     num_levels, widest, _ = share.shape
     parents, queue = [-1], [(0, 0, num_drafts)]
@@ -142,7 +140,7 @@ def _grown(share: NDArray[np.int64], num_drafts: int, name: str | None = None) -
             queue.append((len(parents), depth + 1, given - 1))
             parents.append(node)
             nodes -= given
-    return TokenTree(tuple(parents), name or f"suggested-{len(parents)}")
+    return TokenTree(tuple(parents), f"suggested-{len(parents)}")
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,8 @@ class Acceptance:
     def of(cls, with_ends: Sequence[ResultRow]) -> Acceptance:
         measured = [
             (row.tree.to_token_tree(), row.end_nodes, row.open_ends)
-            for row in with_ends if row.tree
+            for row in with_ends
+            if row.tree
         ]
         own = sum(
             _tokens(row)
@@ -224,7 +223,9 @@ class Fastest:
 
 
 def fastest(
-    rows: Sequence[ResultRow], temperature: float, num_nodes: int | None = None,
+    rows: Sequence[ResultRow],
+    temperature: float,
+    num_nodes: int | None = None,
     max_depth: int | None = None,
 ) -> list[Fastest]:
     """Find the fastest tree of each number of levels, from one on.
@@ -274,7 +275,9 @@ def _call_ms(times: Mapping[str, float]) -> float:
 
 
 def suggest(
-    rows: Sequence[ResultRow], temperature: float, num_nodes: int | None,
+    rows: Sequence[ResultRow],
+    temperature: float,
+    num_nodes: int | None,
     samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
     max_depth: int | None = None,
 ) -> SuggestedTree:
@@ -291,8 +294,11 @@ def suggest(
     if num_nodes is None:
         num_nodes = min(max(tree.num_nodes for tree in trees), MAX_NODES)
     tree = best_tree(model.rates, num_nodes, max_depth)
-    prompts = [(each, sample) for each, row in zip(trees, with_ends, strict=True)
-               for sample in samples_of(row)]
+    prompts = [
+        (each, sample)
+        for each, row in zip(trees, with_ends, strict=True)
+        for sample in samples_of(row)
+    ]
     complete = len(prompts) == sum(row.num_prompts for row in with_ends)
     return SuggestedTree(
         temperature=temperature,
@@ -303,7 +309,8 @@ def suggest(
         num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.shape.depths),
         checks=tuple(
             TreeCheck(
-                tree=each, predicted_acceptance_length=model.length(each.to_token_tree()),
+                tree=each,
+                predicted_acceptance_length=model.length(each.to_token_tree()),
                 measured_acceptance_length=_tau([row for row in with_ends if row.tree == each]),
             )
             for each in dict.fromkeys(row.tree for row in with_ends if row.tree)
