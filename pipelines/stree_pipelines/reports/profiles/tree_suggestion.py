@@ -154,8 +154,7 @@ class Acceptance:
     def of(cls, with_ends: Sequence[ResultRow]) -> Acceptance:
         measured = [
             (row.tree.to_token_tree(), row.end_nodes, row.open_ends)
-            for row in with_ends
-            if row.tree
+            for row in with_ends if row.tree
         ]
         own = sum(
             _tokens(row)
@@ -223,9 +222,7 @@ class Fastest:
 
 
 def fastest(
-    rows: Sequence[ResultRow],
-    temperature: float,
-    num_nodes: int | None = None,
+    rows: Sequence[ResultRow], temperature: float, num_nodes: int | None = None,
     max_depth: int | None = None,
 ) -> list[Fastest]:
     """Find the fastest tree of each number of levels, from one on.
@@ -275,9 +272,7 @@ def _call_ms(times: Mapping[str, float]) -> float:
 
 
 def suggest(
-    rows: Sequence[ResultRow],
-    temperature: float,
-    num_nodes: int | None,
+    rows: Sequence[ResultRow], temperature: float, num_nodes: int | None,
     samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
     max_depth: int | None = None,
 ) -> SuggestedTree:
@@ -294,11 +289,8 @@ def suggest(
     if num_nodes is None:
         num_nodes = min(max(tree.num_nodes for tree in trees), MAX_NODES)
     tree = best_tree(model.rates, num_nodes, max_depth)
-    prompts = [
-        (each, sample)
-        for each, row in zip(trees, with_ends, strict=True)
-        for sample in samples_of(row)
-    ]
+    prompts = [(each, sample) for each, row in zip(trees, with_ends, strict=True)
+               for sample in samples_of(row)]
     complete = len(prompts) == sum(row.num_prompts for row in with_ends)
     return SuggestedTree(
         temperature=temperature,
@@ -309,8 +301,7 @@ def suggest(
         num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.shape.depths),
         checks=tuple(
             TreeCheck(
-                tree=each,
-                predicted_acceptance_length=model.length(each.to_token_tree()),
+                tree=each, predicted_acceptance_length=model.length(each.to_token_tree()),
                 measured_acceptance_length=_tau([row for row in with_ends if row.tree == each]),
             )
             for each in dict.fromkeys(row.tree for row in with_ends if row.tree)
