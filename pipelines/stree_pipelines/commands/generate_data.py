@@ -28,7 +28,7 @@ from stree.common.errors import UsageError
 from stree.common.words import dtype_name
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.generation import GenerationConfig
-from stree.loading import pick_dtype
+from stree.loading import pick_dtype, require_target_dtype
 from stree.tree_policy.names import TREE_POLICIES, as_tree_policy
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import TokenTree
@@ -73,7 +73,9 @@ def build_parser() -> CommandParser:
     add("--samples", type=int, default=1, help="answers to each prompt")
     add("--temperatures", type=float, nargs="+", default=[1.0],
         help="of the samples of a prompt, in turn; 0 is greedy")
-    add_options(parser, DEFAULTS, ["verifier", "chat_template", "dtype", "device", *OFF])
+    add_options(
+        parser, DEFAULTS, ["verifier", "chat_template", "dtype", "target_dtype", "device", *OFF]
+    )
     add("--max_new_tokens", type=int, default=512, help="an answer")
     add("--max_length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")
@@ -124,7 +126,7 @@ def fill(
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device, options["target"])
     tokenizer = load_tokenizer(options["target"])
-    target = load_model(options["target"], device, dtype)
+    target = load_model(options["target"], device, dtype, bool(options["target_dtype"]))
     drafter = None
     if options["drafter"] is not None:
         name = DrafterName.parse(options["drafter"])
@@ -172,6 +174,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     """Plan the generation; everything that can be refused is refused here, before a model loads."""
     if options["compare"] < 0:
         raise UsageError(f"compare is {options['compare']}, wanted 0 or more")
+    require_target_dtype(options["target_dtype"])
     if options["limit"] is not None and options["limit"] < 1:
         raise UsageError(f"limit is {options['limit']}, wanted at least 1 prompt")
     target, drafter = options["target"], options["drafter"]
@@ -229,7 +232,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         temperatures=tuple(options["temperatures"]),
         tree=f"{tree.name} {tree.parents}",
         verifier=verifier,
-        dtype=dtype_name(dtype),
+        dtype=", target in ".join(filter(None, [dtype_name(dtype), options["target_dtype"]])),
         **{name: options[name] for name in (
             "samples", *OFF, "max_new_tokens", "seed", "shard_samples"
         )},

@@ -338,6 +338,19 @@ def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path, 
     assert answers_of(tmp_path / "data") == answers_of(whole, greedy=True)
 
 
+def test_answers_of_a_target_in_8_bits_are_its_own(workspace, tmp_path):
+    options = ["--limit", "1", "--target_dtype", "float8"]
+    data = generate(workspace, tmp_path / "data", *options)
+    assert description(data)["dtype"] == "float64, target in float8"
+    target = load_model(workspace / "target", dtype=torch.float64, in_8_bits=True)
+    plain = Decoder(target, max_length=128)
+    for row in rows_of(data):
+        settings = GenerationConfig(12, temperature=row["temperature"], seed=row["seed"])
+        assert plain.generate(row["prompt_tokens"], settings).tokens == row["answer_tokens"]
+    with pytest.raises(UsageError, match="dtype was 'float64, target in float8', now 'float64'"):
+        generate(workspace, data, "--limit", "1")
+
+
 def test_answers_have_each_setting_of_sampling(workspace, tmp_path, recwarn):
     """A greedy answer in between is no reason to warn of them."""
     served = {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
