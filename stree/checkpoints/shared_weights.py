@@ -68,6 +68,14 @@ def shared_model(theirs: Any) -> HybridModel:
         checkpoint, weight_shapes(checkpoint.model), stored, f"this {kind}",
         "merge adapters, and load it unquantised", tied.values(),
     )
+    for weight in weights.values():
+        for copy in weight.copies:
+            if state[copy.name] is not state[weight.stored[0].name]:
+                raise CheckpointRefused(
+                    f"the config of this {kind} ties {copy.name} to {weight.stored[0].name}, but "
+                    "these are two tensors: call its tie_weights(), or set tie_word_embeddings to "
+                    "False in its config"
+                )
     with torch.device("meta"):
         ours = HybridModel(checkpoint.model)
     dtype: torch.dtype = theirs.get_input_embeddings().weight.dtype  # type: ignore[assignment,union-attr]

@@ -63,6 +63,7 @@ class Explorer:
         """Note that plain decoding begins: after long drafting perhaps for one hard text alone."""
         if self._drafted_steps >= LONG_DRAFTING:
             self._probe_share = FIRST_PROBE_SHARE
+        self._drafted_steps = 0
 
     def tree_to_try(
         self, current: StepTree, num_rows: int, speeds: Speeds, num_steps: int
@@ -99,7 +100,7 @@ class Explorer:
         if self._plain_s <= lost / self._probe_share:
             return None
         self._probe_share = max(self._probe_share / 2, PROBE_SHARE)
-        self._plain_s, self.probing, self._drafted_steps = 0.0, PROBE_STEPS, 0
+        self._plain_s, self.probing = 0.0, PROBE_STEPS
         self._probed.rotate(-1)
         return tree
 

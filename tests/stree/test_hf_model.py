@@ -457,6 +457,11 @@ def test_models_that_cannot_be_shared_are_refused_by_name(granite):
     layer.feed_forward.up_proj = torch.nn.Sequential(layer.feed_forward.up_proj)
     with pytest.raises(CheckpointRefused, match=r"up_proj\.weight, .* missing, .*; merge"):
         stree.from_transformers(adapted)
+    sizes = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    untied = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True))
+    untied.lm_head.weight = torch.nn.Parameter(torch.ones(VOCAB, 16))
+    with pytest.raises(CheckpointRefused, match=r"ties lm_head\.weight to .*, but these are two t"):
+        stree.from_transformers(untied)
     packed = torch.ao.quantization.quantize_dynamic(reference("bamba"), {torch.nn.Linear})
     with pytest.raises(CheckpointRefused, match="wanted a plain tensor: load it unquantised"):
         stree.from_transformers(packed)

@@ -76,9 +76,10 @@ class LoadPlan:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Weight files that are read, in order."""
-        stored = [each for weight in self.weights.values() for each in weight.stored]
-        return tuple(sorted({each.file for each in stored if each.file is not None}))
+        """Weight files that are read, sorted by path."""
+        read = [each for one in self.weights.values() for each in (*one.stored, *one.copies)]
+        read += [each.scale for each in read if each.scale is not None]
+        return tuple(sorted({each.file for each in read if each.file is not None}))
 
 
 def plan_model(path: str | os.PathLike[str]) -> LoadPlan:
@@ -164,6 +165,8 @@ def planned_weights(
                 )
             _require_format(tensor, formats, checkpoint, where)
         copies = tuple(stored[each] for each in source.copies)
+        for tensor in copies:
+            _require_format(tensor, formats, checkpoint, where)
         weights[name] = PlannedWeight(expected[name], source, found, copies)
     return weights
 

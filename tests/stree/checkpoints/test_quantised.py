@@ -257,11 +257,19 @@ def _with_another_scale(tensors):
     tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(7, 3)
 
 
+def _with_another_scale_of_a_tied_head(tensors):
+    embedding = tensors["model.embed_tokens.weight"].to(FLOAT8)
+    for name, shape in (("model.embed_tokens", ()), ("lm_head", (5,))):
+        tensors[f"{name}.weight"] = embedding.clone()
+        tensors[f"{name}.weight_scale_inv"] = torch.ones(shape)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         (_without_a_scale, "has no scale of model.layers.0.self_attn.q_proj.weight, which is in 8"),
         (_with_another_scale, r"weight_scale_inv in .* has shape \(7, 3\), which is neither a s"),
+        (_with_another_scale_of_a_tied_head, r"lm_head\..* has shape \(5,\), which is neither a s"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(change, line, tmp_path):
