@@ -222,7 +222,7 @@ class Scaled:
 class Split:
     """Rows in bf16 as two in e4m3 each, whose sum times the row's unit they are.
 
-    pieces (2, …, D) in e4m3; unit (2, …) in fp32, which is the same of both.
+    pieces (2, …, D) in e4m3; unit (2, …) in fp32, the same number for both pieces of a row.
     """
 
     pieces: Tensor
@@ -328,10 +328,10 @@ class Sampling:
 
 
 class Slots(NamedTuple):
-    """Slots of growing trees, whose values choosing their tokens writes (DySpec).
+    """Slots of trees that grow (DySpec); `choose_children` writes their values.
 
     values (B, P) fp32 are logarithms; temperature (B,) fp64 is that of the drafter's distribution,
-    0 for 1.
+    where 0 means 1.
     """
 
     values: Tensor

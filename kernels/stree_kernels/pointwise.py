@@ -276,7 +276,7 @@ def activation_kernel(
 
 @triton.jit
 def _sum_of(at, part_stride, mask, PARTS: tl.constexpr):
-    """Load the parts of a sum, and return it in their dtype."""
+    """Load the parts of a sum, and return the sum, rounded to the parts' dtype after each."""
     value = tl.load(at, mask=mask, other=0.0)
     dtype: tl.constexpr = value.dtype
     for part in tl.static_range(1, PARTS):

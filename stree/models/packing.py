@@ -92,9 +92,9 @@ class PackedModel(HeadedModel):
         and with `head` the head, of which a tied one is a copy (`put_head_in_8_bits`). Embeddings,
         norms, convolutions, A, D, dt's bias, biases, low-rank adapters, routers, and what Mamba-1
         selects by stay as they are. With `rounds_inputs` inputs of many rows are rounded, too, in
-        passes over whole sequences, but for experts. This holds for weights that a checkpoint
-        stores in 8 bits as well, if they have one scale an output, whether or not it stores scales
-        for its inputs: the caller chooses. Such a model can neither be trained nor saved.
+        passes over whole sequences, but for experts. So are inputs of weights that the checkpoint
+        itself stores in 8 bits with one scale an output, whether or not it has scales for inputs.
+        A model in 8 bits can neither be trained nor saved.
 
         Raises `UsageError` for a GPU without float8.
         """

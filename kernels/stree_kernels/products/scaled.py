@@ -16,10 +16,10 @@ is one range of memory, read once from end to end.
 
 Up to `MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of rows. More than
 `MAX_ROWS`, as in a prompt, are for PyTorch's product of two matrices in e4m3, if each row of the
-weight has one scale: it gives the products of both halves, which the norm that follows adds up, or
-one launch with SwiGLU. More than `MAX_ROWS_OTHERWISE`, if scales are those of blocks, are for
-`blocks.py`. Where none of these serves, and for inputs that are not bf16, the weight is written out
-in the type of the inputs first.
+weight has one scale. It returns a product for each half; the norm that follows adds them up, or,
+where none does, one launch that applies SwiGLU as well. More than `MAX_ROWS_OTHERWISE` rows of a
+weight with a scale a block are for `blocks.py`. Where none of these serves, and for inputs that are
+not bf16, the weight is written out in the type of the inputs first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tiling:
 
 MAX_ROWS_ALIKE = 16  # rows
 MAX_ROWS = 128  # by tiles, where PyTorch's product serves more
-MAX_ROWS_OTHERWISE = 256  # by tiles
+MAX_ROWS_OTHERWISE = 256  # by tiles, where it doesn't
 MAX_BLOCK_ROWS = 64  # of a program
 MIN_BLOCK_OUTPUTS = 64  # that a tensor core's instruction has
 MAX_WRITTEN_OUT = 32768  # outputs of a weight that are written out at a time
@@ -159,7 +159,7 @@ def _suits_library(x: Tensor, weight: Scaled) -> bool:
 
 
 def _by_library(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
-    """Return a product of many rows as that of each half (2, …, E), rounded; their sum is it."""
+    """Return the products (2, …, E) of both halves of the rows; their sum is the product."""
     halves = halves or split(x)
     y = torch._scaled_mm(
         halves.pieces.flatten(0, -2), weight.values.t(), scale_a=halves.unit.view(-1, 1),

@@ -85,9 +85,8 @@ def merge(
     """Merge each row's `count` best scores per piece into the `count` best of all.
 
     values (B·n, pieces, count) come with their tokens, candidates. To rate paths, sums (B·n,
-    pieces)
-    are the logarithms of each piece's sum of exponentials: of the scores, or for slots, which need
-    the depths, of the logits over the slots' temperature.
+    pieces) are the logarithms of each piece's sum of exponentials: of the scores, or with slots of
+    the logits over the slots' temperature. Slots need depths, which the noise is made of again.
     """
     assert slots is None or (paths is not None and slots.values.stride() == paths.stride())
     num_rows, pieces, count = values.shape

@@ -6,8 +6,9 @@ So the papers unroll trees: STree's baseline (Wu et al. 2025, section 5.1), and 
 
     stree.BatchDecoder(ReplayRows(model, 5), drafter, "beam-2-4", num_rows=1)
 
-The engine's own way keeps one state a sequence. Here shapes are read by the host in each step, so
-nothing is captured. B sequences, L paths from the root to a leaf, R rows, D depth of the trees.
+The engine's own way keeps one state a sequence. These targets read shapes on the host in each step,
+so their steps are not captured; `joint_steps.py` captures steps of joint attainment. B sequences,
+L paths from the root to a leaf, R rows, D depth of the trees.
 """
 
 from __future__ import annotations

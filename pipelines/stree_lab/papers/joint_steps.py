@@ -38,7 +38,7 @@ class JointSteps:
         model: A model of Mamba-2 layers.
         num_drafts: N.
         length: K.
-        max_length: Most tokens of the sequence.
+        max_length: Tokens of the sequence, at most.
         multi_step: Whether layers scan by `multi_step_update`, not by chunks.
         just_in_time: Whether the state of row 0 is copied at the beginning of the next forward,
             inside its CUDA graph, not at the end of a step, by launches of its own.
@@ -103,7 +103,7 @@ class JointSteps:
 
         Args:
             prompt: At least two tokens.
-            num_tokens: Fewest tokens.
+            num_tokens: Tokens to generate, at least.
             drafts_of: Returns N drafts of K tokens, given the tokens so far without the prompt.
         """
         device, c = self.model.device, 1
@@ -141,7 +141,7 @@ def parts_of_steps(
     target: HybridModel, context: int, num_drafts: int = 2, length: int = 6, num_tokens: int = 100,
     graphs: Sequence[bool] = (False, True),
 ) -> Iterator[Row]:
-    """Yield a row per scan, way to copy the state, and with or without CUDA graphs: ms of a phase.
+    """Yield the ms of each phase: a row per scan, way to copy the state, and graphs or none.
 
     Each is the mean over the steps of a generation. Of its drafts the first has 0, 1, ..., K right
     tokens in turn, as far as they are those that a generation with wrong drafts had; the other

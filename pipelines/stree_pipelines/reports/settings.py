@@ -135,8 +135,8 @@ def require_one(runs: Mapping[str, Sequence[ResultRow]], arms: bool = False) -> 
         if hashes.setdefault(place, row.decoding_hash) != row.decoding_hash:
             raise UsageError(
                 f"{', '.join(map(str, runs))} holds rows of {row.method} at T = "
-                f"{row.temperature:g} that were decoded differently (by decoding_hash) in what no "
-                "other column says: move one results.jsonl away and evaluate again"
+                f"{row.temperature:g} that were decoded differently (by decoding_hash), though no "
+                "other column differs: move one results.jsonl away and evaluate again"
             )
 
 

@@ -121,7 +121,7 @@ def test_parts_and_swiglu(rows, groups):
 
 @pytest.mark.parametrize(("rows", "inputs"), [(140, 48), costly(65, 1024)])
 def test_many_rows(rows, inputs):
-    """PyTorch's product gives that of each half of the rows on a GPU; the norm adds them up."""
+    """On a GPU, PyTorch returns a product for each half of the rows, which the norm adds up."""
     x = normal(2, rows, inputs, dtype=torch.bfloat16)
     weight = naive.in_8_bits(normal(160, inputs, seed=1))
     wanted, tolerance = naive.linear(x.double(), weight), ROUNDINGS * 1.5 * 2**-8

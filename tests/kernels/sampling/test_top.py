@@ -207,7 +207,7 @@ def test_some_tokens_are_drawn_as_of_all_where_the_others_have_none(num_ids, tem
 def test_slots_are_worth_what_their_elder_siblings_leave(
     nodes, width, vocabulary, kind, num_ids, temperatures
 ):
-    """By hand in fp64, without the noise that chose the tokens: of the twin and the kernel."""
+    """Twin and kernel give the values that fp64 gives by hand, without the tokens' noise."""
     generator = torch.Generator().manual_seed(nodes + width)
     ids = None
     if num_ids is not None:

@@ -269,7 +269,7 @@ def announced_elsewhere(folder):
 
 
 def test_a_head_for_each_of_several_depths_is_refused(tmp_path):
-    """Qwen's key is above; Nemotron's counts depths, and its pattern the layers of one of them."""
+    """Nemotron's key counts depths, and its pattern the layers of one depth."""
     save_with_head(tmp_path, "nemotron", 0)
     assert plan_mtp(tmp_path).config.num_layers > 1
     keys(num_nextn_predict_layers=2)(tmp_path)

@@ -87,6 +87,6 @@ def _stalled_of_row(samples: Sequence[SampleRow]) -> list[SampleRow]:
 
 
 def _is_timed(sample: SampleRow) -> bool:
-    """Return whether the steps of its plain answer are known, of a batch by its share."""
+    """Return True if a sample's plain answer was timed, in a batch by its share of the calls."""
     plain = sample.baseline
     return plain is not None and (sample.batch_size == 1 or plain.call_share is not None)

@@ -35,7 +35,7 @@ def test_a_target_says_almost_the_same_with_products_in_8_bits():
 
 @torch.no_grad()
 def test_inputs_are_rounded_for_weights_that_were_in_8_bits_before():
-    """As for weights that the target puts into 8 bits itself, as it was asked; not for a head."""
+    """Weights that were stored in 8 bits have their inputs rounded, too; a head has not."""
     before, stored = tiny_model(dtype=torch.float32), tiny_model(dtype=torch.float32)
     stored.put_in_8_bits()
     tokens = torch.arange(144)[None] % 11
