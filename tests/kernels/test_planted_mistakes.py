@@ -58,12 +58,14 @@ def test_without_mistakes(wanted, monkeypatch):
 
 
 MISTAKES = {
-    "no temperature": (top, "value / temperature + token", "value + token"),
+    "no temperature": (top, "value / temperature + noise", "value + noise"),
     "the noise of the position before": (top, "tl.load(depths + row) + 1", "tl.load(depths + row)"),
     "the noise of the root for all": (top, "tl.load(depths + row) + 1", "1"),
     "the neighbour's seed": (top, "seeds + sequence", "seeds + 0 * sequence"),
     "the neighbour's position": (top, "positions + sequence", "positions + 0 * sequence"),
-    "the neighbour's temperature": (top, "temperatures + sequence", "temperatures + 0 * sequence"),
+    "the neighbour's temperature": (
+        top, "= tl.load(temperatures + sequence)", "= tl.load(temperatures)",
+    ),
     "pieces that all begin at 0": (top, "piece * PIECE + tl.arange", "tl.arange"),
     "siblings of one token": (top, "known = known & (token != chosen)", "known = known & True"),
     "siblings of one piece's token": (top, "taken = token == chosen", "taken = token < 0"),

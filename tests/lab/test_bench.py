@@ -52,13 +52,11 @@ def test_rows(tmp_path, monkeypatch):
         *("unrolled",) * 5, *("beams",) * 12, "memory", *("offloaded call",) * 4,
         *(("draft",) * 3 + ("copied",) * 3) * 2,
     ]
-    drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"])
-              for line in lines if line.get("what") == "draft"]
-    other = "head=16+rank=4"
-    assert drafts == [(kind, tree, size) for kind in (None, other)
-                      for tree, size in ((None, 13), ("beam-3-6-7", 7), ("dyspec-2-3-6", 6))]
-    assert all(("us_growth" in line) == ("tree" in line)
-               for line in lines if line.get("what") == "draft")
+    drafts = [line for line in lines if line.get("what") == "draft"]
+    of_each = [(each.get("drafter"), each.get("tree"), each["num_nodes"]) for each in drafts]
+    assert of_each == [(kind, tree, size) for kind in (None, "head=16+rank=4")
+                       for tree, size in ((None, 13), ("beam-3-6-7", 7), ("dyspec-2-3-6", 6))]
+    assert all(("us_growth" in each) == ("tree" in each) for each in drafts)
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
         times = [value for value in line.values() if isinstance(value, dict) and "median" in value]

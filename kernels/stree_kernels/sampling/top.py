@@ -132,8 +132,8 @@ def piece_kernel(
         temperature = tl.load(temperatures + sequence)
         scale = _divisor(temperatures + sequence)
         if temperature > 0.0:
-            position = tl.load(positions + sequence) + tl.load(depths + row) + 1
-            value = value / temperature + token_noise(tl.load(seeds + sequence), position, token)
+            noise = _noise(seeds, positions, depths, sequence, row, token)
+            value = value / temperature + noise
     # NaN would lose every comparison and hide: as the best of all it shows
     value = tl.where(value != value, float("inf"), value)
     if sums is not None:
@@ -156,6 +156,13 @@ def log_sum(value):
     top = tl.max(value, axis=0)
     top = tl.where(top == -float("inf"), 0.0, top)
     return top + tl.log(tl.sum(tl.exp(value - top), axis=0))
+
+
+@triton.jit
+def _noise(seeds, positions, depths, sequence, row, token):
+    """Return the noise of tokens at the place that follows a row's node in its sequence."""
+    position = tl.load(positions + sequence) + tl.load(depths + row) + 1
+    return token_noise(tl.load(seeds + sequence), position, token)
 
 
 @triton.jit
@@ -194,8 +201,7 @@ def merge_kernel(
         divisor = _divisor(slot_temperatures + sequence)
         score = value
         if temperatures is not None:
-            position = tl.load(positions + sequence) + tl.load(depths + row) + 1
-            noise = token_noise(tl.load(seeds + sequence), position, token)
+            noise = _noise(seeds, positions, depths, sequence, row, token)
             score = tl.where(tl.load(temperatures + sequence) > 0.0, value - noise, value)
         log_share = (score * scale).to(tl.float32) / divisor - total
         elder = tl.full([], 0.0, tl.float32)  # shares of the elder siblings together
