@@ -15,20 +15,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stree_kernels.contracts import Scaled, Split
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times
-from stree_kernels.products.linear import SHARED_BYTES, device_of
+from stree_kernels.products.linear import SHARED_BYTES, device_of, is_aligned
 from stree_kernels.products.split import split
 
 ROWS, OUTPUTS, INPUTS = 128, 128, 128  # of a tile
 STAGES, WARPS = 4, 8
-ALIGNED = 16  # bytes
 
 
 def fits(x: Tensor, weight: Scaled) -> bool:
     """Return True if `linear` serves rows (…, D) and a weight: the copy engine fetches both."""
     values, scale = weight.values, weight.scale
     return (
-        x.dtype == torch.bfloat16 and values.is_contiguous() and scale.is_contiguous()
-        and values.shape[1] % ALIGNED == 0 and values.data_ptr() % ALIGNED == 0
+        x.dtype == torch.bfloat16 and is_aligned(values) and scale.is_contiguous()
+        and values.shape[1] % 16 == 0
         and weight.group % INPUTS == 0
         and device_of(x)[1] >= SHARED_BYTES  # which no GPU without the copy engine has
     )

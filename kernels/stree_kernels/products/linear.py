@@ -197,6 +197,11 @@ def device_of(tensor: Tensor) -> tuple[int, int]:
     return device.multi_processor_count, device.shared_memory_per_multiprocessor
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Return True if a tensor lies in order, from an address on that the copy engine takes."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
 @functools.cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a bias of zeros, made outside of any graph: calls are run before they are captured."""

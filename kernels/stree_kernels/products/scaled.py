@@ -37,7 +37,7 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.naive.products import suits_tensor_cores
 from stree_kernels.pointwise import activated, activated_sum, silu_times
 from stree_kernels.products import blocks
-from stree_kernels.products.linear import STAGE_BYTES, device_of
+from stree_kernels.products.linear import STAGE_BYTES, device_of, is_aligned
 from stree_kernels.products.split import in_two, split
 
 
@@ -70,7 +70,6 @@ MIN_BLOCK_OUTPUTS = 64  # that a tensor core's instruction has
 MAX_WRITTEN_OUT = 32768  # outputs of a weight that are written out at a time
 WRITTEN_OUT = (8, 1024)  # outputs and inputs of a program that does it
 MIN_GROUP = 32  # inputs of a scale, and so of a step
-ALIGNED = 16  # bytes, to which PyTorch's product wants weights and scales
 OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
 
 
@@ -152,10 +151,8 @@ def _fits(x: Tensor, weight: Scaled) -> bool:
 
 def _suits_library(x: Tensor, weight: Scaled) -> bool:
     """Return whether PyTorch multiplies many rows by a weight."""
-    parts = weight.values, weight.scale
-    aligned = all(each.is_contiguous() and each.data_ptr() % ALIGNED == 0 for each in parts)
-    is_right = x.is_cuda and x.dtype == torch.bfloat16
-    return is_right and aligned and suits_tensor_cores(weight)
+    aligned = is_aligned(weight.values) and is_aligned(weight.scale)
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and suits_tensor_cores(weight)
 
 
 def _by_library(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:

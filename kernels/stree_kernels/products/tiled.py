@@ -21,6 +21,7 @@ from stree_kernels.products.linear import (
     SHARED_BYTES,
     ask_for,
     device_of,
+    is_aligned,
     precision_of,
     product,
 )
@@ -42,7 +43,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return (
         MAX_ROWS_GATED < rows <= MAX_ROWS and tiles >= MIN_SHARE_BUSY * waves * multiprocessors
         and x.element_size() == 2 and x.dtype == weight.dtype and inputs % 8 == 0
-        and _is_aligned(x) and _is_aligned(weight)
+        and is_aligned(x) and is_aligned(weight)
         and shared_bytes >= SHARED_BYTES  # which no GPU without the copy engine has
     )
 
@@ -62,10 +63,6 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
         PRECISION=precision_of(x), num_stages=STAGES, num_warps=WARPS, **overlapping(x),
     )
     return out
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 @triton.jit(do_not_specialize=["rows"])
