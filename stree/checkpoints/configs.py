@@ -10,6 +10,7 @@ own config class knows is read, known to be without effect, or refused with its 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +68,11 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     values = CheckedJson.load(directory / "config.json")
     quantisation = read_quantisation(directory, values)
     return _with_generation_eos(directory, _read(values, _layout_of(values), quantisation))
+
+
+def load_config(path: str | os.PathLike[str]) -> HybridConfig:
+    """Return the config of the model in a folder. Raises as `read_checkpoint_config` does."""
+    return read_checkpoint_config(Path(path)).model
 
 
 def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:

@@ -20,24 +20,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from stree.checkpoints.configs import config_files, read_checkpoint_config
+from stree.checkpoints.configs import config_files
 from stree.checkpoints.plan.build import build, kept_dtype, open_files
 from stree.checkpoints.plan.load_plan import READABLE_FORMATS, plan_model
 from stree.checkpoints.plan.stored import stored_tensors
 from stree.checkpoints.tokenizer import fingerprint, tokens_sha256
 from stree.common.errors import UsageError
 from stree.common.files import publish_directory
-from stree.models.config import HybridConfig
 from stree.models.config.weights import EMBEDDING
 from stree.models.model import HybridModel
 
 SHARD_BYTES = 5_000_000_000
 SAMPLED_NUMBERS = 256  # read from each stored tensor, to tell two sets of weights apart
-
-
-def load_config(path: str | os.PathLike[str]) -> HybridConfig:
-    """Return the config of the checkpoint folder `path`. Raises as `load_model` does."""
-    return read_checkpoint_config(Path(path)).model
 
 
 def load_model(

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from stree.checkpoints.load_save import load_config, weights_fingerprint
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import weights_fingerprint
 from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import CheckpointRefused, shown
 from stree.common.files import MANIFEST_NAME, read_manifest

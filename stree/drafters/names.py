@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stree.checkpoints.configs import read_checkpoint_config
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.heads.eagle import plan_eagle, read_eagle_config
 from stree.checkpoints.heads.mtp import plan_mtp, read_mtp_config
 from stree.checkpoints.plan.load_plan import LoadPlan, plan_model
@@ -201,15 +201,15 @@ class DrafterName:
     def plan(self, target: str | os.PathLike[str]) -> LoadPlan | None:
         """Return the plan of loading the model that drafts, or None without one.
 
-        Its tensors are in its own folder, those of an MTP head in that of the target. Raises as
-        `plan_model`, `plan_mtp` and `plan_eagle` do.
+        The folder of an MTP head's tensors is that of the target. Raises as `plan_model`,
+        `plan_mtp` and `plan_eagle` do.
         """
         if self.mtp:
             return plan_mtp(target)
         if self.folder is None:
             return None
         if self.eagle:
-            return plan_eagle(self.folder, _config_of(target))
+            return plan_eagle(self.folder, load_config(target))
         return plan_model(self.folder)
 
     def load(
@@ -227,8 +227,8 @@ class DrafterName:
             return read_mtp_config(target).model.replace(vocab_size=1)
         if self.eagle:
             assert self.folder is not None
-            return read_eagle_config(self.folder, _config_of(target)).model
-        return None if self.folder is None else _config_of(self.folder)
+            return read_eagle_config(self.folder, load_config(target)).model
+        return None if self.folder is None else load_config(self.folder)
 
     def make(
         self, model: HybridModel | None, tokenizer: Any, target: HybridModel | None = None
@@ -266,7 +266,3 @@ class DrafterName:
             return CrossTokenizerSpec(model, load_tokenizer(self.folder), tokenizer)
         corpus = tuple(encode_text(tokenizer, text) if text else ())
         return NGram(self.context, corpus, model, self.siblings, self.temperature)
-
-
-def _config_of(folder: str | os.PathLike[str]) -> HybridConfig:
-    return read_checkpoint_config(Path(folder)).model

@@ -12,8 +12,9 @@ from tiny_evaluation import export, make_world
 
 from stree import metrics
 from stree.batching.batch_decoder import BatchDecoder
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import load_config, save_model
+from stree.checkpoints.load_save import save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.models.model import HybridModel

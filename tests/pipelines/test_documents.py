@@ -23,7 +23,8 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.__main__ import COMMANDS
 from stree.checkpoints import configs as checkpoint_configs
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.models.model import HybridModel

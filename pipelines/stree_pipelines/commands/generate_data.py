@@ -21,8 +21,9 @@ import torch
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer, tokens_sha256
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name

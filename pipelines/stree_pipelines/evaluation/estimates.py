@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from stree.checkpoints.load_save import load_config
+from stree.checkpoints.configs import load_config
 from stree.common.words import counted
 from stree.models.config import HybridConfig
 from stree_pipelines.evaluation.answering.decoders import num_warmup_tokens

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stree.batching.checks import require_vocabulary_of
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.identity import checkpoint_sha256
-from stree.checkpoints.load_save import load_config
 from stree.checkpoints.partners import partner_remarks
 from stree.checkpoints.tokenizer import require_same_tokenizer
 from stree.common.errors import NotFound, UsageError

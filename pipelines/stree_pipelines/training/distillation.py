@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.heads.mtp import plan_mtp, read_mtp_config
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.load_save import load_model
 from stree.checkpoints.plan.build import build
 from stree.common.errors import UsageError
 from stree.drafters.names import MTP

@@ -1,6 +1,6 @@
 """Names and shapes of a model's weights, worked out from its config without PyTorch.
 
-They are those of `HybridModel(config).state_dict()`, in its order: a module's own weights come
+`HybridModel(config).state_dict()` has the same, in the same order: a module's own weights come
 before those of its parts. Shapes: D model width, E channels, S state.
 """
 

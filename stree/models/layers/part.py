@@ -140,7 +140,7 @@ class PrefillPass(TrainingPass):
     ) -> Tensor:
         """Scan a Mamba-2 mixer's tokens on from a state (B, H, P, S), and advance it.
 
-        The arguments are those of `chunk_scan`, and so is the result y (B, T, H, P).
+        Takes the arguments of `chunk_scan`, and returns its result y (B, T, H, P).
         """
         y, after = chunk_scan(
             x, dt, mixer.A, B, C, mixer.D, chunk_size=mixer.chunk_size, initial_state=state

@@ -139,7 +139,7 @@ def test_many_rows(rows, inputs):
     ("inputs", "outputs", "groups"), [(512, 130, 2), costly(128, 200, 1), costly(1536, 264, 12)]
 )
 def test_many_rows_by_blocks(inputs, outputs, groups):
-    """Rows and outputs end within a tile; scales are those of 128 or 256 inputs."""
+    """Rows and outputs end within a tile; a scale is for 128 or 256 inputs."""
     x = normal(2, 140, inputs, dtype=torch.bfloat16)
     weight = poisoned(in_groups(normal(outputs, inputs, seed=1), groups))
     assert blocks.fits(x, weight)

@@ -10,7 +10,7 @@ from tiny_evaluation import export, quiet, settings_for
 
 import stree
 from stree import GenerationConfig, TokenTree
-from stree.checkpoints.load_save import load_config
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.drafters import SiblingSampling

@@ -9,7 +9,8 @@ import torch
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 from tokenizers.normalizers import Lowercase
 
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.models.config import HybridConfig

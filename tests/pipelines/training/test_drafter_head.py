@@ -14,7 +14,8 @@ from tiny_run import VOCAB_SIZE, distill_arguments
 from toys import with_head
 
 import stree
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree_pipelines.commands import distill

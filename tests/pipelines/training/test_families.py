@@ -9,7 +9,8 @@ from lanes import costly
 from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
 
 import stree
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model
 from stree.generation import GenerationConfig
 from stree_pipelines.commands import distill
 

@@ -11,8 +11,9 @@ from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
 from stree import Decoder, GenerationConfig
+from stree.checkpoints.configs import load_config
 from stree.checkpoints.heads.mtp import plan_mtp
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.load_save import load_model
 from stree.checkpoints.plan.build import build
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError

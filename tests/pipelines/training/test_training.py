@@ -15,7 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import stree
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import CannotWrite, InvariantBroken, UsageError
 from stree.models.config import HybridConfig

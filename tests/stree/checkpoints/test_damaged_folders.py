@@ -15,7 +15,8 @@ from checkpoint_folders import (
     write_json,
 )
 
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import CheckpointRefused, NotFound
 from stree.common.files import MANIFEST_NAME
 from stree.models.model import HybridModel

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from stree.checkpoints.configs import config_files
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import config_files, load_config
+from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
 from stree.common.errors import CannotWrite, CheckpointRefused, UsageError
 from stree.common.files import MANIFEST_NAME, verify_manifest

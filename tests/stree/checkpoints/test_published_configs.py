@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stree.checkpoints.load_save import load_config
+from stree.checkpoints.configs import load_config
 from stree.common.errors import CheckpointRefused
 
 CONFIGS = Path(__file__).with_name("published_configs")

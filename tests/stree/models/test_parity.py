@@ -13,7 +13,8 @@ from lanes import costly
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model, save_model
 
 TOLERANCE = 1e-4
 

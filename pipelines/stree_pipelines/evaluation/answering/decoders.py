@@ -12,7 +12,8 @@ from stree.batching.memory_report import MemoryReport
 from stree.batching.sequences import Request
 from stree.batching.step_timing import length_to_time
 from stree.chat_encoding import encode_prompt
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer, refusing_panics
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name

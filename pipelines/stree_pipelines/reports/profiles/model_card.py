@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stree.checkpoints.load_save import load_config
+from stree.checkpoints.configs import load_config
 from stree.common.words import counted
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS, method_label
@@ -173,7 +173,7 @@ def _conditions(measurements: Sequence[Measurement]) -> str:
 
 
 def _endings(measurements: Sequence[Measurement]) -> str:
-    """Say how answers ended and how many were held up; nothing of what was not counted."""
+    """Say how answers ended and how many were held up, as far as both were counted."""
     counts = [(m.num_ended or 0, m.num_cut or 0, m.num_stalled or 0) for m in measurements]
     ended, cut, stalled = (sum(each) for each in zip(*counts, strict=True))
     sentences = f" {ended} answers ended by themselves, {cut} were cut." if ended + cut else ""

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.configs import load_config
+from stree.checkpoints.load_save import load_model
 from stree.common.errors import CheckpointRefused
 
 TOKENS = torch.arange(11)[None] % VOCAB
