@@ -113,7 +113,6 @@ OF_TARGETS: dict[str, Measurement] = {
     "calls": lambda bench, o: calls.calls(bench.target, o.nodes, o.context, o.repeats),
     "profiles": lambda bench, o: bench.profiles(),
     "unrolled": lambda bench, o: calls.unrolled(bench.target, o.context, bench.few),
-    "beams": lambda bench, o: calls.beams(bench.target, o.context, bench.few),
     "memory": lambda bench, o: calls.memory(bench.target, 64),
     "prompts": lambda bench, o: calls.prompts(bench.target, PROMPT_TOKENS, bench.few),
     "parts": lambda bench, o: () if bench.config.attn_layers else parts_of_steps(
@@ -124,6 +123,7 @@ OF_TARGETS: dict[str, Measurement] = {
 OF_PAIRS: dict[str, Measurement] = {
     "draft": lambda bench, o: calls.draft(bench.drafter, o.trees, o.context, o.repeats),
     "copied": lambda bench, o: calls.copied(bench.drafter, o.trees, o.context, o.repeats),
+    "beams": lambda bench, o: calls.beams(bench.target, bench.drafter, o.context, bench.few),
     "steps": lambda bench, o: steps.decode_at(
         bench.target, bench.drafter, o.taus, o.context, o.num_steps, 3
     ),

@@ -75,7 +75,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "unrolled": ("A full binary tree, and its paths unrolled", "shape num_nodes",
                  "us_tree us_unrolled us_unrolled_chunk_scan us_unrolled_multi_step"),
     "beams": ("Beams packed and unrolled", "shape num_beams num_steps num_nodes leaves",
-              "us_tree us_unrolled peak_bytes_tree peak_bytes_unrolled"),
+              "us_tree us_unrolled us_draft us_copy peak_bytes_tree peak_bytes_unrolled"),
     "kernel": ("Kernels of a call, beyond what already ran", "call shape num_nodes context kernel",
                "us count"),
     "step": ("Decoding at a given τ", "shape drafter tau",

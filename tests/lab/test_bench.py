@@ -49,8 +49,8 @@ def test_rows(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
         *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
-        *("unrolled",) * 5, *("beams",) * 12, "memory", *("offloaded call",) * 4,
-        *(("draft",) * 3 + ("copied",) * 3) * 2,
+        *("unrolled",) * 5, "memory", *("offloaded call",) * 4,
+        *(("draft",) * 3 + ("copied",) * 3 + ("beams",) * 12) * 2,
     ]
     drafts = [line for line in lines if line.get("what") == "draft"]
     of_each = [(each.get("drafter"), each.get("tree"), each["num_nodes"]) for each in drafts]

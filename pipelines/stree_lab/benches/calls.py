@@ -29,6 +29,7 @@ from stree_lab.benches.floor import Floor, product_sizes
 from stree_lab.benches.profiles import profile_call
 from stree_lab.benches.timing import Row, interleave, peak_field, side_by_side, us_fields
 from stree_lab.papers.copied_states import CopyingDrafter
+from stree_lab.papers.draft_rows import copy_first_row
 
 PAPER = "paper"  # the tree whose drafts the bars are about; its rows do not name it
 REMEMBERED = ("keys", "values", "state")  # fields of a cache's layers for committed tokens
@@ -300,13 +301,16 @@ def kept_beams(num_beams: int, num_steps: int) -> StepTree:
     return TokenTree(tuple(parents), f"beams-{num_beams}-{num_steps}")
 
 
-def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
+def beams(
+    target: HybridModel, drafter: HybridModel, context: int, repeats: int
+) -> Iterator[Row]:
     """Yield a row per number of beams and steps: µs of a call over the tree, and over unrolled
     paths.
 
     Unrolled, each leaf's path is a sequence of its own, by the multi-step update if the kernels are
-    there. Rows also have the bytes of weights and of each cache, and on CUDA the peak of memory of
-    either, from reading the prompt to the end of a call.
+    there, and then one sequence's state is copied to the others. Rows also have the µs of that copy
+    and of a greedy draft by beam search, the bytes of weights and of each cache, and on CUDA the
+    peak of memory of either call, from reading the prompt to its end.
     """
     for num_beams, num_steps in itertools.product(BEAMS, BEAM_STEPS):
         tree = kept_beams(num_beams, num_steps)
@@ -323,21 +327,26 @@ def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
                 f"peak_bytes_{way}", partial(_made_and_run, make), target.device,
                 weight_bytes(target),
             )
-        functions = {way: make() for way, make in makers.items()}
+        made = {way: make() for way, make in makers.items()}
         if ops.fused(target.device, target.dtype):
-            functions["unrolled"] = _by_multi_step_updates(functions["unrolled"])
-        times = side_by_side(functions, target.device, repeats)
+            made["unrolled"] = _by_multi_step_updates(made["unrolled"])
         caches = {
             "tree": target.new_cache(context + tree.num_nodes, tree.num_nodes),
             "unrolled": target.new_cache(context + chain.num_nodes, chain.num_nodes, leaves),
         }
+        drafted = as_tree(f"beam-{num_beams}-{num_steps}")
+        functions: dict[str, Callable[[], object]] = {
+            **made, "copy": partial(copy_first_row, caches["unrolled"]),
+            "draft": _drafts(drafter, drafted, context)["draft"],
+        }
+        times = side_by_side(functions, target.device, repeats)
         yield dict(
             what="beams", num_beams=num_beams, num_steps=num_steps, num_nodes=tree.num_nodes,
             leaves=leaves, context=context, weight_bytes=weight_bytes(target),
             **{f"cache_bytes_{name}": cache_bytes(each) for name, each in caches.items()},
             **peaks, **us_fields(times),
         )
-        del functions, caches
+        del functions, made, caches
 
 
 def _made_and_run(make: Callable[[], Callable[[], object]]) -> None:

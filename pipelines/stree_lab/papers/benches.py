@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +103,35 @@ def stree_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         for row in bench_rows(folder, what="beams", shape="mamba2-2.7b")
     }
     lines: list[Cells] = [paper[0]]
-    for name, told in (("Speed", "ms a target call"), ("Memory", "GB")):
-        field, measured = MEASURES[name]
+    for name, told, of_ways in (
+        ("Speed", "ms a step", {"tree": ("draft",), "unrolled": ("draft", "copy")}),
+        ("Speed", "ms a target call", {}),
+        ("Memory", "GB", {}),
+    ):
         of_measure = [cells for cells in paper if cells[0] == name]
-        lines += of_paper(of_measure)
+        if of_ways and not any("us_draft" in row for row in rows.values()):
+            continue  # rows of an older command
+        if (f"{name}, paper", *of_measure[0][1:]) not in lines:
+            lines += of_paper(of_measure)
+        field, measured = MEASURES[name]
         for _, steps, *_ in of_measure:
-            cells = [
-                figure(measured(rows.get((count, int(steps))), f"{field}_{way}"))
-                for count in (2, 3, 4, 5) for way in ("tree", "unrolled")
-            ]
+            cells = []
+            for count in (2, 3, 4, 5):
+                row = rows.get((count, int(steps)))
+                tree, unrolled = (
+                    _sum(measured(row, f"{field}_{part}") for part in (way, *of_ways.get(way, ())))
+                    for way in ("tree", "unrolled")
+                )
+                over = f" ({unrolled / tree:.2f}×)" if of_ways and tree and unrolled else ""
+                cells += [figure(tree) + over, figure(unrolled)]
             lines.append((f"{told}, {OURS}", steps, *cells))
     return lines, rows.values()
+
+
+def _sum(parts: Iterable[float | None]) -> float | None:
+    """Return the sum of the parts, None when one is missing."""
+    found = list(parts)
+    return None if None in found else sum(part for part in found if part is not None)
 
 
 def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:

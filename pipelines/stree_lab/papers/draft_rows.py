@@ -133,6 +133,16 @@ def copy_rows(cache: HybridCache, source: Tensor, other: HybridCache | None = No
     cache.length.copy_(other.length.index_select(0, source))
 
 
+def copy_first_row(cache: HybridCache) -> None:
+    """Copy the states and keys of row 0 to the other rows of a cache."""
+    for layer in cache.layers:
+        for _, buffer, tensor in layer.buffers():
+            if buffer.part != NODES:
+                tensor[1:] = tensor[:1]
+        if isinstance(layer, ConvCache) and layer.own_conv_state is None:
+            layer.conv_state = layer.conv_state[:1].expand_as(layer.conv_state)
+
+
 class RowsCache:
     """Cache of B sequences with a number of rows each; `rows` are those of all sequences.
 

@@ -11,7 +11,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from stree.common.clock import now
 from stree.models.model import HybridModel
 from stree_kernels.mamba.chunk_scan import mamba_ssm_kernel
 from stree_lab.benches.timing import Row, release_memory
-from stree_lab.papers.draft_rows import JointRows, read_with_no_ops
+from stree_lab.papers.draft_rows import JointRows, copy_first_row, read_with_no_ops
 
 PHASES = ("forward", "verification", "state_copy")
 Drafts = Callable[[list[int]], Sequence[Sequence[int]]]
@@ -69,10 +68,7 @@ class JointSteps:
 
     def copy_state(self) -> None:
         """Copy the state of row 0 to the other rows."""
-        layers: Any = self.cache.layers
-        for layer in layers:
-            layer.state[1:] = layer.state[:1]
-            layer.conv_state = layer.conv_state[:1].expand_as(layer.conv_state)
+        copy_first_row(self.cache)
 
     def forward(self, c: int) -> Tensor:
         """Return the logits (N, K + 1, V) of each draft's K + 1 places."""

@@ -339,6 +339,10 @@ def test_attention_s_share_and_beams(tmp_path, capsys):
     ms, gb = ([cell.strip() for cell in line.split("|")[3:-1]] for line in lines)
     rest = ["–"] * 4
     assert ms == [*rest[:2], "2.00", "4.00", *rest] and gb == [*rest[:2], "6.00", "8.00", *rest]
+    steps = {**beams, **times(tree=2e3, unrolled=4e3, draft=1e3, copy=500)}
+    text = printed(capsys, "stree-table-2", "--rows", rows_of(tmp_path, steps))
+    (line,) = (line for line in text.splitlines() if "ms a step, ours" in line and "| 8 " in line)
+    assert [cell.strip() for cell in line.split("|")[5:7]] == ["3.00 (1.83×)", "5.50"]
     one_share = rows_of(tmp_path, *rows[:2])
     with pytest.raises(NotFound, match="graphs by multi_step of several shares"):
         printed(capsys, "stree-table-5", "--rows", one_share)
