@@ -37,6 +37,7 @@ TIMES = (
 ACCEPTED = "docs/results/h200-policies/first-prompts"
 MARK = "<!-- made by trees_pay.py from here on -->\n"
 COUNTS = (1, 4, 16, 64)  # sequences that are decoded together
+FEWEST_COUNTS = 3  # of COUNTS, of a shape whose table stands on the page of trees
 DRAFTERS = {OWN: "Mamba-2", MTP: "MTP", f"{MTP}+{FLOAT8_HEAD}": "MTP, head in 8 bits"}
 Arm = tuple[str, str, float]  # the drafter's kind, the tree's name, the temperature
 
@@ -207,9 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [row for file in files for row in rows_of_file(file) if "what" in row]
     taus = recorded_taus(read_places(Path(input_path(options.accepted))))
     whole: list[Table] = []
-    partial: list[Table] = []  # of shapes that were measured with fewer than three of COUNTS
+    partial: list[Table] = []  # of shapes that were measured with fewer of COUNTS
     for each in read_steps(rows):
-        most = all(len(times) >= 3 for times in each.plain.values())
+        most = all(len(times) >= FEWEST_COUNTS for times in each.plain.values())
         (whole if most else partial).extend(tables_of(each, taus))
     pairs = [each for each in sorted(Path(input_path(options.pairs)).iterdir()) if each.is_dir()]
     known = [families_table(rows), *map(quality_table, pairs), *partial]

@@ -50,8 +50,8 @@ from stree_pipelines.resources.estimates import (
     MemoryEstimate,
     cache_bytes,
     head_in_8_bits_bytes,
+    held_bytes,
     model_line,
-    num_parameters,
 )
 
 HOW_TO_NEED_LESS_MEMORY = "lower --num_rows or --max_length, or use --dtype bfloat16"
@@ -261,7 +261,8 @@ def describe(
     parts: dict[str, int] = {}
     for name, config in models.items():
         print(model_line(name, config))
-        parts[name] = dtype.itemsize * num_parameters(config)
+        in_8_bits = name == "target" and bool(options["target_dtype"])
+        parts[name] = held_bytes(config, dtype, in_8_bits)
         rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
         parts[f"{name}'s caches"] = rows
     if drafter.float8:

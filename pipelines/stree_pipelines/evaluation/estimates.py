@@ -205,7 +205,8 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
     methods = {job.decoder_key[1]: job for job in jobs}
     trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in methods.items()}
     parts = decoding_memory(
-        target, largest, decoders.dtype, decoders.max_length, trees, settings.batch_size
+        target, largest, decoders.dtype, decoders.max_length, trees, settings.batch_size,
+        in_8_bits=bool(settings.target_dtype),
     )
     if len(configs) > 1:
         weights = sum(num_parameters(config) for config in configs)

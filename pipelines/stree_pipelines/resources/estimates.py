@@ -144,19 +144,33 @@ def training_memory(
         * min(chunk_rows(vocab_size, on_cuda), shape[0] * shape[1]),
     }]
     if target is not None:
-        always["target"] = held_bytes(target, plan.target_dtype)
+        in_8_bits = plan.target_dtype.itemsize == 1
+        held = torch.bfloat16 if in_8_bits else plan.target_dtype
+        always["target"] = held_bytes(target, held, in_8_bits, head=False)
         # Without gradients one layer's activations live at a time.
         moments.insert(0, {"target's activations": _one_layer_bytes(target, shape, precision)})
     return always | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
-    """Count the bytes of a frozen target's weights; in 8 bits those of its products are."""
+def held_bytes(
+    target: HybridConfig, dtype: torch.dtype, in_8_bits: bool = False, head: bool = True
+) -> int:
+    """Count the bytes of a frozen target's weights.
+
+    Args:
+        target: Config of the target.
+        dtype: Dtype of the weights.
+        in_8_bits: Whether the weights of products are held in 8 bits instead.
+        head: Whether the head is, too, then; of a tied one there is a copy.
+    """
     model = _without_data(target)
-    if dtype.itemsize > 1:
+    if not in_8_bits:
         return dtype.itemsize * model.num_parameters()
-    model.bfloat16().put_in_8_bits(head=False)
-    return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    model.to(dtype).put_in_8_bits(head)
+    weights = [*model.parameters(), *model.buffers()]
+    if (copy := model.head_in_8_bits) is not None:
+        weights += [copy.values, copy.scale]
+    return sum(each.nbytes for each in weights)
 
 
 def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
@@ -168,13 +182,13 @@ def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
 
 def decoding_memory(
     target: HybridConfig, drafter: HybridConfig | None, dtype: torch.dtype, max_length: int,
-    trees: Mapping[str, int], num_rows: int = 1,
+    trees: Mapping[str, int], num_rows: int = 1, in_8_bits: bool = False,
 ) -> dict[str, int]:
     """Estimate the bytes by part of an evaluation of `num_rows` sequences.
 
-    trees: nodes that each method verifies per call.
+    trees: nodes that each method verifies per call. in_8_bits: whether the target's products are.
     """
-    parts = {"target": dtype.itemsize * num_parameters(target)}
+    parts = {"target": held_bytes(target, dtype, in_8_bits)}
     if drafter is not None:
         parts["drafter"] = dtype.itemsize * num_parameters(drafter)
     parts["caches"] = 0

@@ -269,6 +269,24 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(workspace, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("more", [(), ("--target_dtype", "float8")], ids=["whole", "8 bits"])
+def test_a_dry_run_counts_the_target_s_bytes_as_they_are_held(
+    more, workspace, tmp_path, monkeypatch
+):
+    counted = []
+    estimate = generate_data.MemoryEstimate
+    monkeypatch.setattr(
+        generate_data, "MemoryEstimate",
+        lambda parts, on_cuda: counted.append(parts) or estimate(parts, on_cuda),
+    )
+    generate(workspace, tmp_path / "data", "--dtype", "float32", "--dry_run", *more)
+    model = load_model(workspace / "target", "cpu", torch.float32, bool(more))
+    weights = [*model.parameters(), *model.buffers()]
+    if (copy := model.head_in_8_bits) is not None:
+        weights += [copy.values, copy.scale]
+    assert [each["target"] for each in counted] == [sum(each.nbytes for each in weights)]
+
+
 def test_speed_is_told_beside_plain_decoding_s(workspace, tmp_path, capsys):
     generate(workspace, tmp_path / "data", "--compare", "2")
     said = capsys.readouterr().err

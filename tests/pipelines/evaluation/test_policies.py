@@ -19,6 +19,7 @@ from stree_pipelines.evaluation.estimates import memory_of
 from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable
 from stree_pipelines.reports import settings
 from stree_pipelines.reports.settings import dtype_of
+from stree_pipelines.resources.estimates import held_bytes
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,14 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     head = memory_of(evaluation, evaluation.plan(name)).parts["heads in 8 bits"]
     assert head == config.vocab_size * config.d_model
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
+
+
+def test_a_dry_run_counts_a_target_in_8_bits_as_such(world, tmp_path):
+    config = load_config(world / "target")
+    for name, in_8_bits in ((None, False), ("float8", True)):
+        evaluation = quiet(settings_for(world, tmp_path, target_dtype=name))
+        counted = memory_of(evaluation, evaluation.plan(None)).parts["target"]
+        assert counted == held_bytes(config, evaluation.decoders.dtype, in_8_bits)
 
 
 @pytest.mark.costly

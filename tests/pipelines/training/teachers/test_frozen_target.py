@@ -11,7 +11,12 @@ from stree.common.errors import UsageError
 from stree.models.layers.packed_linear import ScaledLinear
 from stree.models.model import HybridModel
 from stree_pipelines.commands import distill
-from stree_pipelines.resources.estimates import held_bytes, num_parameters
+from stree_pipelines.resources.estimates import (
+    ModelPlan,
+    held_bytes,
+    num_parameters,
+    training_memory,
+)
 from stree_pipelines.training.teachers.frozen_target import FrozenTarget, held_dtype
 
 
@@ -83,4 +88,6 @@ def test_memory_counts_a_byte_for_what_is_rounded_and_two_for_what_is_not(mlp):
     assert held_bytes(config, torch.bfloat16) == held == 2 * num_parameters(config)
     FrozenTarget(model, "replicated", "float8")
     held = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-    assert held_bytes(config, held_dtype("float8")) == held < held_bytes(config, torch.bfloat16)
+    plan = ModelPlan(config, config, held_dtype("float8"))
+    counted = training_memory(plan, (2, 48), "32-true", on_cuda=False)["target"]
+    assert counted == held < held_bytes(config, torch.bfloat16)
