@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree.common.errors import NotFound
-from stree_lab.papers import benches, tables
+from stree_lab.papers import benches, figures, tables
 from stree_lab.papers.tables import Builder, Cells, Made
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.console.config_files import read_yaml
@@ -31,7 +31,9 @@ BUILDERS: dict[str, Builder] = {
     "snakes-table-4": benches.snakes_4,
     "snakes-table-5": tables.snakes_5,
     "snakes-figure-4": benches.snakes_figure_4,
+    "snakes-figure-4-text": figures.snakes_figure_4_text,
     "drafters-figure-1": benches.drafters_figure_1,
+    "drafters-figure-2": figures.drafters_figure_2,
     "drafters-table-3": tables.drafters_3,
     "drafters-table-4": tables.drafters_4,
     "drafters-table-5": tables.drafters_5,

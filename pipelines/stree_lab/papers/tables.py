@@ -153,7 +153,7 @@ def stree_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     lines: list[Cells] = [(*head, *(f"{step} step, {OURS}" for step in steps))]
     methods = (CHAIN, CHAIN, TREE, TREE)  # speed and τ of either
     for at, (cells, method) in enumerate(zip(lines_of_paper, methods, strict=True)):
-        mine = [_speed_and_tau(found.get((step, method)))[at % 2] for step in steps]
+        mine = [speed_and_tau(found.get((step, method)))[at % 2] for step in steps]
         lines.append((*cells, *mine))
     return lines, rows
 
@@ -192,12 +192,12 @@ def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 
 def stree_8(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    rows = [row for row in _arms(folder) if row.benchmark == "mt_bench" and not row.temperature]
-    named = {_tree_name(row) for row in rows}
+    rows = [row for row in arm_rows(folder) if row.benchmark == "mt_bench" and not row.temperature]
+    named = {tree_name(row) for row in rows}
     beams = BEAM_SEARCH if BEAM_SEARCH in named else ALL_BEAMS
     kinds = [
         [row for row in rows if row.tree is None],
-        *([row for row in rows if _is_model(row) and _tree_name(row) == tree]
+        *([row for row in rows if _is_model(row) and tree_name(row) == tree]
           for tree in ("chain-4", "paper", beams)),
     ]
     return _columns(paper, [_fastest(kind) for kind in kinds])
@@ -214,7 +214,7 @@ def _columns(
 ) -> tuple[list[Cells], Rows]:
     """Put our speeds and τ below the paper's, which are its last two lines; a row has a column."""
     lines = list(paper[:-2])
-    for line, ours in zip(paper[-2:], zip(*map(_speed_and_tau, picked), strict=True), strict=True):
+    for line, ours in zip(paper[-2:], zip(*map(speed_and_tau, picked), strict=True), strict=True):
         lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *ours)]
     return lines, picked
 
@@ -229,9 +229,9 @@ def stree_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], R
     found = {
         (name, row.temperature): row
         for name, (*way, siblings) in ways.items()
-        for row in _arms(folder)
+        for row in arm_rows(folder)
         if row.benchmark == "mt_bench" and _is_model(row, siblings)
-        and [_tree_name(row), row.verifier] == way
+        and [tree_name(row), row.verifier] == way
     }
     names = [name for name in ways if name in {each for each, _ in found}]
     lines: list[Cells] = [("T", *(f"{name}, {what}" for name in names for what in ("speed", "τ")))]
@@ -243,10 +243,10 @@ def stree_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], R
 
 def drafters_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table; our lines have the names of the comparison's arms."""
-    rows = [row for row in _arms(folder) if not row.temperature and _tree_name(row) == "chain-5"]
+    rows = [row for row in arm_rows(folder) if not row.temperature and tree_name(row) == "chain-5"]
     lines = [paper[0], *of_paper(paper[1:])]
     for row in rows:
-        speed, tau = _speed_and_tau(row)
+        speed, tau = speed_and_tau(row)
         lines.append((f"Mamba-2, {OURS}", row.method, tau, speed))
     return lines, rows
 
@@ -257,7 +257,7 @@ def drafters_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
     picked = [rows.get(tree) for tree in ("chain-5", "drafters-3-2-2-1-1")]
     lines = [head, *of_paper(lines_of_paper)]
     for (mark, *_), row in zip(lines_of_paper, picked, strict=True):
-        speed, tau = _speed_and_tau(row)
+        speed, tau = speed_and_tau(row)
         latency = figure(row.time_ms.get("draft") if row else None)
         lines.append((f"{mark}, {OURS}", tau, latency, speed))
     return lines, picked
@@ -271,12 +271,12 @@ def drafters_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
     lines, used = [head, *of_paper(lines_of_paper)], []
     for kind in ("Transformer", "Mamba"):
         of_tree = {
-            _tree_name(row): row for row in rows
+            tree_name(row): row for row in rows
             if row.method.startswith("Transformer") == (kind == "Transformer")
         }
         picked = [of_tree.get(tree) for tree in trees]
         if kind == "Mamba" or any(picked):
-            lines.append((f"{kind}, {OURS}", *(_speed_and_tau(row)[0] for row in picked)))
+            lines.append((f"{kind}, {OURS}", *(speed_and_tau(row)[0] for row in picked)))
         used += picked
     return lines, used
 
@@ -284,8 +284,8 @@ def drafters_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table; where the paper's search is there, ours has a line of its own."""
     searches = {
-        kind for row in _arms(folder) for kind in (UCB, BANDIT)
-        if (_tree_name(row) or "").startswith(kind)
+        kind for row in arm_rows(folder) for kind in (UCB, BANDIT)
+        if (tree_name(row) or "").startswith(kind)
     }
     kinds: dict[str, Callable[[str], bool]] = {
         "×": lambda tree: tree == "drafters-3-3-2-1",
@@ -295,7 +295,7 @@ def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
         kinds["✓ by our bandit"] = lambda tree: tree.startswith(BANDIT)
     picked = {
         (mark, benchmark): _fastest(
-            row for row in _of_models(folder, benchmark, 0.0) if is_kind(_tree_name(row) or "")
+            row for row in _of_models(folder, benchmark, 0.0) if is_kind(tree_name(row) or "")
         )
         for benchmark in ("mt_bench", "humaneval") for mark, is_kind in kinds.items()
     }
@@ -304,7 +304,7 @@ def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
 
 def snakes_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table; n-grams that a corpus has, too, have lines of their own."""
-    rows = [row for row in _arms(folder) if not row.temperature]
+    rows = [row for row in arm_rows(folder) if not row.temperature]
     kinds: dict[str, Callable[[ResultRow], bool]] = {"Baseline": lambda row: row.tree is None}
     for name, backtracking in (("Joint", "joint"), ("ARP", "replay")):
         for corpus, drafter in (("", r"ngram[^,]*"), (" of a corpus, too", r"ngram[^,]*,.+")):
@@ -324,7 +324,7 @@ def snakes_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
 
 
 def _is_png(backtracking: str, drafter: str, row: ResultRow) -> bool:
-    of_ngrams = re.fullmatch(drafter, row.checkpoint or "") and _tree_name(row) == "png-6-2"
+    of_ngrams = re.fullmatch(drafter, row.checkpoint or "") and tree_name(row) == "png-6-2"
     return bool(of_ngrams) and row.backtracking == backtracking
 
 
@@ -335,7 +335,7 @@ def _with_speeds(
     """Put a line of our speeds per name below the paper's table, a column per benchmark."""
     lines = [paper[0], *of_paper(paper[1:])]
     for name in names:
-        ours = (_speed_and_tau(picked[name, benchmark])[0] for benchmark in benchmarks)
+        ours = (speed_and_tau(picked[name, benchmark])[0] for benchmark in benchmarks)
         lines.append((f"{name}, {OURS}", *ours))
     return lines, picked.values()
 
@@ -343,10 +343,10 @@ def _with_speeds(
 def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build DySpec's Tables 1, 2 and 4; benchmarks that the paper's table has not come last."""
     labels, lines_of_paper = paper[0][:2], paper[1:]
-    rows = [row for row in _arms(folder) if _drafting(row) is not None]
+    rows = [row for row in arm_rows(folder) if _drafting(row) is not None]
     arms = sorted({
         (name, row.verifier or "", _drafting(row) or "") for row in rows
-        if (name := _tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-", "sequoia-"))
+        if (name := tree_name(row) or "").startswith(("beam-", "dyspec-", "expand-", "sequoia-"))
     })
     theirs = (f"{name}, paper" for name in paper[0][len(labels):])
     ours = (f"{tree}, {verifier}, {drafting}{OURS}" for tree, verifier, drafting in arms)
@@ -361,7 +361,7 @@ def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
             _fastest(
                 row for row in rows
                 if (row.benchmark, row.temperature) == wanted
-                and (_tree_name(row), row.verifier, _drafting(row)) == arm
+                and (tree_name(row), row.verifier, _drafting(row)) == arm
             )
             for arm in arms
         ]
@@ -375,7 +375,7 @@ def dyspec(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
 
 def dyspec_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table: milliseconds of each part of a step, and their shares of it."""
-    rows = [row for row in _arms(folder) if row.tree is not None and row.time_ms]
+    rows = [row for row in arm_rows(folder) if row.tree is not None and row.time_ms]
     parts = {"draft": "drafting", "verify": "target", "accept": "verification", "host": "host"}
     lines: list[Cells] = [("Dataset", "Temp", "Arm", "a step, ms", *parts.values())]
     for row in rows:
@@ -413,16 +413,16 @@ def _waiting(row: ResultRow) -> float:
     return waiting_share(row.baseline_time_ms) or 0.0
 
 
-def _arms(folder: Path) -> list[ResultRow]:
+def arm_rows(folder: Path) -> list[ResultRow]:
     """Read the rows of a comparison, except those that tuned chains."""
-    return [row for row in _results(folder) if not row.method.endswith(f": {_tree_name(row)}")]
+    return [row for row in _results(folder) if not row.method.endswith(f": {tree_name(row)}")]
 
 
 def _of_models(folder: Path, benchmark: str, temperature: float) -> list[ResultRow]:
     """Read a comparison's rows of a model drafter, by benchmark and temperature."""
     wanted = benchmark, temperature
     return [
-        row for row in _arms(folder)
+        row for row in arm_rows(folder)
         if (row.benchmark, row.temperature) == wanted and _is_model(row)
     ]
 
@@ -432,10 +432,10 @@ def _by_tree(
 ) -> dict[str | None, ResultRow]:
     """Read a model drafter's rows by tree, of any verifier if none is given."""
     rows = _of_models(folder, benchmark, temperature)
-    return {_tree_name(row): row for row in rows if verifier in (None, row.verifier)}
+    return {tree_name(row): row for row in rows if verifier in (None, row.verifier)}
 
 
-def _tree_name(row: ResultRow) -> str | None:
+def tree_name(row: ResultRow) -> str | None:
     return row.tree.name if row.tree else None
 
 
@@ -463,7 +463,7 @@ def _fastest(rows: Iterable[ResultRow]) -> ResultRow | None:
     return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
 
 
-def _speed_and_tau(row: ResultRow | None) -> tuple[str, str]:
+def speed_and_tau(row: ResultRow | None) -> tuple[str, str]:
     if row is None:
         return MISSING, MISSING
     over = "" if row.method == AUTOREGRESSIVE else f" ({figure(row.speedup)}×)"
@@ -471,7 +471,7 @@ def _speed_and_tau(row: ResultRow | None) -> tuple[str, str]:
 
 
 def _speeds_and_taus(found: Mapping[Any, ResultRow], keys: Iterable[Hashable]) -> list[str]:
-    return [cell for key in keys for cell in _speed_and_tau(found.get(key))]
+    return [cell for key in keys for cell in speed_and_tau(found.get(key))]
 
 
 def _environment(row: Any) -> str:

@@ -185,6 +185,15 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
     row = rows["n-grams", 0.0]
     assert line_of(text, "ARP + PNG(6,2), ours")[0].startswith(f"{row.tokens_per_second:.1f} (")
     assert line_of(text, "Joint + PNG(6,2), ours") == ["–"] * 3
+    text = printed(capsys, "snakes-figure-4-text", "--rows", compared)
+    plain = f"{rows['autoregressive', 0.0].tokens_per_second:.1f}"
+    drafted = f"{row.tokens_per_second:.1f} ({row.speedup:.2f}×)"
+    assert line_of(text, "MT-Bench") == ["1", plain, drafted] and "| png-6-2 " in text
+    text = printed(capsys, "drafters-figure-2", "--rows", compared)
+    row = rows["five", 1.0]
+    ours = [f"{row.acceptance_length:.2f}", f"{row.time_ms['draft']:.2f}"]
+    (line,) = re.findall(r"\| five +\| 1 .*", text)
+    assert [cell.strip() for cell in line.split("|")[3:5]] == ours
     row = rows["beam", 0.6]
     ours = f"{row.speedup:.2f}× ({row.acceptance_length:.2f})"
     for name, theirs in (("dyspec-table-1", "2.15× (3.62)"), ("dyspec-table-2", "2.25× (3.62)")):
