@@ -28,6 +28,7 @@ from stree.generation import GenerationConfig, require_whole
 from stree.models.joint import require_backtracking
 from stree.models.layers.part import has_products_in_8_bits
 from stree.models.offload import stream_layers
+from stree.models.slicing import share_ends
 from stree.speculation_profile import FOLDER, load_profile
 from stree.tree_policy.names import as_tree_policy, choice_of
 from stree.tree_policy.policy import FixedTree, TreePolicy
@@ -118,7 +119,7 @@ def load(
         offload: Layers of the target whose weights stay in the CPU's memory and are copied to the
             GPU in each step, one ahead of their use (`stree.models.offload`). None copies none.
         target_dtype: "float8" holds the weights of the target's products in 8 bits, with one scale
-            an output (`HybridModel.put_in_8_bits`); activations are in `dtype`. None holds them as
+            an output (`stree.models.in_8_bits`); activations are in `dtype`. None holds them as
             they are stored, in 8 bits or in `dtype`.
 
     Raises:
@@ -181,7 +182,7 @@ def load(
         if offload is not None:
             stream_layers(model, offload, device)
     if name is not None and name.is_head and own is not None:
-        own.share_ends(model)
+        share_ends(own, model)
     if not eos_token_ids(model.config, tokenizer):
         warn(
             f"{target}: neither its config nor its tokenizer names an EOS, so answers end at "

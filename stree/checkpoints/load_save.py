@@ -40,7 +40,7 @@ def load_model(
 ) -> HybridModel:
     """Load a checkpoint folder of any known layout, in evaluation mode: `plan_model`, then `build`.
 
-    With `in_8_bits` the weights of products are held in fp8 e4m3 (`HybridModel.put_in_8_bits`),
+    With `in_8_bits` the weights of products are held in fp8 e4m3 (`stree.models.in_8_bits`),
     rounded from what is stored. Raises as `plan_model` and `build` do.
     """
     return build(plan_model(path), device, dtype, in_8_bits)

@@ -239,15 +239,16 @@ class DrafterName:
             model: The model of `load`.
             tokenizer: The target's. None raises `UsageError` where one is needed.
             target: The target, whose embedding and head a head of it may share. None leaves that
-                to the caller (`HybridModel.share_ends`).
+                to the caller (`share_ends`).
         """
         from stree.drafters.cross_tokenizer import CrossTokenizerSpec
         from stree.drafters.model import ModelDrafterSpec
         from stree.drafters.ngram import NGram
+        from stree.models.slicing import share_ends
 
         if self.is_head and target is not None:
             assert model is not None
-            model.share_ends(target)
+            share_ends(model, target)
         if self.float8:
             assert model is not None
             model.put_head_in_8_bits()

@@ -6,32 +6,30 @@ rank (K = V and R = D unless the config says otherwise). Parameters have MambaIn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from stree.common.errors import UsageError
-from stree.models.backbone import initialise
+from stree.models.backbone import Backbone, initialise
 from stree.models.cache import HybridCache
 from stree.models.chunk_pass import ChunkPass, PrefillScratch
 from stree.models.config import HybridConfig
-from stree.models.head import on_own_gpu
-from stree.models.hidden_states import HiddenStateTap, first_apart
+from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import JointPass
-from stree.models.layers.attention import takes_packed
-from stree.models.layers.layer import Layer
-from stree.models.layers.part import PrefillPass, TrainingPass, TreePass, product_dtype
-from stree.models.layers.rotary import positions_of, rotary_angles
-from stree.models.multi_step import MultiStepPass
-from stree.models.packing import PackedModel
+from stree.models.layers.layer import Layer, SharedTransformer
+from stree.models.layers.packed_linear import FLOAT8, lay_for_products, weight_of
+from stree.models.layers.part import Part, TrainingPass, TreePass, require_products_in_8_bits
+from stree.models.packing import PackedWeights
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch, topology_of
 from stree_kernels import naive, ops
-from stree_kernels.contracts import Stream, Topology
-from stree_kernels.index_plan import whole_heads
-from stree_kernels.segments import sample_bounds
+from stree_kernels.contracts import Sampling, Scaled, Slots, Stream, Topology
 
 READ_AT_ONCE = 2048  # tokens of a prompt in one chunk, by default
 
@@ -50,22 +48,38 @@ def read_row(
     return model.prefill(tokens[None], cache.at(row), **options)
 
 
-def _causal(mask: Tensor, start: int, window: int) -> Tensor:
-    """Return a mask (…, T, L) less the keys after each token, and those before its window.
-
-    start is the position of the first token, window the positions that a token sees; 0 is all.
-    """
-    mask = mask.tril(start)
-    return mask.triu(start + 1 - window) if window else mask
-
-
 def last_of(values: Tensor, count: Tensor) -> Tensor:
     """Return value `count` − 1 of values (1, T, D) as (1, D), or the first for count (1,) = 0."""
     return values.index_select(1, (count - 1).clamp(min=0))[:, 0]
 
 
-class HybridModel(PackedModel):
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_own_gpu(method: Method) -> Method:
+    """Make a model's method run with the model's GPU as the current one."""
+
+    @functools.wraps(method)
+    def run(self: HybridModel, *arguments: Any, **options: Any) -> Any:
+        with ops.current(self.device):
+            return method(self, *arguments, **options)
+
+    return cast(Method, run)
+
+
+def _product() -> Callable[[Tensor, Tensor], Tensor]:
+    return F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
+
+
+class HybridModel(nn.Module):
     """A causal language model of the layers that a `HybridConfig` describes.
+
+    Attributes:
+        head_ids: (K,) int64 ascending, the tokens of a head over a part of the vocabulary; None
+            for a head over all tokens.
+        head_in_8_bits: The copy of the head that decoding reads; None without one, also if the head
+            itself is held in 8 bits.
+        packed_weights: Where the weights stood when they were last laid out; None if never.
 
     Example:
         >>> import stree, torch
@@ -75,11 +89,31 @@ class HybridModel(PackedModel):
         torch.Size([1, 3, 64])
     """
 
+    head_ids: Tensor | None
+    lacks_embedding = False  # and shares its target's
+
     def __init__(self, config: HybridConfig) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        if config.head_rank:
+            self.head_down = nn.Linear(config.d_model, config.head_rank, bias=False)
+        if not config.tie_embeddings:
+            width = config.head_rank or config.d_model
+            self.lm_head = nn.Linear(width, config.head_size, bias=False)
+        ids = torch.arange(config.head_vocab_size) if config.head_vocab_size else None
+        self.register_buffer("head_ids", ids)
+        self.head_in_8_bits: Scaled | None = None
+        self.packed_weights: PackedWeights | None = None
+        self.offload: Any = None  # the `Offload` of a model with streamed layers
         self.tokens_sha256: str | None = None  # known for a checkpoint with a manifest
         if self.device.type != "meta":
             initialise(self, config.num_layers)
+
+    @property
+    def is_in_8_bits(self) -> bool:
+        """True if weights of products are held in fp8 e4m3."""
+        return any(each.dtype == FLOAT8 for each in self.parameters())
 
     def num_parameters(self) -> int:
         """Return the number of all parameters; tied ones count once."""
@@ -99,13 +133,107 @@ class HybridModel(PackedModel):
         positions = torch.arange(row.shape[1], device=self.device)[None]
         x, beside = self.model.begin(row, None)
         context = TrainingPass(
-            self._rotary(positions), shared=self.model.shared_blocks, embedded=beside
+            self.model.rotary(positions), shared=self.model.shared_blocks, embedded=beside
         )
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
             if not bool(x.isfinite().all()):
                 return f"its finite weights overflow in layer {index}"
         return None
+
+    # The head
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight (K, R) of the head, which is the embedding when the two are tied.
+
+        Of a head that is held in 8 bits it is a copy in the model's dtype.
+        """
+        if self.config.tie_embeddings:
+            return self.model.embed_tokens.weight
+        weight = weight_of(self.lm_head)
+        return weight if isinstance(weight, Tensor) else naive.dequantised(weight, self.dtype)
+
+    @property
+    def head(self) -> Tensor | Scaled:
+        """Weight (K, R) by which logits are computed."""
+        if self.head_in_8_bits is not None:
+            return self.head_in_8_bits
+        tied = self.config.tie_embeddings
+        return self.model.embed_tokens.weight if tied else weight_of(self.lm_head)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding, and so of most weights."""
+        return self.model.embed_tokens.weight.dtype
+
+    @on_own_gpu
+    def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
+        """Return logits (…, V) of hidden states (…, D); −∞ for tokens outside the head.
+
+        With `wide` they are fp32 or wider, else in the product's dtype, which is enough to choose.
+        """
+        logits = self.over_vocabulary(self.head_logits(hidden))
+        return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits (…, K) of hidden states (…, D), in the product's dtype."""
+        inputs, head = self.head_inputs(hidden), self.head
+        if isinstance(head, Scaled):
+            return (naive if torch.is_grad_enabled() else ops).linear(inputs, head)
+        return _product()(inputs, head.to(hidden.dtype))
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """Return the inputs (…, R) of `head_weight` for hidden states (…, D)."""
+        if not self.config.head_rank:
+            return hidden
+        return _product()(hidden, self.head_down.weight.to(hidden.dtype))
+
+    def draw_children(
+        self, stream: Tensor | Stream, depths: Tensor, sampling: Sampling | None, places: Tensor,
+        tokens: Tensor, finite: Tensor, nodes: Tensor | None, values: Tensor | None,
+        slots: Slots | None = None,
+    ) -> Tensor:
+        """Draw children by the model's head, as `ops.draw_children`.
+
+        stream is hidden states (B, n, D), or a stream before the final norm.
+        """
+        if self.config.head_rank:
+            stream = ops.linear(stream, self.head_down.weight)
+        where = (depths, sampling, places, tokens, finite, nodes, values, self.head_ids, slots)
+        return ops.draw_children(stream, self.head, *where)
+
+    @torch.no_grad()
+    def put_head_in_8_bits(self) -> None:
+        """Compute logits from now on by a copy of the head in fp8 e4m3, with one scale a token.
+
+        The copy has half the bytes of one in bf16, and is made again by each `pack`. For a low-rank
+        head it is the second product. Embeddings stay as they are, also those tied to the head, and
+        a head that is held in 8 bits itself.
+
+        Raises `UsageError` for a GPU without float8.
+        """
+        require_products_in_8_bits(self.device, "draft with the head as it is stored")
+        if self.head_in_8_bits is None and isinstance(self.head, Scaled):
+            return
+        made, held = naive.in_8_bits(self.head_weight), self.head_in_8_bits
+        if held is None or held.values.device != self.device:
+            self.head_in_8_bits = made
+        else:  # graphs hold its address
+            held.values.copy_(made.values)
+            held.scale.copy_(made.scale)
+
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        """Spread the head's logits (…, K) over the vocabulary (…, V), −∞ for other tokens."""
+        if self.head_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -math.inf)
+        return whole.index_copy_(-1, self.head_ids, logits)
 
     # Training
 
@@ -122,85 +250,43 @@ class HybridModel(PackedModel):
         features: HiddenStateTap | None = None, read: Tensor | None = None,
         known: Tensor | None = None, bounds: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states (B, T, D) after the final norm.
-
-        Args:
-            tokens: (B, T) int64.
-            segment_ids: (B, T), non-decreasing along T, the numbers of samples packed into one
-                row: attention, conv, state and positions start anew with each. None is one sample
-                a row.
-            features: Takes hidden states for a drafter.
-            read: (B, T, F), the target's features of the same tokens, for a drafter: each token
-                reads those of the token before it.
-            known: (B, T) bool, which of `read` are known; None is all.
-            bounds: `sample_bounds` of `segment_ids`; None finds them, which waits for a GPU.
-        """
-        inputs = None if read is None else self.model.features(read, segment_ids, known)
-        if inputs is not None and self.model.features.skips_first:
-            segment_ids, bounds = first_apart(tokens, segment_ids), None
-        positions, mask = positions_of(tokens, segment_ids), None
-        if segment_ids is not None:
-            bounds = sample_bounds(segment_ids) if bounds is None else bounds
-            # A compiled layer is not compiled again for another number of samples.
-            torch._dynamo.maybe_mark_dynamic(bounds, 0)
-            has_window = 0 < self.config.sliding_window < tokens.shape[1]
-            if self.config.attn_layers and (has_window or not self._attends_packed()):
-                same = segment_ids[:, :, None] == segment_ids[:, None, :]
-                mask = _causal(same, 0, self.config.sliding_window)[:, None]
-        elif 0 < self.config.sliding_window < tokens.shape[1]:
-            every = torch.ones(1, *[tokens.shape[1]] * 2, dtype=torch.bool, device=tokens.device)
-            mask = _causal(every, 0, self.config.sliding_window)[:, None]
-        x, beside = self.model.begin(tokens, inputs)
-        context = TrainingPass(
-            self._rotary(positions), segment_ids, mask,
-            shared=self.model.shared_blocks, embedded=beside, bounds=bounds,
+        """Return hidden states (B, T, D) after the final norm, as `Backbone.hidden_states`."""
+        return self.model.hidden_states(
+            tokens, segment_ids, features=features, read=read, known=known, bounds=bounds
         )
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, context)
-            if features is not None:
-                features.take(index, x)
-        return self.model.norm(x)
-
-    def _attends_packed(self) -> bool:
-        dtype = product_dtype(self.model.embed_tokens.weight)
-        return takes_packed(self.config.head_dim, dtype, self.device)
 
     @on_own_gpu
     def hidden_ahead(
         self, tokens: Tensor, segment_ids: Tensor | None, read: Tensor, known: Tensor | None,
         ahead: int,
     ) -> list[Tensor]:
-        """Return hidden states (B, T, D) of 1 + `ahead` passes of multi-step training.
-
-        Pass 0 is `hidden_states`; pass k reads each token as the k-th of a draft
-        (`stree.models.multi_step`).
-
-        Args:
-            tokens: (B, T) int64.
-            segment_ids: As in `hidden_states`.
-            read: (B, T, F), the target's features of the same tokens.
-            known: As in `hidden_states`.
-            ahead: Number of passes after the first; 0 is none.
-        """
-        reader = self.model.features
-        hidden: list[Tensor] = []
-        embedded, inputs = self.model.embed(tokens), reader(read, segment_ids, known)
-        if reader.skips_first:
-            segment_ids = first_apart(tokens, segment_ids)
-        rotary = self._rotary(positions_of(tokens, segment_ids))
-        scanned: dict[int, list[Any]] = {}
-        for depth in range(1 + ahead):
-            x, beside = reader.joined(embedded, inputs)
-            context = MultiStepPass(rotary, segment_ids, embedded=beside, scanned=scanned)
-            for layer in cast(list[Layer], self.model.layers):
-                x = layer.forward(x, context)
-            hidden.append(self.model.norm(x))
-            if depth < ahead:
-                own = x if reader.reads_stream else hidden[-1]
-                inputs = reader.of_drafts(own.roll(1, dims=1))
-        return hidden
+        """Return the passes of multi-step training, as `Backbone.hidden_ahead`."""
+        return self.model.hidden_ahead(tokens, segment_ids, read, known, ahead)
 
     # Decoding
+
+    @torch.inference_mode(False)  # weights laid out inside it could not be trained any more
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Lay the weights out as calls over trees read them, in place; done by `new_cache`.
+
+        Values, shapes and memory stay. Weights that are moved afterwards (another device, a
+        `load_state_dict(assign=True)`) and modules that are replaced are laid out again by the next
+        call.
+        """
+        for each in [*self.model.layers, *self.model.shared_blocks]:
+            cast(Layer | SharedTransformer, each).pack()
+        parts = [module for module in self.modules() if isinstance(module, Part)]
+        if isinstance(self.head, Tensor) or self.head_in_8_bits is not None:
+            lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
+        if self.head_in_8_bits is not None:
+            self.put_head_in_8_bits()
+        self.packed_weights = PackedWeights(self)
+
+    def pack_what_moved(self) -> None:
+        """Call `pack` if weights were moved, or modules replaced, since the last call."""
+        if self.packed_weights is None or self.packed_weights.have_moved():
+            self.pack()
 
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"
@@ -244,32 +330,8 @@ class HybridModel(PackedModel):
         for start in range(0, tokens.shape[1], chunk):
             part = slice(start, start + chunk)
             added = None if inputs is None else inputs[:, part]
-            hidden = self._extend(tokens[:, part], cache, features, added)
+            hidden = self.model.extend(tokens[:, part], cache, features, added)
         return self.logits(self.model.norm(hidden[:, -1]))
-
-    def _extend(
-        self, tokens: Tensor, cache: HybridCache, features: HiddenStateTap | None = None,
-        inputs: Tensor | None = None,
-    ) -> Tensor:
-        start, num_tokens = cache.num_committed, tokens.shape[1]
-        bound = start + num_tokens
-        mask = None
-        if self.config.attn_layers and (start or 0 < self.config.sliding_window < bound):
-            mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
-            mask = _causal(mask, start, self.config.sliding_window)[None, None]
-        positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
-        (x, beside), y = self.model.begin(tokens, inputs), None
-        context = PrefillPass(
-            self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=beside,
-            caches=cache.layers, start=start, features=features,
-        )
-        for layer in cast(list[Layer], self.model.layers):
-            x, y = layer.run(x, y, context)
-        x = context.add(x, y)
-        context.enter(self.config.num_layers, x)
-        cache.length += num_tokens
-        cache.num_committed += num_tokens
-        return x
 
     @torch.no_grad()
     @on_own_gpu
@@ -387,7 +449,7 @@ class HybridModel(PackedModel):
     @on_own_gpu
     def tree_hidden(self, call: TreePass) -> Tensor:
         """Run a pass; return the hidden states (B, Q, D) of its nodes after the final norm."""
-        stream = self._run_tree(call)
+        stream = self.model.tree_stream(call)
         hidden = ops.norm(stream)
         call.enter(self.config.num_layers, stream)
         return call.end(hidden)
@@ -399,18 +461,9 @@ class HybridModel(PackedModel):
 
         `draw_children` reads it. `ops.take_roots` reads it with `ends` = False, and ends the pass.
         """
-        stream = self._run_tree(call)
+        stream = self.model.tree_stream(call)
         if ends:
             call.end(stream.source)
-        return stream
-
-    def _run_tree(self, call: TreePass) -> Stream:
-        inputs = self.model.normed_embeddings
-        x, y = None if inputs is None else call.begin(inputs), None
-        for layer in cast(list[Layer], self.model.layers):
-            x, y = layer.run(x, y, call)
-        stream = call.add_norm(x, y, self.model.norm)[0]
-        self.model.norm.add_bias(stream)
         return stream
 
     @torch.no_grad()
@@ -436,11 +489,4 @@ class HybridModel(PackedModel):
             assert bool((cache.path_length == count).all())
             cache.path_length.zero_()
             cache.num_committed -= count
-            self._extend(cache.last_tree.on(cache.path[:, :count]), cache)
-
-    def _rotary(self, positions: Tensor) -> Tensor | None:
-        """Return angles (2, B, T, 1, D) of positions (B, T) for `whole_heads`; None if unused."""
-        if not self.config.attn_layers:
-            return None
-        dtype = naive.accumulation_dtype(self.dtype)
-        return whole_heads(rotary_angles(self.config, positions, dtype)[..., None, :])
+            self.model.extend(cache.last_tree.on(cache.path[:, :count]), cache)

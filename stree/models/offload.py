@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stree.common.errors import UsageError
 from stree.models.layers.layer import Layer
 from stree.models.layers.mlp import Experts
-from stree.models.packing import PackedModel
+from stree.models.model import HybridModel
 
 NUM_BUFFERS = 2  # the weights that are read, and those that are copied meanwhile
 _ALIGNMENT = 256  # bytes, as PyTorch's allocator
@@ -116,7 +116,7 @@ class Offload:
 
 
 @torch.no_grad()
-def stream_layers(model: PackedModel, num_layers: int, device: torch.device | str) -> Offload:
+def stream_layers(model: HybridModel, num_layers: int, device: torch.device | str) -> Offload:
     """Move a model to a device, but keep the products' weights of some layers in the CPU's memory.
 
     Args:

@@ -1,4 +1,4 @@
-"""A drafter cut out of its target: embedding, head, norms and a few layers, same width.
+"""A drafter cut out of its target, or with parts of it: embedding, head, norms, a few layers.
 
 Initialising from the target's own layers starts distillation from something that already shares
 its embedding space (the paper's drafter has two Mamba-2 layers of its target's size).
@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from stree.common.errors import UsageError
 from stree.models.backbone import initialise
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateProjection
+from stree.models.in_8_bits import plain_state
+from stree.models.layers.part import Part
 from stree.models.model import HybridModel
 
 Layers = Sequence[int] | Literal["first"] | None  # of a target, see `layers_to_copy`
@@ -80,7 +83,7 @@ def slice_drafter(
         config = config.reading(feature_layers, target.config, own_features)
     with torch.device("meta"):  # nothing is drawn that a copy would replace
         drafter = HybridModel(config)
-    source = target.plain_state()
+    source = plain_state(target)
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
     # Not as decoding packs them
     plain: dict[str, Any] = dict(copy=True, memory_format=torch.contiguous_format)
@@ -104,7 +107,7 @@ def head_with_ends_of(target: HybridModel, layers: tuple[int, ...]) -> HybridMod
 
     Embedding, final norm and head are copies of the target's, all else is random.
     """
-    source = target.plain_state()
+    source = plain_state(target)
     with target.device:
         head = HybridModel(target.config.eagle_head(layers))
     ends = ("model.embed_tokens.", "model.norm.", "lm_head.")
@@ -135,11 +138,56 @@ def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | Non
     """Return a copy of a model with a random head as `headed` describes it, with its errors."""
     copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
     copy.tokens_sha256 = model.tokens_sha256
-    state = model.plain_state()
+    state = plain_state(model)
     state.pop("lm_head.weight", None)
     # Assigned: some are wider than the others
     copy.load_state_dict({n: each.clone() for n, each in state.items()}, strict=False, assign=True)
     return copy.train(model.training)
+
+
+@torch.no_grad()
+def take_head(model: HybridModel, whole: Tensor | None, ids: Tensor | None) -> None:
+    """Set the tokens and the weights of a head over a part of the vocabulary, or of low rank.
+
+    Args:
+        whole: Weight (V, D) of a head over all tokens: the rows of the head's tokens are taken,
+            at low rank their best approximation (on the principal directions). None leaves the
+            weights as they are.
+        ids: Tokens (K,), ascending; None leaves the tokens as they are.
+    """
+    if ids is not None:
+        assert model.head_ids is not None
+        model.head_ids.copy_(ids)
+    if whole is None:
+        return
+    rows = whole if model.head_ids is None else whole[model.head_ids.to(whole.device)]
+    if rank := model.config.head_rank:
+        wide = rows.double()
+        directions = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:]  # (D, R)
+        model.head_down.weight.copy_(directions.T)
+        rows = wide @ directions
+    model.lm_head.weight.copy_(rows)
+
+
+def share_ends(drafter: HybridModel, target: HybridModel) -> None:
+    """Take what the drafter's checkpoint leaves to its target.
+
+    Of an MTP head (`plan_mtp`) it is embedding, head and final norm, of an EAGLE head
+    (`plan_eagle`) the embedding or nothing.
+    """
+    if drafter.lacks_embedding or drafter.config.fused_inputs:
+        drafter.model.embed_tokens = target.model.embed_tokens
+    if not drafter.config.fused_inputs:
+        return
+    if not drafter.config.tie_embeddings:
+        drafter.lm_head = target.lm_head
+    if target.head_in_8_bits is not None:
+        drafter.head_in_8_bits = target.head_in_8_bits
+    drafter.model.features.target_norm = target.model.norm
+    shared = any(part.keeps_rows for part in target.modules() if isinstance(part, Part))
+    for part in drafter.modules():
+        if isinstance(part, Part):
+            part.keeps_rows = shared  # both lay the head out alike
 
 
 def _target_name(drafter_name: str, places: Mapping[str, Sequence[int]]) -> str:

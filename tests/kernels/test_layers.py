@@ -24,6 +24,7 @@ from stree.generation import GenerationConfig
 from stree.logits.asked import Asked
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
+from stree.models.slicing import share_ends
 from stree.trees.build import make_tree_batch
 from stree.trees.token_tree import TokenTree, as_tree
 from stree_kernels import ops
@@ -89,7 +90,7 @@ def test_a_head_of_the_target(tmp_path, fused, monkeypatch, kind):
             tmp_path, DEVICE, torch.float32
         )
         assert drafter is not None
-        drafter.share_ends(target)
+        share_ends(drafter, target)
         watched = watch(drafter, 1, 32, 7)
         decoder = Decoder(target, watched, as_tree("expand-2-2"), max_length=32)
         decoder.generate([7, 3, 0, 1], GenerationConfig(6, ignore_eos=True))

@@ -26,6 +26,7 @@ from toys import (
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.runners import GraphRunner
+from stree.models.in_8_bits import put_in_8_bits
 from stree.models.model import HybridModel
 from stree.trees.token_tree import balanced
 from stree.verifiers import VERIFIERS
@@ -113,7 +114,7 @@ def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
     target_layers, drafter_layers = KINDS[kinds]
     target, drafter = of_kind(1, 3, target_layers), of_kind(2, 2, drafter_layers)
     if "in 8 bits" in kinds:
-        target.put_in_8_bits()
+        put_in_8_bits(target)
     served = [Request(prompt, GenerationConfig(24)) for prompt in ([1, 2, 3], [4], [0, 3, 0, 2, 1])]
     plain = BatchDecoder(target, num_rows=1, max_length=64).generate(served)
     accepted = []

@@ -23,7 +23,7 @@ from stree.engine.row_store import SavedRow
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
-from stree.models.slicing import with_random_head
+from stree.models.slicing import take_head, with_random_head
 from stree.trees.token_tree import TokenTree
 from stree.trees.tree_batch import TreeBatch
 from stree_kernels import naive, ops
@@ -359,7 +359,7 @@ def with_head(
     The copy's head has as much of the whole head as that can hold.
     """
     copy = with_random_head(model, None if ids is None else len(ids), rank)
-    copy.take_head(model.head_weight, ids)
+    take_head(copy, model.head_weight, ids)
     return copy
 
 

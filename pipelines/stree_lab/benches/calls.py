@@ -440,7 +440,7 @@ def _prefill_call(
 
     def call() -> Tensor:
         cache.num_committed = context
-        return model.logits(model.model.norm(model._extend(tokens, cache)))
+        return model.logits(model.model.norm(model.model.extend(tokens, cache)))
 
     return call
 

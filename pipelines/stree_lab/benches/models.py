@@ -15,6 +15,7 @@ from stree.checkpoints.plan.build import kept_dtype
 from stree.common.errors import UsageError
 from stree.loading import FLOAT8
 from stree.models.config import HybridConfig
+from stree.models.in_8_bits import put_in_8_bits
 from stree.models.model import HybridModel
 from stree.models.slicing import headed
 from stree_pipelines.console.config_files import read_yaml
@@ -140,7 +141,7 @@ def random_target(shape: str, device: torch.device, dtype: str = "bfloat16") -> 
         source = published(shape).rename(())
         _keep_wide(model, lambda name: kept_dtype(name, torch.bfloat16, source(name)))
     if dtype == FLOAT8:
-        model.put_in_8_bits()
+        put_in_8_bits(model)
     return model
 
 

@@ -71,8 +71,8 @@ def read_with_no_ops(
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     x, y = model.model.embed(tokens), None
     context = NoOpPass(
-        model._rotary(places), shared=model.model.shared_blocks, embedded=x, caches=cache.layers,
-        counts=counts, multi_step=multi_step,
+        model.model.rotary(places), shared=model.model.shared_blocks, embedded=x,
+        caches=cache.layers, counts=counts, multi_step=multi_step,
     )
     layers: Any = model.model.layers
     for layer in layers:

@@ -25,6 +25,7 @@ from stree.common.errors import OutOfMemory
 from stree.common.words import counted, size
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
+from stree.models.in_8_bits import put_in_8_bits
 from stree.models.layer_caches import AttentionCache
 from stree.models.layers.rotary import rotary_angles
 from stree.models.model import HybridModel
@@ -166,7 +167,7 @@ def held_bytes(
     model = _without_data(target)
     if not in_8_bits:
         return dtype.itemsize * model.num_parameters()
-    model.to(dtype).put_in_8_bits(head)
+    put_in_8_bits(model.to(dtype), head)
     weights = [*model.parameters(), *model.buffers()]
     if (copy := model.head_in_8_bits) is not None:
         weights += [copy.values, copy.scale]

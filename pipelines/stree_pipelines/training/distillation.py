@@ -25,7 +25,9 @@ from stree.models.slicing import (
     drafter_config_from,
     head_with_ends_of,
     headed,
+    share_ends,
     slice_drafter,
+    take_head,
     with_random_head,
 )
 from stree_pipelines.resources.estimates import ModelPlan
@@ -118,7 +120,7 @@ class Distillation(Training):
             whole = HybridModel(read_mtp_config(target).model)
         elif start_from == MTP:
             own = build(plan_mtp(target))
-            own.share_ends(model)
+            share_ends(own, model)
             whole = copy.deepcopy(own).float().train()  # the target's embedding and head stay
         elif start_from is not None:
             whole = load(start_from).train()
@@ -163,7 +165,7 @@ class Distillation(Training):
 
         ids (K,) int64: the tokens of the head, ascending; None when the head keeps its own.
         """
-        self.exported.take_head(None if is_resumed else self._whole_head, ids)
+        take_head(self.exported, None if is_resumed else self._whole_head, ids)
         self._whole_head = None
 
     @property

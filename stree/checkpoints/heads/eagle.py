@@ -47,7 +47,7 @@ _NAMES = {  # ours, and the published ones
 def plan_eagle(path: str | os.PathLike[str], target: HybridConfig) -> LoadPlan:
     """Return the plan of loading the EAGLE-3 head in a folder, as a drafter of such a target.
 
-    An embedding that it lacks is lent by the target (`HybridModel.share_ends`).
+    An embedding that it lacks is lent by the target (`share_ends`).
 
     Raises NotFound without the folder, and CheckpointRefused for a head of another form or another
     target, and for missing, unexpected or misshapen tensors.

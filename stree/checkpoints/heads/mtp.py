@@ -18,7 +18,7 @@ def plan_mtp(path: str | os.PathLike[str]) -> LoadPlan:
     """Return the plan of loading the MTP head of a checkpoint folder, as a drafter.
 
     Its tensors are in the checkpoint's own files, or in MTP_FILE. Embedding, head and final norm
-    are lent by the target (`HybridModel.share_ends`). Raises as `plan_model` does, and
+    are lent by the target (`share_ends`). Raises as `plan_model` does, and
     CheckpointRefused for a checkpoint without such a head, or of a family whose head is not known.
     """
     directory = Path(path)

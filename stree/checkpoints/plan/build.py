@@ -25,9 +25,9 @@ from stree.checkpoints.sources import Source
 from stree.common.errors import CheckpointRefused, warn
 from stree.common.words import counted, dtype_name
 from stree.models.config.weights import EMBEDDING, HEAD_IDS
+from stree.models.in_8_bits import hold_in_8_bits, scale_name, weights_for_8_bits
 from stree.models.layers.part import has_products_in_8_bits, require_products_in_8_bits
 from stree.models.model import HybridModel
-from stree.models.packing import scale_name
 from stree_kernels import naive
 from stree_kernels.contracts import Scaled
 
@@ -46,13 +46,13 @@ def build(
     Each tensor goes straight to `device` and `dtype` (dt_bias, A_log and D at least fp32), so the
     peak is one model and one tensor. Rows that state-spaces adds to round its vocabulary up are
     dropped. The manifest's hash of the tokenizer stays with the model, so that a `Decoder` can
-    compare. What a head takes from its target is still to be shared (`HybridModel.share_ends`).
+    compare. What a head takes from its target is still to be shared (`share_ends`).
 
     Args:
         plan: The plan.
         device: Where the weights go.
         dtype: Dtype of the weights.
-        in_8_bits: Whether all `PackedModel.weights_for_8_bits` are held in fp8 e4m3. Without it,
+        in_8_bits: Whether all `weights_for_8_bits` are held in fp8 e4m3. Without it,
             only those of them are that the checkpoint stores in 8 bits. Its other weights in 8 bits
             are written out, with a warning.
 
@@ -68,7 +68,7 @@ def build(
     model.lacks_embedding = EMBEDDING in plan.lent
     weights: dict[str, Tensor] = {}
     written_out: list[str] = []
-    taken = model.weights_for_8_bits() if has_products_in_8_bits(device) else {}
+    taken = weights_for_8_bits(model) if has_products_in_8_bits(device) else {}
     with open_files() as read_file:
         read = partial(_with_scale, read_file, plan.checkpoint.quantisation)
         _require_equal_copies(plan, read)
@@ -82,7 +82,7 @@ def build(
             if isinstance(made, Tensor) and in_8_bits and name in taken:
                 made = naive.in_8_bits(made[rows].to(device))
             if isinstance(made, Scaled):
-                model.hold_in_8_bits(name, made)
+                hold_in_8_bits(model, name, made)
                 weights[name], weights[scale_name(name)] = made.values, made.scale
             else:
                 kept = kept_dtype(name, dtype, weight.source)

@@ -349,7 +349,7 @@ class Part(nn.Module):
         return []
 
     def in_8_bits(self) -> list[nn.Linear]:
-        """Return the projections that `PackedModel.put_in_8_bits` takes."""
+        """Return the projections that `put_in_8_bits` takes."""
         return [each for together in self.products() for each in together]
 
     def pack(self) -> None:

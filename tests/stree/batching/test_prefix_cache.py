@@ -12,6 +12,7 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.batching.prefillers import PrefillGraph
 from stree.common.errors import UsageError
 from stree.drafters.model import ModelDrafter
+from stree.models.in_8_bits import put_in_8_bits
 
 SYSTEM = [7, 3, 9, 1, 5, 5, 2]
 
@@ -44,7 +45,7 @@ def test_a_conversation_reads_each_turn_once(
     target = tiny_model(1, attn_layers=attn_layers)
     drafter = right_now_and_then(target)
     if in_8_bits:
-        target.put_in_8_bits()
+        put_in_8_bits(target)
     generation = GenerationConfig(13, temperature=temperature, seed=2)
 
     def answers(num_prefixes):

@@ -22,8 +22,9 @@ from stree.checkpoints.load_save import load_model
 from stree.checkpoints.plan import build as building
 from stree.checkpoints.plan.build import build
 from stree.common.errors import CheckpointRefused
+from stree.models.in_8_bits import scale_name, weights_for_8_bits
 from stree.models.layers.packed_linear import ScaledLinear
-from stree.models.packing import scale_name
+from stree.models.slicing import share_ends
 from stree_kernels.contracts import Scaled
 
 FLOAT8 = torch.float8_e4m3fn
@@ -144,7 +145,7 @@ def test_it_is_the_checkpoint_of_its_numbers(family, form, tmp_path):
         warnings.filterwarnings("error", message=".* in 8 bits")
         model = load_model(tmp_path / "stored")
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-4)
-    wanted, taken = plain.state_dict(), model.weights_for_8_bits()
+    wanted, taken = plain.state_dict(), weights_for_8_bits(model)
     held = {name: each for name, each in taken.items() if each.dtype == FLOAT8}
     assert held and in_bits
     assert any("experts" in name for name in held) == any(
@@ -178,7 +179,7 @@ def test_its_own_mtp_head_drafts(of, form, in_16_bits, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what projects the hidden state
             target, drafter = load_model(tmp_path / name), build(plan_mtp(tmp_path / name))
-        drafter.share_ends(target)
+        share_ends(drafter, target)
         layer = [each for each in drafter.model.layers.modules() if isinstance(each, ScaledLinear)]
         assert bool(layer) == (name == "stored" and in_16_bits != "mtp.")
         watched = watch(drafter, 1, 64, 4)

@@ -30,6 +30,7 @@ from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
 from stree.drafters.names import DrafterName
 from stree.models.hidden_states import HiddenStateTap
+from stree.models.slicing import share_ends
 from stree.trees.token_tree import as_tree
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
 
@@ -71,7 +72,7 @@ def pair(of, dtype=torch.float32):
         drafter = build(plan_eagle(eagle, target.config), dtype=dtype)
     else:
         drafter = build(plan_mtp(folder), dtype=dtype)
-    drafter.share_ends(target)
+    share_ends(drafter, target)
     return target, drafter
 
 

@@ -317,7 +317,7 @@ def hidden_one_by_one(drafter, tokens, read, ahead):
             first = at and reader.skips_first
             x, beside = drafter.model.begin(torch.tensor([tokens[: at + 1]]), drafted)
             x, beside = x[:, first:], beside[:, first:]
-            rotary = drafter._rotary(torch.arange(x.shape[1])[None])
+            rotary = drafter.model.rotary(torch.arange(x.shape[1])[None])
             for layer in drafter.model.layers:
                 x = layer(x, TrainingPass(rotary, embedded=beside))
             wanted[depth, at] = drafter.model.norm(x)[0, -1]

@@ -11,9 +11,10 @@ from lanes import costly
 from stree import TokenTree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import UsageError
+from stree.models.in_8_bits import plain_state, put_in_8_bits, scale_name, weights_for_8_bits
 from stree.models.layers.mlp import Experts
 from stree.models.model import HybridModel
-from stree.models.packing import scale_name
+from stree.models.packing import weights_state
 from stree.models.slicing import slice_drafter
 
 FLOAT8 = torch.float8_e4m3fn
@@ -22,7 +23,7 @@ FLOAT8 = torch.float8_e4m3fn
 def written_out(model: HybridModel) -> HybridModel:
     """Return a model with the numbers of one in 8 bits, and of its head."""
     plain = HybridModel(model.config)
-    plain.load_state_dict(model.plain_state(), assign=True)
+    plain.load_state_dict(plain_state(model), assign=True)
     if model.head_in_8_bits is not None:  # of a tied head, which the embedding is not
         plain.head_in_8_bits = copy.deepcopy(model.head_in_8_bits)
     return plain.eval()
@@ -30,9 +31,9 @@ def written_out(model: HybridModel) -> HybridModel:
 
 def put_back_every_third(model: HybridModel) -> None:
     """Hold some weights as numbers, as published checkpoints do, others with several scales."""
-    for index, (name, weight) in enumerate(model.weights_for_8_bits().items()):
+    for index, (name, weight) in enumerate(weights_for_8_bits(model).items()):
         place, _, own = name.rpartition(".")
-        module, numbers = model.get_submodule(place), model.plain_state()[name]
+        module, numbers = model.get_submodule(place), plain_state(model)[name]
         if index % 3 == 1 and weight.shape[-1] % 4 == 0:
             scale = model.get_parameter(scale_name(name))
             scale.data = scale.repeat_interleave(4, -1) * torch.tensor([1.0, 0.5, 2.0, 1.5])
@@ -56,7 +57,7 @@ def test_products_in_8_bits_are_those_of_the_numbers(layout, partly, tmp_path):
     if partly:
         put_back_every_third(model)
     names = {name for name, each in model.named_parameters() if each.dtype == FLOAT8}
-    taken = model.weights_for_8_bits().keys()
+    taken = weights_for_8_bits(model).keys()
     assert names < taken if partly else names == taken
     assert {name for name in taken if name.endswith((".up", ".down"))} == {
         name for name in model.state_dict() if re.fullmatch(r".*\.experts\.(up|down)", name)
@@ -78,14 +79,14 @@ def test_what_a_model_in_8_bits_is_asked_for(tmp_path):
     """Its drafter has its numbers; packed twice it stays where it is; it is not saved."""
     random_reference("falcon", 1).save_pretrained(tmp_path / "checkpoint")
     model = load_model(tmp_path / "checkpoint")
-    model.put_in_8_bits()
+    put_in_8_bits(model)
     cut = slice_drafter(model, [1])
-    wanted = model.plain_state()["model.layers.1.mamba.in_proj.weight"]
+    wanted = plain_state(model)["model.layers.1.mamba.in_proj.weight"]
     assert torch.equal(cut.model.layers[0].mamba.in_proj.weight, wanted)
     model.pack()
-    places = model.state()[0]
+    places = weights_state(model)[0]
     model.pack()
-    assert model.state()[0] == places
+    assert weights_state(model)[0] == places
     with pytest.raises(UsageError, match="in 8 bits, which no layout here writes"):
         save_model(model, tmp_path / "saved")
 
@@ -98,5 +99,5 @@ def test_a_cast_leaves_the_numbers_in_8_bits(layout, tmp_path):
     wanted = written_out(model).double()(tokens)
     cast = model.double()
     assert cast.dtype == torch.float64
-    assert all(each.dtype == FLOAT8 for each in cast.weights_for_8_bits().values())
+    assert all(each.dtype == FLOAT8 for each in weights_for_8_bits(cast).values())
     torch.testing.assert_close(cast(tokens), wanted, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from stree import BatchDecoder, GenerationConfig, TokenTree
 from stree.checkpoints.load_save import save_model
 from stree.checkpoints.shared_weights import shared_model
 from stree.common.errors import UsageError
+from stree.models.in_8_bits import put_in_8_bits
 from stree.models.offload import NUM_BUFFERS, stream_layers
 from stree.trees.token_tree import balanced
 
@@ -39,7 +40,7 @@ def tokens_of(target, drafter, requests, **options):
 def test_every_family_gives_the_same_tokens(family, in_8_bits):
     target = shared_model(random_reference(family, 1))
     if in_8_bits:
-        target.put_in_8_bits()
+        put_in_8_bits(target)
     requests = [stree.Request([5, 3, 8, 2], GenerationConfig(6, ignore_eos=True))] * 2
     wanted = tokens_of(target, None, requests)
     streamed = copy.deepcopy(target)

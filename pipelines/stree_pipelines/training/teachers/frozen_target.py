@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stree.common.errors import UsageError
 from stree.models.hidden_states import HiddenStateTap
+from stree.models.in_8_bits import put_in_8_bits
 from stree.models.layers.part import require_products_in_8_bits
 from stree.models.model import HybridModel
 from stree_pipelines.training.parallel.sharding import shard
@@ -47,7 +48,7 @@ class FrozenTarget:
         self.placement = placement
         self.in_float8 = dtype == "float8"
         if self.in_float8:
-            self.model.put_in_8_bits(head=False, rounds_inputs=True)
+            put_in_8_bits(self.model, head=False, rounds_inputs=True)
 
     def place(self, device: torch.device, num_ranks: int) -> None:
         """Move the target to this process's device, or its part where `num_ranks` share it."""

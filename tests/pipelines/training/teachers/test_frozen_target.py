@@ -8,6 +8,7 @@ from tiny_run import distill_arguments, metric_rows
 from toys import tiny_model
 
 from stree.common.errors import UsageError
+from stree.models.in_8_bits import projections, put_in_8_bits
 from stree.models.layers.packed_linear import ScaledLinear
 from stree.models.model import HybridModel
 from stree_pipelines.commands import distill
@@ -28,7 +29,7 @@ def test_a_target_says_almost_the_same_with_products_in_8_bits():
     FrozenTarget(target, "replicated", "float8")
     after = target(tokens).log_softmax(-1)
     replaced = {name for name, each in target.named_modules() if isinstance(each, ScaledLinear)}
-    assert replaced == target.projections().keys() - {"lm_head"}
+    assert replaced == projections(target).keys() - {"lm_head"}
     assert target.head_in_8_bits is None
     few = target(tokens[:, :100]).log_softmax(-1)  # whose inputs are not rounded
     assert (few - after[:, :100]).abs().max() > 1e-4
@@ -42,7 +43,7 @@ def test_a_target_says_almost_the_same_with_products_in_8_bits():
 def test_inputs_are_rounded_for_weights_that_were_in_8_bits_before():
     """Weights that were stored in 8 bits have their inputs rounded, too; a head has not."""
     before, stored = tiny_model(dtype=torch.float32), tiny_model(dtype=torch.float32)
-    stored.put_in_8_bits()
+    put_in_8_bits(stored)
     tokens = torch.arange(144)[None] % 11
     exact = stored.hidden_states(tokens)
     for target in (before, stored):
@@ -51,7 +52,7 @@ def test_inputs_are_rounded_for_weights_that_were_in_8_bits_before():
     assert torch.equal(rounded, before.hidden_states(tokens))
     assert (rounded - exact).abs().max() > 1e-4
     assert not stored.lm_head.rounds_inputs
-    stored.put_in_8_bits()
+    put_in_8_bits(stored)
     assert torch.equal(stored.hidden_states(tokens), exact)
 
 

@@ -60,7 +60,7 @@ def test_packed_samples_and_their_gradients_are_those_of_each_alone(compiled):
         for layer in model.model.layers:
             layer.compile(dynamic=False)
     with torch.autocast("cuda", torch.bfloat16):
-        assert model._attends_packed()
+        assert model.model._attends_packed()
         got = model.hidden_states(tokens, segments)
     (got * pull).sum().backward()
     assert (got - wanted).abs().max() < 0.03 * wanted.abs().max()
