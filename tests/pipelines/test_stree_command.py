@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,17 @@ def test_command_lines_in_a_command_s_help_are_understood(name, capsys, tmp_path
     assert {command.script for command in commands} <= {"stree"}
     for command in commands:
         require_parse(command)
+
+
+def test_texts_name_the_version_and_the_extras():
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## ([\d.]+)", changes, re.M)[0] == stree.__version__
+    for name in ("CITATION.cff", "docs/beside-others.md"):
+        text = (REPOSITORY / name).read_text()
+        named = re.findall(r"^(?:version:|\|.*\*\*stree-spec\*\*) (\d[\d.]*)", text, re.M)
+        assert set(named) == {stree.__version__}
+    extras = re.search(r"The extras are (.*?)\.", changes)[1]
+    assert re.findall(r"`(\w+)`", extras) == list(PROJECT["project"]["optional-dependencies"])
 
 
 def test_help_version_and_what_there_is_not(capsys):
