@@ -98,16 +98,17 @@ def test_kernels_are_timed_beside_their_twins(monkeypatch):
 
 
 def test_a_peak_counts_what_a_call_adds(monkeypatch):
-    """A field has the held bytes and the most that the call has beyond those before it."""
+    """A field has the held bytes and the most that the second call has beyond those before it."""
     assert timing.peak_field("peak_bytes", lambda: pytest.fail("not counted"), CPU, 10) == {}
     counted = {"memory_allocated": 30, "max_memory_allocated": 75}
-    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+    ran = []
+    for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: ran.append("reset"))
     for name, value in counted.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    ran = []
-    found = timing.peak_field("peak", lambda: ran.append(1), torch.device("cuda"), 10)
-    assert found == {"peak": 10 + 75 - 30} and ran == [1]
+    found = timing.peak_field("peak", lambda: ran.append("call"), torch.device("cuda"), 10)
+    assert found == {"peak": 10 + 75 - 30} and ran == ["call", "reset", "call"]
 
 
 def test_bytes_of_a_cache_without_keys():

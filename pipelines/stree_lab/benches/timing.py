@@ -112,12 +112,14 @@ def peak_field(
 
     Args:
         name: Of the field.
-        run: Makes all that it needs except for what is held already.
+        run: Makes all that it needs except for what is held already. It is called twice: the first
+            call may choose among kernels, which holds bytes that no later one does.
         device: Of the call.
         held_bytes: Bytes of the weights that the call reads, which are there before it.
     """
     if device.type != "cuda":
         return {}
+    run()
     release_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

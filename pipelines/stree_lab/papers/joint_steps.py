@@ -57,6 +57,7 @@ class JointSteps:
 
         self.verified, self.num_verified = zeros(length + 1), zeros(1)
         self.drafts = zeros(num_drafts, length)
+        self.given = zeros(1) - 1  # drafts to accept whatever the target chooses; −1 for its choice
         numbers = range(1, length + 2)
         counts = [[c, *[c + length] * num_drafts] for c in numbers]
         self.counts = torch.tensor(counts, device=model.device)
@@ -90,7 +91,8 @@ class JointSteps:
         right = (best[:, :-1] == self.drafts).long().cumprod(1).sum(1)
         winner = right.argmax(0, keepdim=True)
         self.verified.copy_(best.index_select(0, winner)[0])
-        self.num_verified.copy_(right.index_select(0, winner) + 1)
+        accepted = right.index_select(0, winner)
+        self.num_verified.copy_(torch.where(self.given < 0, accepted, self.given) + 1)
 
     def generate(
         self, prompt: Sequence[int], num_tokens: int, drafts_of: Drafts
@@ -139,12 +141,11 @@ def parts_of_steps(
 ) -> Iterator[Row]:
     """Yield the ms of each phase: a row per scan, way to copy the state, and graphs or none.
 
-    Each is the mean over the steps of a generation. Of its drafts the first has 0, 1, ..., K right
-    tokens in turn, as far as they are those that a generation with wrong drafts had; the other
-    drafts have none. A generation of the same number of tokens warms up.
+    Each is the mean over the steps of a generation, which accept 0, 1, ..., K tokens of a draft in
+    turn, whatever the target chooses: all rows have the same steps. A generation warms up.
     """
     prompt = tokens_of_row(0, context, target.config.vocab_size)
-    wrong = [[target.config.vocab_size - 1] * length] * num_drafts
+    drafts = [[target.config.vocab_size - 1] * length] * num_drafts
     for captured, multi_step, just_in_time in itertools.product(
         graphs, (False, True), (False, True)
     ):
@@ -152,17 +153,16 @@ def parts_of_steps(
             target, num_drafts, length, context + 2 * num_tokens,
             multi_step=multi_step, just_in_time=just_in_time, captured=captured,
         )
-        text, _ = steps.generate(prompt, num_tokens + length + 1, lambda tokens: wrong)
-        turns = itertools.cycle(range(length + 1))
+        for _ in range(2):
+            turns = itertools.cycle(range(length + 1))
 
-        def drafts_of(
-            tokens: list[int], text: list[int] = text, turns: Iterator[int] = turns
-        ) -> list[list[int]]:
-            right = next(turns)
-            coming = text[len(tokens) : len(tokens) + right]
-            return [coming + wrong[0][len(coming) :], *wrong[1:]]
+            def drafts_of(
+                _: list[int], steps: JointSteps = steps, turns: Iterator[int] = turns
+            ) -> list[list[int]]:
+                steps.given.fill_(next(turns))
+                return drafts
 
-        tokens, ms = steps.generate(prompt, num_tokens, drafts_of)
+            tokens, ms = steps.generate(prompt, num_tokens, drafts_of)
         means = {f"ms_{phase}": statistics.mean(each) for phase, each in ms.items()}
         yield dict(
             what="parts", context=context, num_drafts=num_drafts, draft_tokens=length,
