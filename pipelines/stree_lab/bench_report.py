@@ -76,6 +76,8 @@ TABLES: dict[str, tuple[str, str, str]] = {
                  "us_tree us_unrolled us_unrolled_chunk_scan us_unrolled_multi_step"),
     "beams": ("Beams packed and unrolled", "shape num_beams num_steps num_nodes leaves",
               "us_tree us_unrolled us_draft us_copy peak_bytes_tree peak_bytes_unrolled"),
+    "parts": ("Steps of joint attainment by rows", "shape scan state_copy graphs",
+              "num_steps ms_step ms_forward ms_verification ms_state_copy"),
     "kernel": ("Kernels of a call, beyond what already ran", "call shape num_nodes context kernel",
                "us count"),
     "step": ("Decoding at a given τ", "shape drafter tau",
