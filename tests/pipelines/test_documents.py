@@ -322,7 +322,9 @@ def test_the_workflow_runs_all_that_a_submission_must_pass():
     assert ".ci/run" in [step.split(" ")[0] for step in steps("tests.yml")]
     assert "make test-gpu" in steps("gpu.yml")
     script = (root / ".ci/run").read_text()
-    assert all(name in script for name in ("tests/slurm", "test_compile.py", "deepspeed"))
+    assert all(
+        name in script for name in ("tests/slurm", "test_compile.py", "deepspeed", "by_libraries")
+    )
 
 
 def test_the_site_s_search_works_in_pages_opened_from_disk():

@@ -14,6 +14,7 @@ from families import VOCAB, random_reference
 from lanes import costly
 from mtp_heads import save_with_head
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from watched import watch
 
 import stree
@@ -55,6 +56,7 @@ MODELOPT = {
 FORMATS = {
     "fp8": (CONFIG, {**FP8, "weight_block_size": [128, 128]}, (128, 128)),
     "fp8-small-blocks": (CONFIG, {**FP8, "weight_block_size": [8, 4]}, (8, 4)),
+    "fp8-twos": (CONFIG, {**FP8, "weight_block_size": [2, 2]}, (2, 2)),
     "channel": (CONFIG, compressed("channel"), None),
     "tensor": (CONFIG, compressed("tensor"), 0),
     "block": (CONFIG, compressed("block", block_structure=[4, 8]), (4, 8)),
@@ -158,6 +160,20 @@ def test_it_is_the_checkpoint_of_its_numbers(family, form, tmp_path):
         torch.testing.assert_close(back, wanted[name], rtol=1e-6, atol=0)
     others, in_16 = taken.keys() - held.keys(), re.compile(r".*(lm_head|in_proj_[ab]|short_conv).*")
     assert all(map(in_16.fullmatch, others)), others
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", costly("qwen3_next"), costly("jamba"), costly("nemotron")]
+)
+@torch.no_grad()
+def test_transformers_reads_the_same_numbers(family, tmp_path):
+    """It writes them out; blocks that a size is no multiple of it takes to be smaller."""
+    seed = 4 if family == "nemotron" else 2
+    assert write(random_reference(family, seed).float().save_pretrained, tmp_path, "fp8-twos")
+    folder, tokens = tmp_path / "stored", torch.randint(VOCAB, (2, 9))
+    reader = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    got, wanted = load_model(folder)(tokens), reader.eval()(tokens).logits
+    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 @pytest.mark.quick(2)
