@@ -70,7 +70,7 @@ TABLES: dict[str, tuple[str, str, str]] = {
                       "us_draft us_level us_read cache_bytes peak_bytes"),
     "copied": ("Drafts by tree calls, and with states copied to children",
                "shape tree num_nodes context", "us_draft us_draft_copied copied_bytes"),
-    "prompt": ("Reading a prompt", "shape num_tokens",
+    "prompt": ("Reading a prompt", "shape target_dtype num_tokens",
                "us_graphs us_operations speedup peak_bytes"),
     "unrolled": ("A full binary tree, and its paths unrolled", "shape num_nodes",
                  "us_tree us_unrolled us_unrolled_chunk_scan us_unrolled_multi_step"),

@@ -21,10 +21,10 @@ def row(tree, count, us, draft=0, **more):
 @pytest.mark.parametrize(
     ("arm", "needed", "gained"),
     [
-        ("Mamba-2, `chain-2` (9 nodes), T = 0", "1.50 2.00 – –", "1.60 **1.20** – –"),
-        ("Mamba-2, `paper` (9 nodes), T = 0", "1.75 4.00 – –", "**2.00** 0.88 – –"),
-        ("MTP, `paper` (9 nodes), T = 0", "3.00 – – –", ""),  # its τ is not recorded
-        ("Mamba-2, `paper` (9 nodes), T = 1", "2.00 – – –", "**1.05** – – –"),
+        ("Mamba-2, `chain-2` (9), T = 0", "1.50 2.00 – –", "1.60 **1.20** – –"),
+        ("Mamba-2, `paper` (9), T = 0", "1.75 4.00 – –", "**2.00** 0.88 – –"),
+        ("MTP, `paper` (9), T = 0", "3.00 – – –", ""),  # its τ is not recorded
+        ("Mamba-2, `paper` (9), T = 1", "2.00 – – –", "**1.05** – – –"),
     ],
 )
 def test_a_step_over_a_plain_one_is_the_tau_that_it_needs(arm, needed, gained):
@@ -37,7 +37,7 @@ def test_a_step_over_a_plain_one_is_the_tau_that_it_needs(arm, needed, gained):
         row("plain", 1, 1000, target_dtype="float8"), {**row("paper", 1, 1), "what": "joint"},
     ]
     bf16, eight = trees_pay.read_steps(rows)
-    assert "in bfloat16, a GPU" in bf16.title and "in float8" in eight.title and not eight.arms
+    assert "in bfloat16, a GPU" in bf16.title and "in float8" in eight.title and not eight.needed
     taus = {("chain-2", 0.0): 2.4, ("paper", 0.0): 3.5, ("paper", 1.0): 2.1}
     tables = trees_pay.tables_of(bf16, taus)
     assert tables[0].rows[1][1:3] == ("4.00", "5.00")  # ms, of the first drafter at T = 0
@@ -45,6 +45,22 @@ def test_a_step_over_a_plain_one_is_the_tau_that_it_needs(arm, needed, gained):
     assert [" ".join(line[1:]) for lines in found for line in lines] == [
         each for each in (needed, gained) if each
     ]
+
+
+def test_a_step_is_compared_with_the_plain_one_of_its_own_commit():
+    """Later rows take the place of earlier ones, for an arm and a number of sequences each."""
+    later = {"environment": {**MADE_BY, "git_sha": "fedcba9876"}}
+    (steps,) = trees_pay.read_steps([
+        row("plain", 1, 1000), row("plain", 4, 2000),
+        *(row(tree, count, 3000) for tree in ("chain-2", "paper") for count in (1, 4)),
+        row("paper", 4, 2200, **later), row("plain", 4, 1100, **later),
+        row("paper", 16, 1, **later),
+    ])
+    assert steps.plain == {("own", 0.0): {1: 1000, 4: 1100}}
+    assert steps.needed == {
+        ("own", "chain-2", 0.0): {1: 3.0, 4: 1.5}, ("own", "paper", 0.0): {1: 3.0, 4: 2.0}
+    }
+    assert steps.title.endswith(f"a GPU, commits {MADE_BY['git_sha'][:7]}, fedcba9")
 
 
 def pages(folder):

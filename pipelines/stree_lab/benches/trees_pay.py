@@ -44,45 +44,63 @@ Arm = tuple[str, str, float]  # the drafter's kind, the tree's name, the tempera
 
 @dataclass
 class Steps:
-    """Measured steps of a target: µs by number of sequences, for each arm and plain decoding."""
+    """Measured steps of a target on a device, by number of sequences.
 
-    title: str
-    arms: dict[Arm, dict[int, float]] = field(default_factory=dict)
+    Attributes:
+        target: Words for both.
+        commits: That the rows are of.
+        plain: µs of a plain step, for each drafter and temperature.
+        needed: The τ from which an arm is faster than plain decoding.
+        num_nodes: By tree.
+    """
+
+    target: str
+    commits: dict[str, None] = field(default_factory=dict)
     plain: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)
-    num_nodes: dict[str, int] = field(default_factory=dict)  # by tree
+    needed: dict[Arm, dict[int, float]] = field(default_factory=dict)
+    num_nodes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Return the words of the target, the device and the commits."""
+        several = "s" if len(self.commits) > 1 else ""
+        return f"{self.target}, commit{several} {', '.join(self.commits)}"
 
     def label(self, arm: Arm) -> str:
-        """Return the words of an arm."""
+        """Return the words of an arm: the number in brackets is that of its nodes."""
         kind, tree, temperature = arm
         drafter, nodes = DRAFTERS.get(kind, kind), self.num_nodes[tree]
-        return f"{drafter}, `{tree}` ({nodes} nodes), T = {temperature:g}"
-
-    def needed(self, arm: Arm) -> dict[int, float]:
-        """Return the τ from which an arm is faster than plain decoding, by number of sequences."""
-        plain = self.plain.get((arm[0], arm[2]), {})
-        return {c: us / plain[c] for c, us in self.arms[arm].items() if c in plain}
+        return f"{drafter}, `{tree}` ({nodes}), T = {temperature:g}"
 
 
 def read_steps(rows: Iterable[Mapping[str, Any]]) -> list[Steps]:
-    """Group rows by the target's shape and data type, device and commit."""
+    """Group rows by the target's shape and data type, and device; of equal ones the last counts.
+
+    An arm is compared with plain decoding by the same drafter's rows of the same commit.
+    """
     found: dict[str, Steps] = {}
+    plain_us: dict[tuple[str, str, str, float, int], float] = {}
+    arms: list[tuple[Steps, Arm, int, float, tuple[str, str, str, float, int]]] = []
     for row in rows:
         if row["what"] != "rows" or row["num_rows"] not in COUNTS:
             continue
-        made_by = row["environment"]
-        title = (
-            f"{row['shape']} in {row.get('target_dtype', 'bfloat16')}, {made_by['device']}, commit "
-            f"{(made_by['git_sha'] or 'unknown')[:7]}"
-        )
-        steps = found.setdefault(title, Steps(title))
+        made_by, count, tree = row["environment"], row["num_rows"], row["tree"]
+        target = f"{row['shape']} in {row.get('target_dtype', 'bfloat16')}, {made_by['device']}"
+        commit = (made_by["git_sha"] or "unknown")[:7]
+        steps = found.setdefault(target, Steps(target))
+        steps.commits[commit] = None
         kind, temperature = row.get("drafter", OWN), row.get("temperature", 0.0)
         us = row["us_target"]["median"] + row.get("us_draft", {"median": 0.0})["median"]
-        if row["tree"] == PLAIN.name:
-            times = steps.plain.setdefault((kind, temperature), {})
+        beside = target, commit, kind, temperature, count
+        if tree == PLAIN.name:
+            plain_us[beside] = us
+            steps.plain.setdefault((kind, temperature), {})[count] = us
         else:
-            times = steps.arms.setdefault((kind, row["tree"], temperature), {})
-            steps.num_nodes[row["tree"]] = row["num_nodes"]
-        times[row["num_rows"]] = us
+            steps.num_nodes[tree] = row["num_nodes"]
+            arms.append((steps, (kind, tree, temperature), count, us, beside))
+    for steps, arm, count, us, beside in arms:
+        if beside in plain_us:
+            steps.needed.setdefault(arm, {})[count] = us / plain_us[beside]
     return list(found.values())
 
 
@@ -98,15 +116,15 @@ def recorded_taus(places: Iterable[Place]) -> dict[tuple[str, float], float]:
 def tables_of(steps: Steps, taus: Mapping[tuple[str, float], float]) -> list[Table]:
     """Make the table of the τ that arms need, and of their gains at recorded τ if there are any."""
     head = ("sequences", *(f"{count}" for count in COUNTS))
-    arms = sorted(steps.arms, key=lambda arm: _order((arm[0], arm[2])))
+    arms = sorted(steps.needed, key=lambda arm: _order((arm[0], arm[2])))
     plain: dict[int, float] = {}
     for kind, temperature in sorted(steps.plain, key=_order, reverse=True):
         plain |= {count: us / 1000 for count, us in steps.plain[kind, temperature].items()}
-    needed = [(steps.label(arm), *_cells(steps.needed(arm))) for arm in arms]
+    needed = [(steps.label(arm), *_cells(steps.needed[arm])) for arm in arms]
     made = [Table(f"The τ from which it pays: {steps.title}",
                   (head, ("plain step, ms", *_cells(plain)), *needed))]
     gains = {
-        arm: {count: taus[arm[1:]] / tau for count, tau in steps.needed(arm).items()}
+        arm: {count: taus[arm[1:]] / tau for count, tau in steps.needed[arm].items()}
         for arm in arms if arm[0] == OWN and arm[1:] in taus
     }
     if gains:
@@ -121,7 +139,7 @@ def tables_of(steps: Steps, taus: Mapping[tuple[str, float], float]) -> list[Tab
              *_cells(gain, [best[arm[2], count] for count in COUNTS]))
             for arm, gain in gains.items()
         )
-        title = f"Speed over plain decoding with the chat pair's τ, computed: {steps.title}"
+        title = f"Speed with the chat pair's τ, computed: {steps.title}"
         made.append(Table(title, (head, *lines)))
     return made
 
@@ -210,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     whole: list[Table] = []
     partial: list[Table] = []  # of shapes that were measured with fewer of COUNTS
     for each in read_steps(rows):
-        most = all(len(times) >= FEWEST_COUNTS for times in each.plain.values())
+        most = any(len(times) >= FEWEST_COUNTS for times in each.plain.values())
         (whole if most else partial).extend(tables_of(each, taus))
     pairs = [each for each in sorted(Path(input_path(options.pairs)).iterdir()) if each.is_dir()]
     known = [families_table(rows), *map(quality_table, pairs), *partial]
