@@ -4,8 +4,8 @@
 
 Written are trees.json, sizes.svg (DySpec's Fig. 5: the size of each step's tree, and the drafts
 that it accepted) and blocks.svg (its Fig. 9: blocks of 32 × 32 of attention's mask that are not
-empty, by the length of the prefix and the order of nodes). Steps run without graphs, so nothing is
-timed.
+empty, by the length of the prefix and the order of nodes; the recorded trees of 256 nodes and more
+are already in a depth-first order). Steps run without graphs, so nothing is timed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from stree.batching.runners import EagerRunner
 from stree.common.errors import UsageError, exit_with_reason
 from stree.trees.token_tree import as_tree
 from stree_lab.papers import answered_prompts
-from stree_lab.papers.node_order import num_blocks
-from stree_lab.papers.order_bench import BLOCK, ORDERS
+from stree_lab.papers.node_order import by_level, depth_first, heavy_path, num_blocks
+from stree_lab.papers.order_bench import BLOCK
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.reports.plots import add_legend, new_figure
 
+ORDERS = {"by level": by_level, "depth first": depth_first, "heavy path": heavy_path}
 PREFIXES = (0, 512, 1024, 2048, 4096)  # tokens before the tree
 
 

@@ -10,6 +10,7 @@ from tiny_evaluation import export, make_world
 from stree.common.errors import UsageError
 from stree_lab import grown_trees
 from stree_lab.grown_trees import GrownTree, blocks_of
+from stree_lab.papers.node_order import depth_first
 
 
 def test_blocks_by_hand():
@@ -20,7 +21,8 @@ def test_blocks_by_hand():
     """
     turns = (-1, 0, 0, 0, *range(1, 91), 92, 93)
     means = blocks_of([GrownTree(turns, 0)], 40)
-    assert means == {"as grown": 6 + 6, "depth first": 6 + 5, "heavy path": 6 + 6}
+    assert means == {"by level": 6 + 6, "depth first": 6 + 5, "heavy path": 6 + 6}
+    assert blocks_of([GrownTree(depth_first(turns), 0)], 40) == means, "as recorded does not count"
 
 
 def test_each_step_s_tree_is_recorded(tmp_path, capsys):

@@ -105,14 +105,15 @@ def choices(text):
         yield dict(zip(names, values, strict=True))
 
 
-def seeds_of(folder, method, T, step=None, benchmark="*", **unknown):
+def seeds_of(folder, method, T, step=None, benchmark="*", batch_size=None, **unknown):
     """Return the samples of each method that the name fits."""
     assert not unknown, f"{unknown} is no part of a row's name"
     others, benchmark = benchmark.startswith("!"), benchmark.removeprefix("!")
     rows = [
         (at, row) for at, row in enumerate(rows_of(folder))
         if fnmatchcase(row.method, method) and row.temperature == float(T)
-        and step in (None, str(row.step)) and fnmatchcase(row.benchmark, benchmark) != others
+        and step in (None, str(row.step)) and batch_size in (None, str(row.batch_size))
+        and fnmatchcase(row.benchmark, benchmark) != others
     ]
     assert rows, f"{folder} has no row of {method} at T = {T}, step {step}"
     samples = {}
