@@ -81,15 +81,13 @@ class Evaluation:
 
     Args:
         settings: the evaluation's settings.
-        target_model, tokenizer: loaded from `settings.target` unless given (as in a training).
         workers: the processes to share prompts with; those of `accelerate launch` unless given.
             `Workers()` is this process alone.
     """
 
     def __init__(
-        self, settings: EvaluationSettings, target_model: Any = None, tokenizer: Any = None,
-        workers: Workers | None = None, make_decoder: Callable[..., Any] | None = None,
-        progress: EvaluationProgress | None = None,
+        self, settings: EvaluationSettings, workers: Workers | None = None,
+        make_decoder: Callable[..., Any] | None = None, progress: EvaluationProgress | None = None,
     ) -> None:
         self.settings = settings
         self.benchmarks = [
@@ -104,9 +102,7 @@ class Evaluation:
         self.target_sha256 = checkpoint_sha256(settings.target)
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
-        self.decoders = Decoders(
-            settings, self.benchmarks, target_model, tokenizer, make_decoder, self.progress.say
-        )
+        self.decoders = Decoders(settings, self.benchmarks, make_decoder, self.progress.say)
         self.decoders.require_end()
         self.decoders.require_positions()
         self.answerer = Answerer(self.decoders)

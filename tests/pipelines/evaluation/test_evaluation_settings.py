@@ -91,11 +91,13 @@ def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, messa
 def test_what_may_go_beyond_the_target_s_positions_is_refused_at_start(world, tmp_path):
     """Two turns of 2,048 tokens and the questions exceed 4,096 positions; without attention there
     are none."""
-    settings = settings_for(world, tmp_path, max_new_tokens=2048)
-    quiet(settings)
+    quiet(settings_for(world, tmp_path, max_new_tokens=2048))
+    attending = tmp_path / "attending"
+    tokenizer = load_tokenizer(world / "target")
+    save_model(toys.tiny_model(1, torch.float32, vocab_size=320), attending, tokenizer)
     refusal = r"talk prompt b has \d+ tokens, and answers of up to 4096: the target was made"
     with pytest.raises(UsageError, match=refusal):
-        quiet(settings, target_model=toys.tiny_model(1, torch.float32))
+        quiet(settings_for(world, tmp_path, max_new_tokens=2048, target=str(attending)))
 
 
 def test_command_evaluates_a_run_and_goes_on_past_a_broken_export(world, tmp_path, capsys):

@@ -133,10 +133,6 @@ def test_a_history_that_is_none_is_refused(tmp_path, changes, words):
 def test_beyond_its_positions_a_target_decodes_only_when_asked(world, tmp_path):
     with pytest.raises(UsageError, match=rf"made for {POSITIONS} positions.*--beyond_positions"):
         quiet(settings_of(world, tmp_path, beyond_positions=False))
-    target = load_model(world / "target", dtype=torch.float64)
-    with pytest.raises(UsageError, match="beyond_positions is for a target that is loaded"):
-        quiet(settings_of(world, tmp_path), target_model=target)
-    assert target.config.num_positions == POSITIONS
 
 
 def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, monkeypatch):

@@ -51,18 +51,16 @@ class Decoders:
         benchmarks: all that is to be answered, for which decoders have room.
         make_decoder: `stree.decoder.Decoder`, with a batch size `BatchDecoder` of that many
             rows, or a stand-in in a test.
-        target_model, tokenizer: loaded from `settings.target` unless given.
         say: prints a message before slow work.
     """
 
     def __init__(
         self, settings: EvaluationSettings, benchmarks: Sequence[Benchmark],
-        target_model: Any = None, tokenizer: Any = None,
         make_decoder: Callable[..., Any] | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.settings, self.benchmarks, self.say = settings, benchmarks, say
-        self.tokenizer = tokenizer or load_tokenizer(settings.target)
+        self.tokenizer = load_tokenizer(settings.target)
         if make_decoder is None:
             make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
             if settings.batch_size == 1:
@@ -70,7 +68,6 @@ class Decoders:
         self.make_decoder = make_decoder
         self.device = pick_device(settings.device)
         self.dtype = pick_dtype(settings.dtype, self.device, settings.target)
-        self._target = target_model
         # By drafter and method, with the length that each has room for.
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
         self._drafters: dict[DrafterIdentity, Any] = {}
@@ -78,34 +75,20 @@ class Decoders:
         self._costs: dict[tuple[DrafterIdentity | None, str, float], StepTimes] = {}
         # Work that each has done once: ("temperature", 1.0), ("prompt tokens", 57).
         self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
-        if target_model is not None:
-            self.device = target_model.device
-            if settings.beyond_positions:
-                raise UsageError("beyond_positions is for a target that is loaded for it")
-            if target_model.dtype != self.dtype:
-                raise UsageError(
-                    f"the target is in {target_model.dtype} but dtype is {settings.dtype}: "
-                    "evaluate in the dtype that the target is in"
-                )
         # Tokens of each conversation with empty answers
         self._num_given = {
             prompt: self._count(prompt) for benchmark in benchmarks for prompt in benchmark.prompts
         }
 
-    @property
-    def target(self) -> Any:
-        if self._target is None:
-            config = self.target_config
-            self._target = load_model(
-                self.settings.target, self.device, self.dtype, bool(self.settings.target_dtype)
-            )
-            self._target.config = config
-        return self._target
+    @cached_property
+    def target(self) -> HybridModel:
+        settings = self.settings
+        model = load_model(settings.target, self.device, self.dtype, bool(settings.target_dtype))
+        model.config = self.target_config
+        return model
 
     @cached_property
     def target_config(self) -> HybridConfig:
-        if self._target is not None:
-            return self._target.config
         config = load_config(self.settings.target)
         if self.settings.beyond_positions:
             most = max(config.max_position_embeddings, self.max_length)
