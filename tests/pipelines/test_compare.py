@@ -35,6 +35,8 @@ from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import arms as report
 from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import Cell
+from stree_pipelines.reports.tables import tables
+from stree_pipelines.reports.tables.tables import Gain
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/compare").glob("*.yaml"))
 
@@ -273,7 +275,7 @@ def test_the_table_and_the_page_hold_the_rows_figures(done):
             tau = metrics.acceptance_length(store.samples(row))
             assert f"{tau:.2f}" in text and f"{row.speedup:.2f}×" in text
             assert f"{row.speedup:.2f}×" in page
-    assert text.count(" wins: ") == 2 and "<svg" in page
+    assert text.count("\n- talk, T = ") == 2 and "<svg" in page
     assert not re.search(r'(?:src|href)="(?!#)', page)  # nothing from elsewhere
 
 
@@ -328,7 +330,10 @@ def place(speedups: dict[str, tuple[float, tuple[float, float]]], done) -> repor
     found = report.Place("sums", 0.0, {}, {})
     for name, (speedup, interval) in speedups.items():
         summary = dict.fromkeys(Cell.figures())
-        summary |= {"speedup": speedup, "confidence_intervals": {"speedup": interval}}
+        summary |= {
+            "speedup": speedup, "confidence_intervals": {"speedup": interval},
+            "acceptance_length": 2.0,
+        }
         found.cells[name] = Cell(summary, 3)
         found.rows[name] = rows["chain" if name.endswith("chain") else "tree"]
     return found
@@ -349,27 +354,27 @@ def test_the_overview_has_a_panel_a_place_and_a_row_an_arm(done):
 
 
 def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
-    slower = place({"a": (0.9, (0.8, 0.95)), "b": (0.7, (0.6, 0.8))}, done)
-    assert report.verdict(slower).reason.startswith("Plain decoding wins: the fastest arm, a is")
-    unsure = place({"a": (1.1, (0.9, 1.3))}, done)
-    assert "may be no gain" in report.verdict(unsure).reason
-    between = {}
-    monkeypatch.setattr(
-        report, "speed_ratio", lambda *_: type("Gain", (), {"interval": (0.9, 1.1)})
-    )
+    plain, between = "Use plain decoding", {}
+    for speeds, said in [
+        ({"a": (0.9, (0.8, 0.95)), "b": (0.7, (0.6, 0.8))}, "The fastest speculation, a, is 0.90×"),
+        ({"a": (1.1, (0.9, 1.3))}, "a is 1.10× plain decoding [0.90, 1.30], τ 2.00: the interval"),
+        ({"a": (1.1, None)}, "a is 1.10× plain decoding, τ 2.00: one prompt has no interval"),
+    ]:
+        advice = report.verdict(place(speeds, done))
+        assert advice.headline == plain and advice.reason.startswith(said)
+    monkeypatch.setattr(tables, "speed_ratio", lambda *_: Gain(1.05, between["is"]))
     told = place({"a": (1.1, (0.9, 1.3)), "b": (1.08, (1.02, 1.2))}, done)
-    assert report.verdict(told).reason.startswith("The tree b wins: b is 1.08×")
-    monkeypatch.setattr(
-        report, "speed_ratio", lambda *_: type("Gain", (), {"interval": between["is"]})
-    )
-    both = place({"tree": (1.5, (1.4, 1.6)), "a chain": (1.4, (1.3, 1.5))}, done)
+    both = place({"tree": (1.5, (1.4, 1.6)), "b": (1.45, (1.3, 1.6)),
+                  "a chain": (1.4, (1.3, 1.5))}, done)
     between["is"] = (1.01, 1.1)
-    assert report.verdict(both).headline == "tree"
+    assert report.verdict(told).headline == "Use the arm b"
+    assert report.verdict(both).headline == "Use the arm tree"
     between["is"] = (0.99, 1.1)
+    assert report.verdict(told).reason.endswith("× a [0.99, 1.10]: they can't be told apart.")
     assert report.verdict(both) == report.Advice(
-        "a chain", "The chain a chain wins: a chain is 1.40× [1.30, 1.50] plain decoding. tree is "
-        "1.50× [1.40, 1.60] plain decoding, but they can't be told apart, and a chain verifies "
-        "fewer tokens.",
+        "Use the arm a chain", "a chain is 1.40× plain decoding [1.30, 1.50], τ 2.00. tree is "
+        "1.50× plain decoding [1.40, 1.60], τ 2.00 and 1.05× a chain [0.99, 1.10]: they can't be "
+        "told apart, and a chain verifies fewer tokens.", "a chain", "tree",
     )
 
 

@@ -15,7 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from stree import metrics
 from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.evaluation.records import ResultRow, Tree
+from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.page import Section, environment
@@ -26,13 +26,14 @@ from stree_pipelines.reports.tables.tables import (
     Advice,
     Column,
     Table,
+    advise_among,
     below,
     figure,
-    speed_ratio,
     tau_of,
 )
 
 PLAIN = "plain decoding"
+NO_VERDICT = "No verdict"
 INTRO = (
     "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
     "plain decoding's of the same prompts in the same process, which each arm answered in turn; "
@@ -51,10 +52,6 @@ class Place:
     rows: dict[str, ResultRow]
     cells: dict[str, Cell]
     tunings: dict[str, Tuning] = field(default_factory=dict)  # of the arms whose chain was tuned
-
-    def called(self, arm: str) -> str:
-        """Return the arm's name, with the chain that was found for it."""
-        return f"{arm} ({self.tunings[arm].tree})" if arm in self.tunings else arm
 
     @property
     def remarks(self) -> list[str]:
@@ -118,52 +115,18 @@ def table(place: Place) -> Table:
 
 
 def verdict(place: Place) -> Advice:
-    """Choose the fastest arm that beats plain decoding beyond noise: its name is the headline.
-
-    Without one, plain decoding wins; a chain wins when the fastest tree cannot be told from it.
-    """
-    timed = {name: cell for name, cell in place.cells.items() if cell["speedup"]}
-    timed.pop(AUTOREGRESSIVE, None)
-    if not timed:
-        return Advice("", "No arm was timed beside plain decoding.")
-    intervals = {name: cell.interval("speedup") for name, cell in timed.items()}
-    faster = [name for name, interval in intervals.items() if interval and interval[0] > 1]
-    best = max(faster or timed, key=lambda name: timed[name]["speedup"])
-    cell = timed[best]
-    interval = intervals[best]
-
-    def gain_of(name: str) -> str:
-        times = figure(timed[name]["speedup"], intervals[name], unit="×")
-        return f"{place.called(name)} is {times} plain decoding"
-
-    gain = gain_of(best)
-    if cell["speedup"] <= 1:
-        return Advice(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
-    if interval is None:
-        return Advice("", f"Undecided: {gain}, of too few prompts for an interval.")
-    if interval[0] <= 1:
-        return Advice(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
-    ties = []  # arms that cannot be told from the best
-    for name, other in timed.items():
-        between = speed_ratio(cell, other).interval if name != best else None
-        if between is not None and between[0] <= 1 <= between[1]:
-            ties.append(name)
-    chains = [name for name in ties if _is_chain(place.rows[name].tree)]
-    if chains and not _is_chain(place.rows[best].tree):
-        return Advice(
-            chains[0],
-            f"The chain {place.called(chains[0])} wins: {gain_of(chains[0])}. {gain}, but they "
-            "can't be told apart, and a chain verifies fewer tokens.",
-        )
-    what = "The chain" if _is_chain(place.rows[best].tree) else "The tree"
-    beside = f"; not told apart from it: {', '.join(ties)}" if ties else ""
-    return Advice(best, f"{what} {place.called(best)} wins: {gain}{beside}.")
+    """Advise on an arm, or on plain decoding, by this place alone."""
+    rows = {name: row for name, row in place.rows.items() if name != AUTOREGRESSIVE}
+    trees = {name: row.tree for name, row in rows.items()}
+    batch_size = max(row.batch_size for row in place.rows.values())
+    return advise_among({name: place.cells[name] for name in rows}, trees, place.title, batch_size)
 
 
 def markdown(places: Sequence[Place]) -> str:
     """Format the winners, then the tables."""
     parts = ["# Drafters, trees and verifiers compared\n"]
-    parts += [f"- {place.title}: {verdict(place).reason}" for place in places]
+    advice = ((place.title, verdict(place)) for place in places)
+    parts += [f"- {title}: {each.headline or NO_VERDICT}. {each.reason}" for title, each in advice]
     parts += ["", f"{INTRO}\n"]
     for place in places:
         parts.append(table(place).to_markdown())
@@ -177,28 +140,24 @@ def page(places: Sequence[Place], name: str) -> str:
     heading = "drafters, trees and verifiers compared"
     return html_page(
         f"{name}: {heading}", f"{name} · {heading}",
-        [(title, each.headline or "No verdict", each.reason) for title, each in advice],
+        [(title, each.headline or NO_VERDICT, each.reason) for title, each in advice],
         [Section("Tables", [INTRO]),
          *(Section(place.title, place.remarks, [table(place)]) for place in places)],
-        ((f"Speed-up, {place.title}", "", speedups(place)) for place in places),
+        [("Speed-ups over plain decoding", "", overview(places))],
         environment([row for place in places for row in place.rows.values()], []),
     )
 
 
-def speedups(place: Place) -> Figure:
-    """Draw a point per arm with its interval; plain decoding is the line at 1."""
-    drawn, axes = plots.new_figure()
-    with mpl.rc_context(plots.STYLE):
-        _draw_speedups(axes, place, _arms_of([place]))
-        axes.set_xlabel("times plain decoding")
-    return drawn
-
-
 def overview(places: Sequence[Place]) -> Figure:
-    """Draw `speedups` of all places: a row per benchmark, a column per temperature."""
+    """Draw a point per arm with its interval; plain decoding is the line at 1.
+
+    There is a row per benchmark, and a column per temperature.
+    """
     benchmarks = list(dict.fromkeys(place.benchmark for place in places))
     temperatures = sorted({place.temperature for place in places})
-    names = _arms_of(places)
+    # In reverse: figures are drawn upwards, and the first arm is on top
+    names = [name for name in dict.fromkeys(name for place in places for name in place.cells)
+             if name != AUTOREGRESSIVE][::-1]
     width = 0.08 * max(map(len, names), default=0) + 2.3 * len(temperatures)
     size = width, 0.6 + (0.5 + 0.19 * len(names)) * len(benchmarks)
     with mpl.rc_context(plots.STYLE):
@@ -214,12 +173,6 @@ def overview(places: Sequence[Place]) -> Figure:
         for axes in panels[-1]:
             axes.set_xlabel("times plain decoding")
     return drawn
-
-
-def _arms_of(places: Sequence[Place]) -> list[str]:
-    """List the arms in reverse: figures are drawn upwards, and the first arm is on top."""
-    names = dict.fromkeys(name for place in places for name in place.cells)
-    return [name for name in names if name != AUTOREGRESSIVE][::-1]
 
 
 def _draw_speedups(axes: Axes, place: Place, names: Sequence[str]) -> None:
@@ -238,10 +191,6 @@ def _tree(row: ResultRow, place: Place) -> str:
     if row.tree is None:
         return ""
     return f"{row.tree.name}, tuned" if row.method in place.tunings else row.tree.name
-
-
-def _is_chain(tree: Tree | None) -> bool:
-    return tree is not None and tree.parents == tuple(range(-1, len(tree.parents) - 1))
 
 
 def _share(cells: Mapping[str, Cell], part: str, arm: str) -> str:

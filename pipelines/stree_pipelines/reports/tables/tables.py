@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from stree_pipelines.evaluation.plan import (
     TREE,
     method_label,
 )
-from stree_pipelines.evaluation.records import ResultRow, SampleRow
+from stree_pipelines.evaluation.records import ResultRow, SampleRow, Tree
 from stree_pipelines.reports.run_data import (
     RESAMPLED,
     Cell,
@@ -347,36 +347,60 @@ def advise(data: RunData, temperature: float, rows: Sequence[ResultRow] | None =
 
 def _advise(data: RunData, temperature: float) -> Advice:
     """Advise as `advise` does, where the machine was quiet."""
-    scope, batches = data.scopes[0], in_batches(data.batch_size)
+    scope = data.scopes[0]
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
+    trees = {method: data.tree(method) for method in data.methods}
+    return advise_among(cells, trees, scope, data.batch_size)
+
+
+def advise_among(
+    cells: Mapping[str, Cell | None], trees: Mapping[str, Tree | None], scope: str, batch_size: int
+) -> Advice:
+    """Advise on one of these methods, measured on the same prompts, or on plain decoding.
+
+    That is the fastest that beats plain decoding beyond noise, or a chain that cannot be told from
+    it. trees: of the methods, by which chains are known.
+    """
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}
     if not timed:
         why = "plain decoding was not measured, or samples are missing"
         return Advice("", f"Speeds of {scope} can't be compared: {why}.")
-    best, *rivals = sorted(timed, key=lambda method: -timed[method]["speedup"])
-    cell, interval = timed[best], timed[best].interval("speedup")
+    by_speed = sorted(timed, key=lambda m: (not _beats_plain(timed[m]), -timed[m]["speedup"]))
+    best, *others = by_speed
+    cell = timed[best]
     outcome = f"{_subject(best)} is {_times(cell)}"
-    plain = f"Use plain decoding{batches}"
+    plain = f"Use plain decoding{in_batches(batch_size)}"
     if cell["speedup"] <= 1:
         reason = f"The fastest speculation, {_called(best)}, is {_times(cell)}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
-    if interval and interval[0] <= 1:
-        reason = f"{outcome}: the interval includes 1, so it may be none. More prompts would tell; "
+    if not _beats_plain(cell):
+        why = "the interval includes 1" if cell.interval("speedup") else "one prompt has no interval"
         return Advice(
-            plain, f"{reason}until then plain decoding needs no drafter.", AUTOREGRESSIVE, best
+            plain, f"{outcome}: {why}, so it may be none. More prompts would tell; until then plain "
+            "decoding needs no drafter.", AUTOREGRESSIVE, best,
         )
-    between = None
-    if rivals:
-        ratio, between = speed_ratio(cell, timed[rivals[0]])
-        outcome += f" and {figure(ratio, between, unit='× ' + _called(rivals[0]))}"
-    if between is None or not between[0] <= 1 <= between[1]:
-        return Advice(f"Use the {_noun(best)}{batches}", f"{outcome}.", best, best)
-    simpler = next((m for m in (best, rivals[0]) if m.startswith(CHAIN)), best)
-    if simpler != best:
-        outcome = f"{_subject(simpler)} is {_times(timed[simpler])}. {outcome}"
-    end = ", and a chain verifies fewer tokens." if simpler.startswith(CHAIN) else "."
-    reason = f"{outcome}: they can't be told apart{end}"
-    return Advice(f"Use the {_noun(simpler)}{batches}", reason, simpler, best)
+    ratios = {method: speed_ratio(cell, timed[method]) for method in others}
+    alike = [m for m, (_, ends) in ratios.items() if ends and ends[0] <= 1 <= ends[1]]
+    chains = [method for method in (best, *alike) if _is_chain(trees[method])]
+    used = chains[0] if alike and chains else best
+    rival = used if used != best else next(iter(alike or others), None)
+    if rival:
+        outcome += f" and {figure(*ratios[rival], unit='× ' + _called(rival))}"
+    if used != best:
+        outcome = f"{_subject(used)} is {_times(timed[used])}. {outcome}"
+    if alike:
+        end = ", and a chain verifies fewer tokens" if chains else ""
+        outcome += f": they can't be told apart{end}"
+    return Advice(f"Use the {_noun(used)}{in_batches(batch_size)}", f"{outcome}.", used, best)
+
+
+def _beats_plain(cell: Cell) -> bool:
+    interval = cell.interval("speedup")
+    return interval is not None and interval[0] > 1
+
+
+def _is_chain(tree: Tree | None) -> bool:
+    return tree is not None and tree.parents == tuple(range(-1, len(tree.parents) - 1))
 
 
 def _times(cell: Cell) -> str:
