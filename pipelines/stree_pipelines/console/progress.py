@@ -41,24 +41,24 @@ class EvaluationProgress:
             self._console.print(message, markup=False, highlight=False, emoji=False)
 
     @contextmanager
-    def task(self, label: str, total: int) -> Iterator[_Task]:
-        """Track `total` steps; each call of the yielded object's `advance(detail)` is one step."""
+    def task(self, label: str, total: int, done: int = 0) -> Iterator[Task]:
+        """Track `total` steps, of which some may be `done` before."""
         if not self.enabled or total == 0:
-            yield _Task(lambda done, detail: None)
+            yield Task(lambda done, detail: None)
         elif self.stream.isatty():
             self._console = Console(file=self.stream)
             try:
                 with _Bar(self._console) as bar:
-                    number = bar.add_task(label, total=total, detail="")
-                    yield _Task(lambda done, detail: bar.update(
-                        number, completed=done, detail=detail
-                    ))
+                    number = bar.add_task(label, total=total, completed=done, detail="")
+                    yield Task(
+                        lambda done, detail: bar.update(number, completed=done, detail=detail), done
+                    )
             finally:
                 self._console = None
         else:
-            yield _Task(self._lines(label, total))
+            yield Task(self._lines(label, total, done), done)
 
-    def _lines(self, label: str, total: int) -> Callable[[int, str], None]:
+    def _lines(self, label: str, total: int, before: int) -> Callable[[int, str], None]:
         started = last_line = time.monotonic()
 
         def show(done: int, detail: str) -> None:
@@ -66,7 +66,7 @@ class EvaluationProgress:
             now = time.monotonic()
             if done == total or now - last_line >= LINE_EVERY_S:
                 last_line = now
-                left = clock((now - started) / done * (total - done))
+                left = clock((now - started) / (done - before) * (total - done))
                 line = f"{label}  {done}/{total}  {detail}  ETA {left}"
                 print(line, file=self.stream, flush=True)
 
@@ -84,20 +84,21 @@ class _Bar(Progress):
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
             TextColumn("ETA"), TimeRemainingColumn(),
         ]
-        super().__init__(*columns, console=console)
+        # What a command prints goes above the bar, or where the user has sent it
+        super().__init__(*columns, console=console, redirect_stdout=sys.stdout.isatty())
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         for detail in (task.fields["detail"] for task in self.tasks):
             if detail:
-                yield Text(f"  {detail}")
+                yield Text(f"  {detail}", no_wrap=True, overflow="ellipsis")
 
 
-class _Task:
+class Task:
     """Count of steps; show(steps done, detail) is called at each."""
 
-    def __init__(self, show: Callable[[int, str], None]) -> None:
-        self.show, self.done = show, 0
+    def __init__(self, show: Callable[[int, str], None], done: int = 0) -> None:
+        self.show, self.done = show, done
 
     def advance(self, detail: str = "") -> None:
         """Count one step as done, and show `detail`."""

@@ -59,9 +59,9 @@ class LogMetrics(pl.Callback):
         if is_within_step(trainer) or step == self._logged_step:
             return
         self._pace.note(step)
-        eta, bar = self._pace.eta(step, trainer.max_steps), trainer.progress_bar_callback
+        bar = trainer.progress_bar_callback
         if isinstance(bar, TrainingBar):
-            bar.advance_to(step, eta)
+            bar.show(step)
         if not self._told_peak and pl_module.device.type == "cuda" and trainer.is_global_zero:
             peak = size(torch.cuda.max_memory_allocated(pl_module.device))
             say(f"peak of GPU memory in the first step: {peak} (--dry_run has the estimate)")
@@ -83,8 +83,9 @@ class LogMetrics(pl.Callback):
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
         if isinstance(bar, TrainingBar):
-            bar.show(figures)
+            bar.show(step, figures)
         elif bar is None:
+            eta = self._pace.eta(step, trainer.max_steps)
             print(f"step {step}/{trainer.max_steps}  {figures}  ETA {eta}", flush=True)
 
     def _rate(self, pl_module: Training) -> float:

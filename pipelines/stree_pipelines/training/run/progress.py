@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
 
-from stree_pipelines.console.progress import clock
+from stree_pipelines.console.progress import EvaluationProgress, Task, clock
 
 
 class Pace:
@@ -37,61 +33,39 @@ class Pace:
 
 
 class TrainingBar(ProgressBar):
-    """Progress bar of steps with the last loss; Lightning's own counts batches, without a loss."""
+    """Progress bar of steps with the last figures; Lightning's own counts batches, without a loss.
+
+    Lightning enables and disables it, the latter on all processes but the main one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_enabled = True
-        self._bar: _Bar | None = None
+        self._progress = EvaluationProgress()
+        self._task: Task | None = None
+        self._open = ExitStack()
+        self._figures = ""
 
     def enable(self) -> None:
-        self._is_enabled = True
+        self._progress.enabled = True
 
     def disable(self) -> None:
-        """Hide the bar, on all processes but the main one."""
-        self._is_enabled = False
+        self._progress.enabled = False
 
-    def show(self, figures: str) -> None:
-        """Put `figures` below the bar."""
-        if self._bar is not None:
-            self._bar.figures = figures
-
-    def advance_to(self, step: int, eta: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._bar.task, completed=step, eta=eta)
+    def show(self, step: int, figures: str = "") -> None:
+        """Show the steps done, with new figures or those shown last."""
+        self._figures = figures or self._figures
+        if self._task is not None:
+            self._task.show(step, self._figures)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_enabled:
-            self._bar = _Bar(trainer.global_step, trainer.max_steps)
-            self._bar.start()
+        steps = self._progress.task("step", trainer.max_steps, trainer.global_step)
+        self._task = self._open.enter_context(steps)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._open.close()
+        self._task = None
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self.on_train_end(trainer, pl_module)
-
-
-class _Bar(Progress):
-    """Bar with the figures on a line of their own, so that both fit 80 columns."""
-
-    def __init__(self, step: int, max_steps: int) -> None:
-        self.figures = ""
-        super().__init__(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
-            TextColumn("ETA {task.fields[eta]}"),
-            console=Console(stderr=True),
-            redirect_stdout=sys.stdout.isatty(),
-            expand=True,
-        )
-        self.task = self.add_task("", total=max_steps, completed=step, eta="?")
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        if self.figures:
-            yield Text(self.figures, no_wrap=True, overflow="ellipsis")
