@@ -20,12 +20,6 @@ class Entry(NamedTuple):
     subcommand: str = ""
     package: str = "stree_pipelines.commands"
 
-    @property
-    def script(self) -> str:
-        """The path of the file that runs the command in a clone."""
-        path = f"{self.package}.{self.module}".replace(".", "/")
-        return f"pipelines/{path.removeprefix('stree_pipelines/commands/')}.py"
-
 
 LAB = "stree_lab"  # in a clone only
 
@@ -89,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entry = COMMANDS[name]
     if entry.subcommand and rest[:1] != [entry.subcommand]:
         rest = [entry.subcommand, *rest]
-    from stree_pipelines.console.command_line import typed_as
-
     try:
         module = importlib.import_module(f"{entry.package}.{entry.module}")
     except ModuleNotFoundError as error:
@@ -100,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"stree {name} needs a clone of the repository, got an installed package: in the "
             "clone type make install, then .venv/bin/stree"
         ) from error
-    programs = {each.script: f"stree {name}" for name, each in COMMANDS.items()}
-    with typed_as(f"stree {name}", programs):
-        module.main(rest)
+    module.main(rest)
 
 
 def run() -> None:

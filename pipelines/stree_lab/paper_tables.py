@@ -1,8 +1,8 @@
 """Make the papers' tables and figures in their layout, with our numbers next to theirs.
 
-    python pipelines/stree_lab/paper_tables.py --list
-    python pipelines/stree_lab/paper_tables.py stree-table-7  # from the committed rows
-    python pipelines/stree_lab/paper_tables.py stree-table-7 --rows RUN/eval # from yours
+    stree papers --list
+    stree papers stree-table-7  # from the committed rows
+    stree papers stree-table-7 --rows RUN/eval # from yours
 
 Each is made from rows that another command has written; --list names it, and the tables that cannot
 be made, with the reason.
@@ -20,7 +20,7 @@ from stree_pipelines.console.command_line import PlainParser, suggestion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = PlainParser("paper_tables.py", description=__doc__)
+    parser = PlainParser("stree papers", description=__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="tables and figures, as --list has them")
     add("--rows", help="folder of the rows to take (default: those that are committed)")

@@ -1,6 +1,6 @@
 """Project a comparison's accepted drafts to another target's step times.
 
-    python pipelines/stree_lab/project_speed.py docs/results/h200-policies/features \
+    stree project docs/results/h200-policies/features \
         --times docs/results/h200-policies/features/8b-calls.jsonl \
         docs/results/h200-step/5237370/8b-large.jsonl
 
@@ -23,7 +23,7 @@ CHOICES = "chain-4 or paper or beam-4-3-32 or beam-4-5-32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = PlainParser("project_speed.py", description=__doc__)
+    parser = PlainParser("stree project", description=__doc__)
     add = parser.add_argument
     add("comparison", help="folder of a comparison's rows and samples")
     add("--times", nargs="+", required=True, help="files of timed calls and drafts")

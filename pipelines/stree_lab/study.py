@@ -1,7 +1,7 @@
 """Train drafters that differ in one thing each, with several seeds, and compare them.
 
-    python pipelines/stree_lab/study.py train configs/study/drafters-75m.yaml
-    accelerate launch pipelines/stree_lab/study.py compare configs/study/drafters-75m.yaml
+    stree study train configs/study/drafters-75m.yaml
+    accelerate launch -m stree study compare configs/study/drafters-75m.yaml
 
 The file holds arms (each a config and options of distill.py), seeds, options of compare.py, and the
 trees to decode with (chain-tuned: each drafter's fastest of six chains); one source of
@@ -48,7 +48,7 @@ from stree_pipelines.reports.rendering import markdown_page
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = PlainParser("study.py", description=__doc__)
+    parser = PlainParser("stree study", description=__doc__)
     add = parser.add_argument
     add("what", choices=["train", "compare"], help="the drafters, or what was trained")
     add("config", help="YAML file of the study")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from documented import Command, commands_in, lines_written_in, require_parse
+from documented import Command, commands_in, lines_written_in, require_parse, script_of
 from families import random_reference
 from tiny_run import write_conversations
 from toys import TableTarget
@@ -257,7 +257,7 @@ def test_every_command_of_the_guides_is_known():
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
     page = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
     for name, entry in COMMANDS.items():
-        assert f"| `stree {name}` | `{entry.script}` | {entry.summary} |" in page
+        assert f"| `stree {name}` | `{script_of(entry)}` | {entry.summary} |" in page
 
 
 @pytest.fixture(scope="module")
@@ -295,8 +295,9 @@ def test_a_command_line_that_fails_when_typed_is_found(line):
 def test_scripts_named_beside_commands_run_when_called(monkeypatch):
     """A script without a call of its main would end silently."""
     for entry in COMMANDS.values():
-        source = (REPOSITORY / entry.script).read_text(encoding="utf-8")
-        assert '\nif __name__ == "__main__":\n' in source, entry.script
+        script = script_of(entry)
+        source = (REPOSITORY / script).read_text(encoding="utf-8")
+        assert '\nif __name__ == "__main__":\n' in source, script
 
 
 @pytest.mark.parametrize("target", ["quickstart", "chat"])

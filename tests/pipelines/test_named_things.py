@@ -27,7 +27,6 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 OPTION = re.compile(r"`[^`\n]*?(?<![\w-])--(?!trainer\.)([a-z]\w*(?:\.\w+)*)")
 # Names of a reader's files and of a run's
 OWN = ("mine", "RUN/", "tree.yaml", "trees/", "samples/", "build/", "gate/")
-PROG = re.compile(r'(?:Plain|Command)Parser\(\s*"([^"]+)"')
 
 
 @cache
@@ -124,13 +123,6 @@ def test_commands_and_options_that_pages_name_exist():
             assert target in targets, (name, target)
         for option in OPTION.findall(text):
             assert option.split(".")[-1] in words_of_code(), (name, option)
-
-
-def test_a_command_s_usage_has_its_script_s_name():
-    for name in tracked():
-        if name.startswith("pipelines/") and name.endswith(".py"):
-            for prog in PROG.findall((REPOSITORY / name).read_text(encoding="utf-8")):
-                assert prog == Path(name).name, name
 
 
 def test_a_file_that_is_gone_is_found(tmp_path):

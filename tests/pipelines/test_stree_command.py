@@ -19,7 +19,7 @@ from tiny_run import make_workspace
 import stree
 from stree.__main__ import COMMANDS, main
 from stree.common.errors import UsageError, exit_with_reason
-from stree_pipelines.console.command_line import typed_as, typed_command
+from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.result_store import ResultStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_every_command_but_the_benchmarks_is_there():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_s_help_and_errors_call_it_by_the_name_that_was_typed(name, capsys):
+def test_a_command_s_help_and_errors_call_it_by_its_name(name, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])
     assert stopped.value.code == 0
@@ -105,11 +105,7 @@ def test_help_version_and_what_there_is_not(capsys):
 )
 def test_what_to_type_again_is_what_was_typed(started, typed, monkeypatch):
     monkeypatch.setattr(sys, "argv", [started, "fit"])
-    if "stree" in typed:
-        with typed_as("stree distil", {}):
-            assert typed_command() == typed
-    else:
-        assert typed_command() == typed
+    assert typed_command() == typed
 
 
 def test_the_version_stands_in_one_place():

@@ -72,6 +72,12 @@ class Command:
         return importlib.import_module(f"{package}.{script.stem}").main
 
 
+def script_of(entry: stree.__main__.Entry) -> str:
+    """Return the path of the file that runs a command of `stree` in a clone."""
+    path = f"{entry.package}.{entry.module}".replace(".", "/")
+    return f"pipelines/{path.removeprefix('stree_pipelines/commands/')}.py"
+
+
 def run_by(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the script of this project that a command runs, and its arguments.
 

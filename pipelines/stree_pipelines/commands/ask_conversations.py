@@ -1,11 +1,11 @@
 """Write users' questions from held-out conversations as prompts for --benchmarks.
 
-python pipelines/ask_conversations.py data/python-docs/valid.jsonl \\
+stree ask data/python-docs/valid.jsonl \\
     --source python-docs/unittest --out data/unittest.jsonl
 
 A later turn is asked after the model's own earlier answers.
 
-python pipelines/ask_conversations.py data/python-docs/valid.jsonl \\
+stree ask data/python-docs/valid.jsonl \\
     --out data/long.jsonl --lengths 0 1024 2048 4096 \\
     --tokenizer checkpoints/python-docs-hybrid --limit 8 --turns 1
 
@@ -30,7 +30,7 @@ from stree_pipelines.evaluation.context import describe_code
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = PlainParser("ask_conversations.py", description=__doc__)
+    parser = PlainParser("stree ask", description=__doc__)
     add = parser.add_argument
     add("conversations", help="ShareGPT file, JSONL or JSONL.gz, of rows that name their source")
     add("--out", required=True, help="JSONL file of prompts to write; of --lengths, OUT-LENGTH")

@@ -1,6 +1,6 @@
 """Benchmark a drafter checkpoint against a baseline; exit with 70 when it is worse beyond noise.
 
-    python pipelines/benchmark_checkpoint.py runs/new/drafter/latest \\
+    stree gate runs/new/drafter/latest \\
       --baseline baselines/main --target T --benchmarks gsm8k mt_bench --out gate \\
       --fail_below acceptance_length=-3% gsm8k.speedup=-5% \\
       depth_accept_rates[1]=-5%
@@ -29,14 +29,14 @@ from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import settings_of
 
 EXAMPLE = (
-    "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "
-    "--fail_below acceptance_length=-3% speedup=-5% --out gate"
+    "stree gate runs/new/drafter/latest --baseline runs/old/drafter/latest --target T --fail_below "
+    "acceptance_length=-3% speedup=-5% --out gate"
 )
 
 
 def build_parser() -> CommandParser:
     """Make the parser; options of the measurement are eval_spec.py's, whose YAML files it reads."""
-    parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
+    parser = CommandParser("stree gate", description=__doc__)
     parser.example = EXAMPLE
     add = parser.add_argument
     add("checkpoint", type=str, help=f"drafter to judge: {DRAFTERS}")

@@ -1,6 +1,6 @@
 """Chat with a target in the terminal, and see what its drafter saves.
 
-    python pipelines/chat.py checkpoints/python-docs-hybrid \\
+    stree chat checkpoints/python-docs-hybrid \\
         --drafter runs/quickstart/drafter/latest --repetition_penalty 1.2
 
 Answers come as they are made, with drafts that the target accepted in colour; τ and tokens/s stand
@@ -198,7 +198,7 @@ def typed_lines(console: Console) -> Iterator[str]:
 
 
 def build_parser() -> PlainParser:
-    parser = PlainParser("chat.py", description=__doc__)
+    parser = PlainParser("stree chat", description=__doc__)
     add = parser.add_argument
     add_pair(parser)
     add("--temperature", type=float, default=0.0, help="0 is greedy")

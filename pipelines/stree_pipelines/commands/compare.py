@@ -1,7 +1,7 @@
 """Compare drafters, trees and verifiers on one target, interleaved prompt by prompt.
 
-python pipelines/compare.py configs/compare/quickstart.yaml
-python pipelines/compare.py configs/compare/quickstart.yaml --limit 2 --max_new_tokens 16 --out try
+stree compare configs/compare/quickstart.yaml
+stree compare configs/compare/quickstart.yaml --limit 2 --max_new_tokens 16 --out try
 
 The file holds options of eval_spec.py and `arms`, each a name, a drafter (default: the file's), a
 tree (chain-tuned: the fastest of chain-1 to chain-6 there; A or B: chosen step by step, by measured
@@ -27,7 +27,7 @@ from stree_pipelines.reports.rendering import markdown_page
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = PlainParser("compare.py", description=__doc__)
+    parser = PlainParser("stree compare", description=__doc__)
     add = parser.add_argument
     add("config", help="YAML file of options and arms")
     add("--out", help="folder of the rows and the pages (default: the file's `out`)")

@@ -37,7 +37,7 @@ def unpack_corpus(out_dir: str | Path) -> dict[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = PlainParser("corpus.py", description="Unpack the embedded corpus of Python's docs.")
+    parser = PlainParser("stree corpus", description="Unpack the embedded corpus of Python's docs.")
     parser.add_argument("out", help="folder for train.jsonl, valid.jsonl and prompts.jsonl")
     options = parser.parse_args(arguments)
     rows = unpack_corpus(options.out)

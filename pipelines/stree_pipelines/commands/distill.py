@@ -1,6 +1,6 @@
 """Distil a drafter from a frozen target.
 
-    python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
+    stree distil fit --config configs/distill/quickstart.yaml \\
         --run_dir runs/quickstart
 
 Any key of the YAML can be overridden: --trainer.max_steps 200 --model.optimizer.lr 3e-4. The same
@@ -37,6 +37,7 @@ from stree_pipelines.training.run.parser import TrainingParser
 class DistillCLI(TrainingCLI):
     """Command whose data has the target's tokenizer, and whose exports are drafters."""
 
+    program = "stree distil"
     description = (
         "Distil a drafter from a frozen target; the same command goes on where it stopped."
     )

@@ -1,6 +1,6 @@
 """Say what works on this machine, and what to do about what does not.
 
-    python pipelines/doctor.py --target checkpoints/python-docs-hybrid
+    stree doctor --target checkpoints/python-docs-hybrid
 
 With --target it also plans how that model is loaded, so that a missing or misshapen weight shows
 before a run. Ends with 0 when all needed parts work: PyTorch, disk and (with --target) memory
@@ -58,7 +58,7 @@ def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> lis
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = PlainParser("doctor.py", description=(__doc__ or "").splitlines()[0])
+    parser = PlainParser("stree doctor", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--target", help="target folder: is there memory and disk for distilling from it?")
     add("--run_dir", default="runs", help="where runs are to be kept (default: runs)")

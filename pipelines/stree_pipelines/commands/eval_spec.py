@@ -2,10 +2,10 @@
 
 All exports of a run, chosen checkpoints, prompts split over GPUs, two CPU processes:
 
-    python pipelines/eval_spec.py --run runs/quickstart
-    python pipelines/eval_spec.py --target T --checkpoint A B --out eval
-    accelerate launch pipelines/eval_spec.py --run runs/quickstart
-    torchrun --nproc-per-node 2 -- pipelines/eval_spec.py --run runs/quickstart
+    stree eval --run runs/quickstart
+    stree eval --target T --checkpoint A B --out eval
+    accelerate launch -m stree eval --run runs/quickstart
+    torchrun --nproc-per-node 2 -m -- stree eval --run runs/quickstart
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stree_pipelines.evaluation.plan import resolve
 
 def build_parser() -> CommandParser:
     """Make the parser; each option is also a key of the YAML file given with --config."""
-    parser = CommandParser("eval_spec.py", description=__doc__)
+    parser = CommandParser("stree eval", description=__doc__)
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")

@@ -1,13 +1,13 @@
 """Fetch MT-Bench, HumanEval, GSM8K and Spec-Bench from their public homes, for --benchmarks.
 
-python pipelines/fetch_benchmarks.py                 # all of them
-python pipelines/fetch_benchmarks.py mt_bench gsm8k  # these
+stree fetch                 # all of them
+stree fetch mt_bench gsm8k  # these
 
 Alpaca, XSum, CNN/DailyMail, C4, OpenWebText and LongBench are data sets, of which the first rows
 become prompts:
 
-python pipelines/fetch_benchmarks.py xsum cnn_dailymail alpaca
-python pipelines/fetch_benchmarks.py longbench_single --rows LongBench/data \\
+stree fetch xsum cnn_dailymail alpaca
+stree fetch longbench_single --rows LongBench/data \\
     --lengths 1024 2048 4096 8192 --tokenizer checkpoints/python-docs-hybrid
 
 With --lengths documents are cut, and the files are called longbench_single-1024 and so on.
@@ -112,7 +112,7 @@ def make(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = PlainParser("fetch_benchmarks.py", description=__doc__)
+    parser = PlainParser("stree fetch", description=__doc__)
     add_option = parser.add_argument
     add_option("names", nargs="*", default=list(SOURCES),
         help=f"of {', '.join((*SOURCES, *TEXT_SOURCES))}; default: the first {len(SOURCES)}")

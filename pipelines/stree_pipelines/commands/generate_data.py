@@ -1,9 +1,9 @@
 """Let a target answer prompts itself: text of the kind that a drafter meets when it drafts.
 
-    python pipelines/generate_data.py --target checkpoints/python-docs-hybrid \\
+    stree answers --target checkpoints/python-docs-hybrid \\
         --drafter runs/quickstart/drafter/latest --prompts data/python-docs/train.jsonl \\
         --samples 2 --temperatures 0 1 --out data/own
-    python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
+    stree distil fit --config configs/distill/quickstart.yaml \\
         --data.train data/own --run_dir runs/own
 
 The drafter speeds the target up and does not change its answers. The same command again goes on
@@ -59,7 +59,7 @@ HOW_TO_NEED_LESS_MEMORY = "lower --num_rows or --max_length, or use --dtype bflo
 
 def build_parser() -> CommandParser:
     """Make the parser; each option is also a key of the YAML file given with --config."""
-    parser = CommandParser("generate_data.py", description=__doc__)
+    parser = CommandParser("stree answers", description=__doc__)
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--target", type=str, required=True, help="folder of the target")

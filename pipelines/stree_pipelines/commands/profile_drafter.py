@@ -1,7 +1,7 @@
 """Give a run's exported drafters their measured profile and a model card.
 
-python pipelines/profile_drafter.py runs/quickstart
-python pipelines/profile_drafter.py runs/quickstart/compare --drafter runs/quickstart/drafter/latest
+stree profile runs/quickstart
+stree profile runs/quickstart/compare --drafter runs/quickstart/drafter/latest
 `stree.load` decodes with the tree that speculation_profile.json recommends; README.md is the card.
 Weights and result rows stay as they are; run it again after another evaluation.
 """
@@ -59,7 +59,7 @@ def write_profile(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = CommandParser("profile_drafter.py", description=__doc__)
+    parser = CommandParser("stree profile", description=__doc__)
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's or a comparison's folder")
     add("--drafter", type=str, nargs="+", default=[],

@@ -1,8 +1,8 @@
 """Write a run's report, or that of several runs together; print its tables.
 
-    python pipelines/report.py runs/quickstart
-    python pipelines/report.py runs/quickstart --records --out docs/results/cpu-quickstart
-    python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0 --names KL LK --out runs/losses
+    stree report runs/quickstart
+    stree report runs/quickstart --records --out docs/results/cpu-quickstart
+    stree report runs/kl-s0 runs/kl-s1 runs/lk-s0 --names KL LK --out runs/losses
 
 Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; for
 several runs speed_vs_step (.svg, .pdf) in place of lossless.md. Runs whose configs differ by the
@@ -177,7 +177,7 @@ def _summary(findings: Findings, notes: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = CommandParser("report.py", description=__doc__)
+    parser = CommandParser("stree report", description=__doc__)
     add = parser.add_argument
     add("run", type=str, nargs="+", help="run folders, or evaluations' folders")
     add("--out", type=str | None, help="where to write (default: the run folder; of several, "

@@ -1,6 +1,6 @@
 """Serve a target and its drafter behind OpenAI's API.
 
-    python pipelines/serve.py checkpoints/python-docs-hybrid \\
+    stree serve checkpoints/python-docs-hybrid \\
         --drafter runs/quickstart/drafter/latest --port 8000
 
 Applications, OpenAI's clients, lm-eval and load generators reach it at http://127.0.0.1:8000/v1;
@@ -52,7 +52,7 @@ STOP_S = 10.0  # after which an engine's process that does not end is killed
 
 
 def build_parser() -> PlainParser:
-    parser = PlainParser("serve.py", description=__doc__)
+    parser = PlainParser("stree serve", description=__doc__)
     add = parser.add_argument
     add_pair(parser)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")

@@ -1,8 +1,8 @@
 """Suggest the static tree with the longest expected acceptance, or the fastest one.
 
-    python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml
-    python pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml
-    python pipelines/eval_spec.py --run runs/quickstart --tree tree.yaml   # measures it
+    stree tree runs/quickstart --nodes 16 --out tree.yaml
+    stree tree runs/quickstart --fastest --out tree.yaml
+    stree eval --run runs/quickstart --tree tree.yaml   # measures it
 
 Acceptance rates and step times come from the rows of the drafter that was distilled longest. With
 --fastest the fastest tree of each number of levels is printed, too; --out_levels writes them into a
@@ -58,7 +58,7 @@ def to_yaml(suggestion: SuggestedTree, name: str | None = None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = CommandParser("suggest_tree.py", description=__doc__)
+    parser = CommandParser("stree tree", description=__doc__)
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's folder")
     add("--nodes", type=int | None,

@@ -1,6 +1,6 @@
 """Train a hybrid target from scratch, with a tokenizer of its own if wanted.
 
-    python pipelines/train_target.py fit --config configs/target/python-docs.yaml \\
+    stree train fit --config configs/target/python-docs.yaml \\
         --run_dir runs/python-docs-hybrid
 
 RUN/target/latest is the target in the MambaInLlama layout. The same command again goes on where the
@@ -33,6 +33,7 @@ class TargetCLI(TrainingCLI):
     """Command whose exports are targets; with `tokenizer.vocab_size` it trains the tokenizer
     first."""
 
+    program = "stree train"
     description = "Train a hybrid target; the same command goes on where it stopped."
     export_folder = "target"
     evaluates = False

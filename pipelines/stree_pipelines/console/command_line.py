@@ -14,11 +14,10 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
@@ -51,34 +50,8 @@ WIDTH_LEFT_FREE = 2  # characters at the right, by argparse
 SUBCOMMAND = "fit"  # the only one
 
 
-class _Typed(NamedTuple):
-    program: str
-    programs: Mapping[str, str]
-
-
-_typed: ContextVar[_Typed | None] = ContextVar("typed", default=None)
 # The YAML file that an option comes from, by its dotted name, while a command line is parsed
 _file_of_key: ContextVar[Mapping[str, str] | None] = ContextVar("file_of_key", default=None)
-
-
-@contextmanager
-def typed_as(program: str, programs: Mapping[str, str]) -> Iterator[None]:
-    """Call commands by other names than their scripts' in help and errors inside the block.
-
-    program: the name of the command that runs, such as "stree eval".
-    programs: such names by the scripts' paths, such as "pipelines/eval_spec.py".
-    """
-    token = _typed.set(_Typed(program, programs))
-    try:
-        yield
-    finally:
-        _typed.reset(token)
-
-
-def program_name() -> str:
-    """Return the command as it is called: "distill.py", or "stree distil"."""
-    typed = _typed.get()
-    return Path(sys.argv[0]).name if typed is None else typed.program
 
 
 def typed_command() -> str:
@@ -86,9 +59,9 @@ def typed_command() -> str:
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return shlex.join(["python", "-m", started.parent.name, *sys.argv[1:]])
-    if _typed.get() is not None:
-        return shlex.join([started.name, *sys.argv[1:]])
-    return shlex.join(["python", *sys.argv])
+    if started.suffix == ".py":
+        return shlex.join(["python", *sys.argv])
+    return shlex.join([started.name, *sys.argv[1:]])
 
 
 def input_path(name: str) -> str:
@@ -101,21 +74,6 @@ def input_path(name: str) -> str:
     shipped = os.path.join(SHIPPED_ROOT, name)
     is_path = os.path.dirname(name) != ""
     return shipped if is_path and not os.path.exists(name) and os.path.exists(shipped) else name
-
-
-def _with_programs(text: str, programs: Mapping[str, str]) -> str:
-    """Replace the scripts in command lines by other programs' names.
-
-    A launcher starts no console script, but `-m` of its package.
-    """
-    for script, program in programs.items():
-        text = re.sub(rf"python {script}", program, text)
-        text = re.sub(
-            rf"^( *(?:accelerate|torchrun) .*?)(-- )?{script}", rf"\1-m \g<2>{program}", text,
-            flags=re.MULTILINE,
-        )
-        text = text.replace(script, program)
-    return text
 
 
 class OneLineErrors:
@@ -132,11 +90,6 @@ class OneLineErrors:
     _actions: list[argparse.Action]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        typed = _typed.get()
-        if typed is not None and (arguments or "prog" not in options):
-            arguments, options = arguments[1:], {**options, "prog": typed.program}
-            if options.get("description"):
-                options["description"] = _with_programs(options["description"], typed.programs)
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def parse_args(self, *arguments: Any, **options: Any) -> Any:

@@ -41,7 +41,7 @@ def show_mask(
 def main(arguments: list[str] | None = None) -> None:
     from stree.checkpoints.tokenizer import load_tokenizer
 
-    parser = PlainParser("loss_mask.py", description="Print conversations with their loss mask.")
+    parser = PlainParser("stree mask", description="Print conversations with their loss mask.")
     parser.add_argument("data", help="JSONL(.gz), Parquet or a datasets name")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer")
     parser.add_argument("--template", help="name, .jinja file or text; default: the tokenizer's")

@@ -86,7 +86,7 @@ def texts_of(source: str, limit: int | None = None) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = PlainParser(
-        "tokenizer_training.py", description="Train a byte-level BPE tokenizer on conversations."
+        "stree tokenizer", description="Train a byte-level BPE tokenizer on conversations."
     )
     parser.add_argument("out", help="folder to write")
     parser.add_argument("--data", required=True, nargs="+",

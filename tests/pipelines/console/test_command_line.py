@@ -248,7 +248,7 @@ def test_what_is_missing_is_named(capsys):
     line = told(distill.main, ["fit", "--run_dir", "r", "--model.target", "t"], capsys)
     assert "error: data.train is missing" in line
     assert "--run_dir is missing" in told(distill.main, ["fit", "--config", QUICKSTART], capsys)
-    assert "error: run is missing; see report.py --help" in told(report.main, [], capsys)
+    assert "error: run is missing; see stree report --help" in told(report.main, [], capsys)
     line = told(profile_drafter.main, ["r", "too", "many"], capsys)
     assert "error: 'too' is one argument too many" in line
 
@@ -278,8 +278,8 @@ def test_an_option_is_also_spelt_with_dashes(kind):
 def test_a_gate_without_thresholds_is_told_by_an_example_that_is_one(capsys):
     arguments = [each for each in GATE if "fail_below" not in each and "=" not in each]
     line = told(benchmark_checkpoint.main, arguments, capsys)
-    assert "error: fail_below is missing, as in: benchmark_checkpoint.py " in line
-    example = line.partition("benchmark_checkpoint.py ")[2].partition(";")[0].split()
+    assert "error: fail_below is missing, as in: stree gate " in line
+    example = line.partition("stree gate ")[2].partition(";")[0].split()
     options = benchmark_checkpoint.build_parser().parse_args(example)
     assert all(map(gate.Threshold.parse, options.fail_below))
 

@@ -27,7 +27,7 @@ from stree.common.errors import (
 )
 from stree.common.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.common.words import counted
-from stree_pipelines.console.command_line import SUBCOMMAND, input_path, program_name
+from stree_pipelines.console.command_line import SUBCOMMAND, input_path
 from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.evaluation.context import describe_code
@@ -72,6 +72,7 @@ SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
 class TrainingCLI(LightningCLI):
     """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
 
+    program: str
     description = "Train in a run folder that the same command resumes."
     usage = f"{SUBCOMMAND} --config FILE --run_dir FOLDER"
     export_folder = "drafter"
@@ -95,7 +96,7 @@ class TrainingCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_class=TrainingParser,
-            parser_kwargs={SUBCOMMAND: texts},
+            parser_kwargs={"prog": self.program, SUBCOMMAND: texts},
             args=args,
         )
 
@@ -128,7 +129,7 @@ class TrainingCLI(LightningCLI):
 
     @property
     def _synopsis(self) -> str:
-        return f"{program_name()} {self.usage}"
+        return f"{self.program} {self.usage}"
 
     def add_arguments_to_parser(self, parser: TrainingParser) -> None:
         self._add_own_options(parser)
@@ -310,7 +311,7 @@ class TrainingCLI(LightningCLI):
         except (MisconfigurationException, ValueError) as error:
             raise UsageError(
                 f"trainer: {error}; see trainer.accelerator, trainer.devices and "
-                "trainer.strategy (python pipelines/doctor.py says what is here)"
+                "trainer.strategy (stree doctor says what is here)"
             ) from error
 
     def before_fit(self) -> None:
