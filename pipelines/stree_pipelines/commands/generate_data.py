@@ -48,10 +48,9 @@ from stree_pipelines.evaluation.sampling import OFF, sampling_of
 from stree_pipelines.resources.disk import disk_shortage, require_disk, require_writable
 from stree_pipelines.resources.estimates import (
     MemoryEstimate,
-    cache_bytes,
-    head_in_8_bits_bytes,
-    held_bytes,
+    decoding_memory,
     model_line,
+    models_of,
 )
 
 HOW_TO_NEED_LESS_MEMORY = "lower --num_rows or --max_length, or use --dtype bfloat16"
@@ -252,26 +251,18 @@ def describe(
 ) -> None:
     """Print the memory and disk it takes; raises CannotWrite or OutOfMemory when there is too
     little."""
-    tree_policy = generation.tree_policy
-    nodes = tree_policy.largest.num_nodes
-    drafter = DrafterName.parse(options["drafter"] or "ngram")
-    models = {"target": load_config(options["target"])}
-    if (config := drafter.config(options["target"])) is not None:
-        models["drafter"] = config
-    parts: dict[str, int] = {}
-    for name, config in models.items():
-        print(model_line(name, config))
-        in_8_bits = name == "target" and bool(options["target_dtype"])
-        parts[name] = held_bytes(config, dtype, in_8_bits)
-        rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
-        parts[f"{name}'s caches"] = rows
-    if drafter.float8:
-        parts["head in 8 bits"] = head_in_8_bits_bytes(
-            models["target" if drafter.mtp else "drafter"]
-        )
+    target = load_config(options["target"])
+    drafters = models_of([DrafterName.parse(options["drafter"] or "ngram")], options["target"])
+    print(model_line("target", target))
+    for config in drafters.values():
+        print(model_line("drafter", config))
+    trees = {"drafting": generation.tree_policy.largest.num_nodes}
     if options["drafter"] and options["compare"]:
-        plain = cache_bytes(models["target"], options["max_length"], 1, dtype)
-        parts["plain decoding's caches"] = plain * options["num_rows"]
+        trees["plain"] = 1
+    parts = decoding_memory(
+        target, drafters, dtype, options["max_length"], trees, options["num_rows"],
+        in_8_bits=bool(options["target_dtype"]),
+    )
     memory = MemoryEstimate(parts, on_cuda)
     print(memory)
     print(require_disk(options["out"], generation.disk()), flush=True)

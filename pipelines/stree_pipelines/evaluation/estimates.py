@@ -23,9 +23,9 @@ from stree_pipelines.resources.estimates import (
     cache_bytes,
     config_lines,
     decoding_memory,
-    head_in_8_bits_bytes,
+    largest_of,
     model_line,
-    num_parameters,
+    models_of,
 )
 
 # Bytes per token of an answer and entry of the vocabulary: both models' in fp32, and temporaries
@@ -198,29 +198,19 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
     target = load_config(settings.target)
     # A folder's model is loaded again for another name, such as FOLDER+ngram
     names = [each.name for each in dict.fromkeys(job.drafter for job in jobs if job.drafter)]
-    models = [(name, name.config(settings.target)) for name in names]
-    drafters = [(name, config) for name, config in models if config is not None]
-    configs = [config for _, config in drafters]
-    largest = max(configs, key=lambda config: config.d_model * config.num_layers, default=None)
+    drafters = models_of(names, settings.target)
     methods = {job.decoder_key[1]: job for job in jobs}
     trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in methods.items()}
     parts = decoding_memory(
-        target, largest, decoders.dtype, decoders.max_length, trees, settings.batch_size,
+        target, drafters, decoders.dtype, decoders.max_length, trees, settings.batch_size,
         in_8_bits=bool(settings.target_dtype),
     )
-    if len(configs) > 1:
-        weights = sum(num_parameters(config) for config in configs)
-        parts["drafters"] = decoders.dtype.itemsize * weights
-        del parts["drafter"]
-    heads = [target if name.mtp else config for name, config in drafters if name.float8]
-    if heads:
-        parts["heads in 8 bits"] = sum(map(head_in_8_bits_bytes, heads))
 
     def of_caches(*configs: HybridConfig) -> int:
         sizes = (cache_bytes(each, decoders.max_length, 1, decoders.dtype) for each in configs)
         return sum(sizes)
 
-    both = [target, *([largest] if largest else [])]
+    both = [target, *largest_of(drafters)]
     if decoders.num_prefixes:
         drafting = both[1:] * (len(trees) - (AUTOREGRESSIVE in trees))
         prefixes = of_caches(*[target] * len(trees), *drafting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stree.common.device_memory import free_memory_bytes
 from stree.common.errors import OutOfMemory
 from stree.common.words import counted, size
+from stree.drafters.names import DrafterName
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.in_8_bits import put_in_8_bits
@@ -56,11 +57,6 @@ def checkpoint_bytes(config: HybridConfig, optimizer: OptimizerKind = "adamw") -
         weight.numel() * (1 + num_moments(name, weight, optimizer))
         for name, weight in _without_data(config).named_parameters()
     )
-
-
-def head_in_8_bits_bytes(config: HybridConfig) -> int:
-    """Count the bytes of the head's 8-bit copy, without its scales."""
-    return config.head_size * (config.head_rank or config.d_model)
 
 
 def activation_bytes(
@@ -182,23 +178,40 @@ def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
 
 
 def decoding_memory(
-    target: HybridConfig, drafter: HybridConfig | None, dtype: torch.dtype, max_length: int,
-    trees: Mapping[str, int], num_rows: int = 1, in_8_bits: bool = False,
+    target: HybridConfig, drafters: Mapping[DrafterName, HybridConfig], dtype: torch.dtype,
+    max_length: int, trees: Mapping[str, int], num_rows: int = 1, in_8_bits: bool = False,
 ) -> dict[str, int]:
-    """Estimate the bytes by part of an evaluation of `num_rows` sequences.
+    """Estimate the bytes by part of decoding `num_rows` sequences.
 
-    trees: nodes that each method verifies per call. in_8_bits: whether the target's products are.
+    drafters: models that draft, of which caches are there for one at a time. trees: nodes that each
+    method verifies per call. in_8_bits: whether the target's products are.
     """
     parts = {"target": held_bytes(target, dtype, in_8_bits)}
-    if drafter is not None:
-        parts["drafter"] = dtype.itemsize * num_parameters(drafter)
+    if drafters:
+        weights = dtype.itemsize * sum(map(num_parameters, drafters.values()))
+        parts["drafters" if len(drafters) > 1 else "drafter"] = weights
+    heads = [target if name.mtp else config for name, config in drafters.items() if name.float8]
+    if heads:
+        copies = (each.head_size * (each.head_rank or each.d_model) for each in heads)
+        parts["heads in 8 bits"] = sum(copies)  # without their scales
     parts["caches"] = 0
     for num_nodes in trees.values():
-        models = [target] if drafter is None or num_nodes == 1 else [target, drafter]
+        models = [target] if num_nodes == 1 else [target, *largest_of(drafters)]
         parts["caches"] += num_rows * sum(
             cache_bytes(each, max_length, num_nodes, dtype) for each in models
         )
     return parts
+
+
+def largest_of(drafters: Mapping[DrafterName, HybridConfig]) -> list[HybridConfig]:
+    """Return the config of the largest model that drafts; [] without one."""
+    return sorted(drafters.values(), key=lambda config: config.d_model * config.num_layers)[-1:]
+
+
+def models_of(names: Iterable[DrafterName], target: str) -> dict[DrafterName, HybridConfig]:
+    """Return the configs of the drafters that are models."""
+    found = {name: name.config(target) for name in names}
+    return {name: config for name, config in found.items() if config is not None}
 
 
 def cache_bytes(config: HybridConfig, max_length: int, max_nodes: int, dtype: torch.dtype) -> int:

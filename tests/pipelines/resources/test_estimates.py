@@ -18,6 +18,7 @@ from tiny_run import ARCHITECTURE
 
 from stree.checkpoints.load_save import save_model
 from stree.checkpoints.tokenizer import load_tokenizer
+from stree.drafters.names import DrafterName
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
@@ -196,7 +197,8 @@ def test_one_kind_of_layer_is_enough(layers):
     assert estimates._one_layer_bytes(config, (2, 48), "32-true") == alone
     assert live["activations"] == alone + 4 * config.num_layers * config.d_model * 2 * 48
     trees = {"vanilla": 5, "tree": 13}
-    assert estimates.decoding_memory(config, config, torch.float32, 100, trees)["caches"] > 0
+    drafters = {DrafterName.parse("drafter"): config}
+    assert estimates.decoding_memory(config, drafters, torch.float32, 100, trees)["caches"] > 0
 
 
 def test_of_a_hybrid_the_larger_layer_counts():

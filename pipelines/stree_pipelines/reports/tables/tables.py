@@ -374,10 +374,11 @@ def advise_among(
         reason = f"The fastest speculation, {_called(best)}, is {_times(cell)}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     if not _beats_plain(cell):
-        why = "the interval includes 1" if cell.interval("speedup") else "one prompt has no interval"
+        known = cell.interval("speedup") is not None
+        why = "the interval includes 1" if known else "one prompt has no interval"
+        reason = f"{outcome}: {why}, so it may be none. More prompts would tell; "
         return Advice(
-            plain, f"{outcome}: {why}, so it may be none. More prompts would tell; until then plain "
-            "decoding needs no drafter.", AUTOREGRESSIVE, best,
+            plain, f"{reason}until then plain decoding needs no drafter.", AUTOREGRESSIVE, best
         )
     ratios = {method: speed_ratio(cell, timed[method]) for method in others}
     alike = [m for m, (_, ends) in ratios.items() if ends and ends[0] <= 1 <= ends[1]]
