@@ -29,6 +29,10 @@ class StopRule:
 
         The reason is "" while generation goes on.
         """
+        if self.text is None and len(block) < self.left and self.eos_ids.isdisjoint(block):
+            self.tokens += block
+            self.left -= len(block)
+            return block, ""
         for index, token in enumerate(block):
             self.tokens.append(token)
             self.left -= 1

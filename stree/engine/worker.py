@@ -481,9 +481,11 @@ class Worker:
 
 def _row_report(told: list[Any], size: int) -> RowReport:
     """Return what a step's report tells of a row (`Step.verify`); size is M."""
-    finite, count, *values = told
-    tokens, nodes = (list(map(int, values[at:][: int(count)])) for at in (0, size))
-    depth, *scores = values[2 * size :]
-    width = len(scores) // size
-    each = [scores[at * width : (at + 1) * width] for at in range(int(count))] if width else []
-    return RowReport(int(finite), tokens, nodes, int(depth), each)
+    tokens_end, nodes_end = 2 + size, 2 + 2 * size
+    finite, count, depth = int(told[0]), int(told[1]), int(told[nodes_end])
+    tokens, nodes = told[2:tokens_end][:count], told[tokens_end:nodes_end][:count]
+    if len(told) == nodes_end + 1:  # no row wants log-probabilities, and all numbers are integers
+        return RowReport(finite, tokens, nodes, depth)
+    scores, width = told[nodes_end + 1 :], (len(told) - nodes_end - 1) // size
+    each = [scores[at * width : (at + 1) * width] for at in range(count)]
+    return RowReport(finite, list(map(int, tokens)), list(map(int, nodes)), depth, each)
