@@ -17,6 +17,7 @@ import glob
 import gzip
 import json
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,19 +145,26 @@ def read_archive(path: Path) -> dict[str, list[SampleRow]]:
 
 
 @contextmanager
-def locked(path: Path, on_wait: Callable[[], None], shared: bool = False) -> Iterator[None]:
+def locked(
+    path: Path, on_wait: Callable[[], None], shared: bool = False, patience_s: float = 0.0
+) -> Iterator[None]:
     """Hold a lock file, made with its folder where there is none, inside the block.
 
-    Waits until it is free, after calling `on_wait()`; a killed holder's lock is gone. A `shared`
-    lock keeps out those alone that do not share it. Raises CannotWrite when the disk refuses.
+    Waits until it is free, after calling `on_wait()` when it was not within `patience_s`; a killed
+    holder's lock is gone. A `shared` lock keeps out those alone that do not share it. Raises
+    CannotWrite when the disk refuses.
     """
     with reporting_refusals(path, codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115 (closed below)
     with file:
-        if not take_lock(file.fileno(), shared):
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        deadline = time.monotonic() + patience_s
+        while not take_lock(file.fileno(), shared):
+            if time.monotonic() >= deadline:
+                on_wait()
+                fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+                break
+            time.sleep(0.1)
         yield
 
 

@@ -10,24 +10,23 @@ import io
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.common.errors import BadData, CannotWrite, CheckpointRefused, UsageError
+from stree.common.errors import BadData, CheckpointRefused, UsageError
 from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
-from stree.common.locks import take_lock
 from stree.common.plain_data import parse_yaml, read_text
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.console.config_files import dotted
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
+from stree_pipelines.evaluation.result_store import LOCK_NAME, locked
 
 # Sections that a resumed run may not change: the curve would be of two different runs.
 FIXED_SECTIONS = ("seed_everything", "model", "data", "tokenizer")
@@ -46,7 +45,7 @@ FREE_OPTIONS = {
     "data": {"batch_size", "global_batch_size"},
     "model": {"target_placement", "activation_checkpointing"},
 }
-LOCK_NAME, LOCK_PATIENCE_S = ".lock", 10.0
+LOCK_PATIENCE_S = 10.0
 FILES_BEFORE_FIRST_STEP = {LOCK_NAME, "config.yaml", "command.json"}
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
@@ -72,30 +71,20 @@ def hash_of_config(config: Mapping[str, Any], global_batch_size: int) -> str:
     return config_hash({**fixed_config(config), "global_batch_size": global_batch_size})
 
 
-def take_run_folder(run_dir: Path) -> IO[str]:
-    """Create RUN and keep other trainings out of it for as long as the file returned is open.
+def take_run_folder(run_dir: Path) -> AbstractContextManager[None]:
+    """Create RUN and keep other trainings out of it inside the block.
 
     Waits a little, for the last process of a training that was just killed. Raises CannotWrite when
     the folder or disk refuses, and UsageError when another training has the folder.
     """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(
-            f"cannot make the run folder {run_dir}: {error.strerror}: choose another --run_dir"
-        ) from error
-    with reporting_refusals(run_dir / LOCK_NAME, codes=None):
-        file = open(run_dir / LOCK_NAME, "a", encoding="utf-8")  # noqa: SIM115 (the caller's)
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    while not take_lock(file.fileno()):
-        if time.monotonic() > deadline:
-            file.close()
-            raise UsageError(
-                f"another training is running in {run_dir}: wait for its end, or choose another "
-                "--run_dir"
-            )
-        time.sleep(0.1)
-    return file
+
+    def refuse() -> None:
+        raise UsageError(
+            f"another training is running in {run_dir}: wait for its end, or choose another "
+            "--run_dir"
+        )
+
+    return locked(run_dir / LOCK_NAME, refuse, patience_s=LOCK_PATIENCE_S)
 
 
 @contextmanager
