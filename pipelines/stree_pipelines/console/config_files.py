@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import TypeAdapter
 
 from stree.common.errors import UsageError
 from stree.common.plain_data import parse_yaml, read_text
@@ -124,18 +127,11 @@ def dotted(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    origin, inner = get_origin(kind) or kind, get_args(kind)
-    if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in inner)
-    if origin is Literal:
-        return value in inner
-    if origin in (list, tuple):
-        return isinstance(value, list | tuple) and (
-            not inner or all(_fits(each, inner[0]) for each in value)
-        )
-    if origin is float:
-        return type(value) in (int, float)
-    return type(value) is origin
+    try:
+        TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    except (TypeError, ValueError):  # a value that JSON does not have, or of another type
+        return False
+    return True
 
 
 def _in_words(kind: Any) -> str:
