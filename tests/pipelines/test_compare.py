@@ -376,6 +376,9 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
         "1.50× plain decoding [1.40, 1.60], τ 2.00 and 1.05× a chain [0.99, 1.10]: they can't be "
         "told apart, and a chain verifies fewer tokens.", "a chain", "tree",
     )
+    chains = place({"chain": (1.5, (1.4, 1.6)), "a chain": (1.4, (1.3, 1.5))}, done)
+    reason = report.verdict(chains).reason
+    assert reason.endswith("× a chain [0.99, 1.10]: they can't be told apart.")
 
 
 @pytest.mark.parametrize(

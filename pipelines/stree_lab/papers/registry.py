@@ -73,6 +73,17 @@ class Entry:
     def is_made(self) -> bool:
         return bool(self.title)
 
+    @property
+    def state(self) -> str:
+        """Return the word of the index for ours: it stands on its page, or it does not."""
+        if not self.is_made:
+            return "not made"
+        try:
+            self.made()
+        except NotFound:
+            return "no rows yet"
+        return "made"
+
     def made(self, folder: str | None = None) -> Made:
         """Make the table. Raises NotFound when it cannot be made, or its rows are not there."""
         if not self.is_made:
@@ -133,7 +144,7 @@ def pages() -> dict[str, str]:
     papers = "\n".join(f"- [{paper}]({page_of(paper)})" for paper in PAPERS)
     entries = "\n".join(
         f"| [`{entry.name}`]({page_of(paper)}) | {entry.what} "
-        f"| {'made' if entry.is_made else 'not made'} |"
+        f"| {entry.state} |"
         for paper, entries in PAPERS.items()
         for entry in entries
     )

@@ -390,7 +390,8 @@ def advise_among(
     if used != best:
         outcome = f"{_subject(used)} is {_times(timed[used])}. {outcome}"
     if alike:
-        end = ", and a chain verifies fewer tokens" if chains else ""
+        is_mixed = 0 < len(chains) <= len(alike)  # the fastest and those alike are not all chains
+        end = ", and a chain verifies fewer tokens" if is_mixed else ""
         outcome += f": they can't be told apart{end}"
     return Advice(f"Use the {_noun(used)}{in_batches(batch_size)}", f"{outcome}.", used, best)
 
