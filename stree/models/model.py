@@ -94,7 +94,6 @@ class HybridModel(nn.Module):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
-        self.config = config
         self.model = Backbone(config)
         if config.head_rank:
             self.head_down = nn.Linear(config.d_model, config.head_rank, bias=False)
@@ -109,6 +108,15 @@ class HybridModel(nn.Module):
         self.tokens_sha256: str | None = None  # known for a checkpoint with a manifest
         if self.device.type != "meta":
             initialise(self, config.num_layers)
+
+    @property
+    def config(self) -> HybridConfig:
+        """Config of the head and the backbone; both follow another one that is set."""
+        return self.model.config
+
+    @config.setter
+    def config(self, config: HybridConfig) -> None:
+        self.model.config = config
 
     @property
     def is_in_8_bits(self) -> bool:

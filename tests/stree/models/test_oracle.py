@@ -168,3 +168,16 @@ def test_the_oracle_notices(part):
     )
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(model(tokens[None])[0], wanted, 1e-3)
+
+
+@torch.no_grad()
+def test_a_config_set_later_holds_in_every_pass():
+    """Whole sequences, prompts and trees rotate alike, as the config says that was set last."""
+    model = random_model(CONFIGS["half-attention"])
+    model.config = model.config.replace(rope_theta=2000.0)
+    tokens, tree = torch.arange(12), TokenTree.chain(2)
+    wanted = oracle.logits_of_sequence(model.config, weights_of(model), tokens)
+    assert_close(model(tokens[None])[0], wanted, 1e-9)
+    cache = model.new_cache(max_length=16, max_nodes=tree.num_nodes)
+    assert_close(model.prefill(tokens[None, :9], cache)[0], wanted[8], 1e-9)
+    assert_close(model.tree_forward(tokens[None, 9:], tree, cache)[0], wanted[9:], 1e-9)
