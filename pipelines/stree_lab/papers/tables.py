@@ -75,7 +75,9 @@ def with_notes(made: Made, folder: Path) -> Made:
     measured = {row.samples: row for row in store.results()}
     samples = {row.samples: store.samples(measured[row.samples]) for row in made.results}
     every = [sample for rows in samples.values() for sample in rows]
-    note = " ".join([*endings({"": every}), *marks(samples)])
+    # Cells of these tables have no marks
+    reasons = (each.removeprefix("Marked: ") for each in marks(samples))
+    note = " ".join([*endings({"": every}), *(each[0].upper() + each[1:] for each in reasons)])
     if _waited(measured.values()):
         note += f" {WAITED_NOTE}"
     return replace(made, table=replace(made.table, note=note))

@@ -409,6 +409,7 @@ def test_the_pages_are_what_the_command_writes(tmp_path):
         for folder in (tmp_path / "made", REPOSITORY / "docs/paper-tables")
     )
     assert committed == made, "python pipelines/stree_lab/paper_tables.py --pages docs/paper-tables"
+    assert "Marked:" not in "".join(made.values()), "no cell of these tables has a mark"
 
 
 def test_a_drafter_of_another_tokenizer_is_beside_the_papers(capsys):
