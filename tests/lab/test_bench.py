@@ -100,8 +100,7 @@ def test_kernels_are_timed_beside_their_twins(monkeypatch):
 def test_a_peak_counts_what_a_call_adds(monkeypatch):
     """A field has the held bytes and the most that the second call has beyond those before it."""
     assert timing.peak_field("peak_bytes", lambda: pytest.fail("not counted"), CPU, 10) == {}
-    counted = {"memory_allocated": 30, "max_memory_allocated": 75}
-    ran = []
+    counted, ran = {"memory_allocated": 30, "max_memory_allocated": 75}, []
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: ran.append("reset"))
