@@ -30,6 +30,7 @@ class Acceptance:
     def __init__(self, trees: Sequence[StepTree]) -> None:
         self.trees, self.num_new = trees, 0
         self.rates = AcceptanceRates()
+        self._fixed = tuple(tree.shape for tree in trees if not tree.grows)
         self._dynamic_rates: dict[Any, DynamicAcceptanceRates] = {}
         dynamic = [tree for tree in trees if tree.grows]
         for key in dict.fromkeys(tree.alike for tree in dynamic):
@@ -56,9 +57,10 @@ class Acceptance:
         self.num_new = 0
         for rates in self._dynamic_rates.values():
             rates.revise()
+        fixed = dict(zip(self._fixed, self.rates.expected_tokens(self._fixed), strict=True))
         return {
             tree: self._dynamic_rates[tree.alike].expected_tokens(tree)
-            if tree.grows else self.rates.expected_tokens(tree.shape)
+            if tree.grows else fixed[tree.shape]
             for tree in self.trees
         }
 
@@ -98,9 +100,11 @@ class AcceptanceRates:
         if self._ended:
             self._rates.clear()
         for (tree, end), weight in self._ended.items():
-            for place, accepted in _verdicts(tree, end):
+            tried, accepted = _verdicts(tree, end)
+            for place in tried:
                 self._tried[place] += weight
-                self._accepted[place] += weight * accepted
+            for place in accepted:
+                self._accepted[place] += weight
         self._ended.clear()
 
     def rate(self, depth: int, rank: int) -> float:
@@ -121,25 +125,53 @@ class AcceptanceRates:
         rate = self._rates[depth, rank] = accepted / (self._tried[depth, rank] + weight)
         return rate
 
-    def expected_tokens(self, tree: TokenTree) -> float:
-        """Return the expected tokens of a step: accepted drafts and the bonus token."""
+    def expected_tokens(self, trees: tuple[TokenTree, ...]) -> list[float]:
+        """Return the expected tokens of a step with each tree: accepted drafts and the bonus token.
+
+        Paths that trees have in common are computed once.
+        """
         self._work_in()
-        reached = [1.0] * tree.num_nodes
-        for node, children in enumerate(tree.children):
-            for rank, child in enumerate(children):
-                reached[child] = reached[node] * self._rate(tree.depths[node], rank)
-        return sum(reached)
+        paths, paths_of = _paths(trees)
+        reached = [1.0]
+        for above, depth, rank in paths:
+            reached.append(reached[above] * self._rate(depth, rank))
+        return [sum(map(reached.__getitem__, numbers)) for numbers in paths_of]
 
 
 @lru_cache(4096)
-def _verdicts(tree: TokenTree, end: int) -> list[tuple[tuple[int, int], bool]]:
-    """Return depth, rank and acceptance of each child of the path from the root to a node."""
+def _verdicts(tree: TokenTree, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return depth and rank of each child of the path from the root to a node.
+
+    The second list has those of accepted children.
+    """
     path = [*tree.path_to(end), -1]
-    return [
+    verdicts = [
         ((depth, rank), each == child)
         for depth, (node, child) in enumerate(itertools.pairwise(path))
         for rank, each in enumerate(tree.children[node])
     ]
+    return [place for place, _ in verdicts], [place for place, accepted in verdicts if accepted]
+
+
+@lru_cache(64)
+def _paths(trees: tuple[TokenTree, ...]) -> tuple[list[tuple[int, int, int]], list[list[int]]]:
+    """Give each path of ranks from a root to a node of any tree a number; that to the root has 0.
+
+    The first list has the number of the path above, and depth and rank of the last child, of each
+    path from number 1 on. The second list has the numbers of the paths to each tree's nodes.
+    """
+    numbers: dict[tuple[int, int], int] = {}  # by the number of the path above, and rank
+    paths, paths_of = [], []
+    for tree in trees:
+        paths_of.append([0] * tree.num_nodes)
+        for node, children in enumerate(tree.children):
+            above = paths_of[-1][node]
+            for rank, child in enumerate(children):
+                if (above, rank) not in numbers:
+                    paths.append((above, tree.depths[node], rank))
+                    numbers[above, rank] = len(paths)
+                paths_of[-1][child] = numbers[above, rank]
+    return paths, paths_of
 
 
 class DynamicAcceptanceRates:
@@ -162,7 +194,7 @@ class DynamicAcceptanceRates:
         self._weight = 1.0
         self._trees = np.zeros(num_nodes + 1)  # by number of nodes
         self._accepted = np.zeros(num_nodes)
-        self._paths = [TokenTree.chain(each) for each in range(depth + 1)]
+        self._paths = tuple(TokenTree.chain(each) for each in range(depth + 1))
         self._going_on = AcceptanceRates()
         self._parts = self._parts_by_depth()
 
@@ -200,5 +232,5 @@ class DynamicAcceptanceRates:
 
     def _parts_by_depth(self) -> list[float]:
         """Return the expected drafts of trees of each depth as a share of the deepest tree's."""
-        drafts = [self._going_on.expected_tokens(each) - 1 for each in self._paths]
+        drafts = [each - 1 for each in self._going_on.expected_tokens(self._paths)]
         return [each / drafts[-1] for each in drafts]

@@ -30,11 +30,10 @@ def test_expected_tokens_of_known_rates():
     assert rates.rate(0, 0) == pytest.approx(0.5, abs=0.15)
     assert rates.rate(0, 1) == pytest.approx(0.2, abs=0.12)
     one, two = rates.rate(0, 0), rates.rate(0, 1)
-    assert rates.expected_tokens(TokenTree((-1, 0, 0, 1))) == pytest.approx(
-        1 + one + two + one * rates.rate(1, 0)
-    )
+    tree = TokenTree((-1, 0, 0, 1))
+    expected = pytest.approx(1 + one + two + one * rates.rate(1, 0))
+    assert rates.expected_tokens((tree, PLAIN, tree)) == [expected, 1, expected]
     assert rates.rate(1, 0) == rates.rate(0, 0)  # nothing was seen there yet
-    assert rates.expected_tokens(PLAIN) == 1
 
 
 def test_what_was_seen_long_ago_gives_way_to_what_is_seen_above():
