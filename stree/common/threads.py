@@ -72,7 +72,9 @@ def for_decoding(target: Any) -> Iterator[None]:
     device = target.device
     usual = torch.get_num_threads()
     is_alone = usual > 1 and device.type == "cpu" and _is_small(target)
-    with ops.current(device), torch.autocast(device.type, enabled=False):
+    is_mixed = torch.is_autocast_enabled(device.type)  # turning off what is off takes time
+    autocast = torch.autocast(device.type, enabled=False) if is_mixed else contextlib.nullcontext()
+    with ops.current(device), autocast:
         if is_alone:
             torch.set_num_threads(1)
         try:
