@@ -193,7 +193,7 @@ class StepPlan:
         return bool(self.trees or self.saves or self.begins)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which is slower: a step makes one for each row
 class RowReport:
     """Outcome of a step for a row that decoded.
 

@@ -164,8 +164,9 @@ class Scheduler:
         return dropped
 
     def _is_useful(self, planned: _Planned) -> bool:
-        rows = [*self._living(planned.rows), *self._beginning(planned)]
-        return bool(planned.plan.saves or rows)
+        if planned.plan.saves or self._beginning(planned):
+            return True
+        return any(self._is_there(row, each) for row, (each, _) in planned.rows.items())
 
     def plan_changes(self) -> StepPlan | None:
         """Return a plan of stops, saves and admissions alone; None if there are none."""
@@ -242,7 +243,7 @@ class Scheduler:
             each.longest_block = tree.max_depth + 1
             each.in_flight += each.longest_block
             each.is_behind = each.is_behind or not drafted
-        reads = [] if decoding is None else list(
+        reads = [] if decoding is None or len(decoding) == len(self.sequences) else list(
             self.prompts.next(self.sequences, whole=not decoding)
         )
         if not (any(changes) or trees or reads or self.prefixes.drops):
@@ -312,8 +313,8 @@ class Scheduler:
             if row in report.failed and self._is_there(row, each)
         ]
         blocks = [
-            self._account(row, *planned.rows[row], planned.drafted, report)
-            for row in self._living(planned.rows)
+            self._account(row, each, tree, planned.drafted, report)
+            for row, (each, tree) in planned.rows.items() if self._is_there(row, each)
         ]
         return failed + [
             self._begin(row, self.sequences[row], report) for row in self._beginning(planned)
@@ -324,8 +325,8 @@ class Scheduler:
         plan, (number, ended) = planned.plan, self._before
         self._before = plan.number, report.ended
         trees = list(plan.trees.values())
-        is_alone = not (plan.reads or plan.admits or plan.saves or plan.catch_ups)
-        if number == plan.number - 1 and is_alone and len(set(trees)) == 1:
+        is_alone = trees and not (plan.reads or plan.admits or plan.saves or plan.catch_ups)
+        if number == plan.number - 1 and is_alone and trees.count(trees[0]) == len(trees):
             self.tree_policy.learn_step(plan.num_rows, trees[0], report.ended - ended)
 
     def _forget_first(self) -> _Planned:
@@ -334,11 +335,8 @@ class Scheduler:
             each.in_flight -= tree.max_depth + 1
         return planned
 
-    def _living(self, rows: dict[int, tuple[RunningSequence, StepTree]]) -> list[int]:
-        """Return the rows whose sequences are still there and unfinished."""
-        return [row for row, (each, _) in rows.items() if self._is_there(row, each)]
-
     def _is_there(self, row: int, sequence: RunningSequence) -> bool:
+        """Return whether a sequence still has its row and is unfinished."""
         return self.sequences.get(row) is sequence and not sequence.finish_reason
 
     def _beginning(self, planned: _Planned) -> list[int]:

@@ -124,7 +124,7 @@ class RunningSequence:
     @property
     def is_decoding(self) -> bool:
         """True from the end of the prompt to that of the answer."""
-        return not self.is_prefilling and not self.finish_reason
+        return self.num_read >= len(self.prompt) and not self.finish_reason
 
     @property
     def is_plain(self) -> bool:

@@ -482,10 +482,11 @@ class Worker:
 def _row_report(told: list[Any], size: int) -> RowReport:
     """Return what a step's report tells of a row (`Step.verify`); size is M."""
     tokens_end, nodes_end = 2 + size, 2 + 2 * size
-    finite, count, depth = int(told[0]), int(told[1]), int(told[nodes_end])
-    tokens, nodes = told[2:tokens_end][:count], told[tokens_end:nodes_end][:count]
-    if len(told) == nodes_end + 1:  # no row wants log-probabilities, and all numbers are integers
-        return RowReport(finite, tokens, nodes, depth)
-    scores, width = told[nodes_end + 1 :], (len(told) - nodes_end - 1) // size
-    each = [scores[at * width : (at + 1) * width] for at in range(count)]
-    return RowReport(finite, list(map(int, tokens)), list(map(int, nodes)), depth, each)
+    if len(told) > nodes_end + 1:  # all numbers are floats, as some row wants log-probabilities
+        scores, width = told[nodes_end + 1 :], (len(told) - nodes_end - 1) // size
+        report = _row_report(list(map(int, told[: nodes_end + 1])), size)
+        report.scores = [scores[at * width :][:width] for at in range(len(report.tokens))]
+        return report
+    count = told[1]
+    tokens, nodes = told[2 : 2 + count], told[tokens_end : tokens_end + count]
+    return RowReport(told[0], tokens, nodes, told[nodes_end])
