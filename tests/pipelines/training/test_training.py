@@ -260,7 +260,7 @@ def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path, capsys)
 @pytest.mark.parametrize("place", ["file/run", "/proc/run"])
 def test_an_unwritable_run_folder_is_refused_before_anything_is_loaded(place, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CannotWrite, match="choose another"):
+    with pytest.raises(CannotWrite, match="choose a folder that you may write to"):
         distill.main(distill_arguments(tmp_path / "no workspace", tmp_path / place))
 
 
