@@ -44,7 +44,9 @@ def read_yaml(path: Path) -> Any:
         raise UsageError(
             f"{path} is no text in UTF-8 (byte {error.start + 1}), wanted a YAML file"
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): give a YAML file") from error
+    except ValueError as error:
         raise UsageError(f"{path} cannot be read as YAML: {error}") from error
 
 

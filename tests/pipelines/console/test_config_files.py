@@ -17,6 +17,7 @@ from stree_pipelines.commands import (
     generate_data,
     train_target,
 )
+from stree_pipelines.console.config_files import read_yaml
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Arguments before the file, of each command that reads one
@@ -89,6 +90,11 @@ def test_a_file_without_keys_and_values_is_refused(command, text, said, tmp_path
     line = refusal(command, path, capsys)
     assert f"{path}{said}" in line
     assert "unicode string" not in line and "\n" not in line.strip()
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"no\.yaml cannot be read \(No such file.*: give a YAML"):
+        read_yaml(tmp_path / "no.yaml")
 
 
 @pytest.mark.quick(8)
