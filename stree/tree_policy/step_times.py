@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,9 +20,9 @@ from stree.speculation_profile import StepTimesRecord, Tree, TreeStepTimes, firs
 from stree.trees.token_tree import PLAIN, StepTree
 
 ANSWERS_MEMORY = 0.98  # weight of an answer one answer later
-STEPS_SEEN = 25  # steps of a tree whose median is what it takes
+STEPS_SEEN = 25  # last steps of a tree, whose lower quartile is what one takes
 MIN_STEPS_SEEN = 8  # below which the times measured apart count
-STEPS_VALID = 256  # steps with drafts, of all trees, for which the seen times of a tree count
+STEPS_VALID = 128  # steps with drafts, of all trees, for which the seen times of a tree count
 
 
 @dataclass
@@ -148,6 +147,11 @@ class StepTimes:
         return self.seconds[timed, tree]
 
 
+def _without_waits(seconds: Collection[float]) -> float:
+    """Return the lower quartile: a busy host makes steps longer, and nothing makes them shorter."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
 def _kind(temperature: float) -> str:
     return "greedy" if temperature == 0 else "sampled"
 
@@ -255,11 +259,11 @@ class Speeds:
 
     def _time_of(self, num_rows: int, tree: StepTree) -> float:
         if self.is_timed(num_rows, tree):
-            return median(self._seen[num_rows, tree])
+            return _without_waits(self._seen[num_rows, tree])
         measured = self.costs.of(num_rows, tree)
         if (last := self._last.get(num_rows)) is None:
             return measured
-        took, guess = median(self._seen[num_rows, last]), self.costs.of(num_rows, last)
+        took, guess = _without_waits(self._seen[num_rows, last]), self.costs.of(num_rows, last)
         return measured + took - guess if took >= guess else measured * took / guess
 
     def learn_answer(self, prefill_s: float | None, catch_up_s: float | None) -> None:
