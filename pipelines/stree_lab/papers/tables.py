@@ -23,7 +23,7 @@ from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.settings import require_one_ending
 from stree_pipelines.reports.tables import by_length
-from stree_pipelines.reports.tables.answer_notes import endings, marks
+from stree_pipelines.reports.tables.answer_notes import doubts, endings
 from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
 BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K"}
@@ -75,9 +75,8 @@ def with_notes(made: Made, folder: Path) -> Made:
     measured = {row.samples: row for row in store.results()}
     samples = {row.samples: store.samples(measured[row.samples]) for row in made.results}
     every = [sample for rows in samples.values() for sample in rows]
-    # Cells of these tables have no marks
-    reasons = (each.removeprefix("Marked: ") for each in marks(samples))
-    note = " ".join([*endings({"": every}), *(each[0].upper() + each[1:] for each in reasons)])
+    reasons = (each[0].upper() + each[1:] for each in doubts(samples))  # cells have no marks
+    note = " ".join([*endings({"": every}), *reasons])
     if _waited(measured.values()):
         note += f" {WAITED_NOTE}"
     return replace(made, table=replace(made.table, note=note))

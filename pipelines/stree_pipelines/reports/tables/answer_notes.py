@@ -66,20 +66,25 @@ def without_repeats(rows: Sequence[SampleRow]) -> list[SampleRow]:
 
 
 def marks(samples: Samples) -> list[str]:
-    """Return a sentence for each reason not to rely on a table's speeds."""
+    """Return a sentence for each reason why a table's speeds are marked."""
+    return [f"Marked: {reason}" for reason in doubts(samples)]
+
+
+def doubts(samples: Samples) -> list[str]:
+    """Return each reason not to rely on a table's speeds, as the rest of a sentence."""
     every = dict.fromkeys(_prompt(each) for rows in samples.values() for each in rows)
     held_up = {_prompt(each) for rows in samples.values() for each in stalled(rows)}
-    sentences = []
+    reasons = []
     if held_up:
-        sentences.append(
-            f"Marked: the machine held up answers to {len(held_up)} of {len(every)} prompts "
+        reasons.append(
+            f"the machine held up answers to {len(held_up)} of {len(every)} prompts "
             f"({_named([each[1] for each in every if each in held_up])}); {UNRELIABLE}."
         )
-    return sentences + waiting_marks([_plain_ms(rows) for rows in samples.values()])
+    return reasons + _waiting([_plain_ms(rows) for rows in samples.values()])
 
 
-def waiting_marks(plain_ms: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence where plain decoding waited for much of its time; none where it did not.
+def _waiting(plain_ms: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a reason where plain decoding waited for much of its time; none where it did not.
 
     plain_ms: `metrics.time_ms` of plain decoding, one for each row; the worst is told.
     """
@@ -88,7 +93,7 @@ def waiting_marks(plain_ms: Sequence[Mapping[str, float]]) -> list[str]:
     if share <= MAX_WAITING_SHARE:
         return []
     return [
-        f"Marked: plain decoding waited between its steps, for {100 * share:.0f} % of its time at "
+        f"plain decoding waited between its steps, for {100 * share:.0f} % of its time at "
         f"the worst (a step took {step_ms:.2f} ms, {step_ms * (1 - share):.2f} without waiting), "
         "so speed-ups over it are too high."
     ]
