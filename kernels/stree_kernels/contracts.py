@@ -222,11 +222,16 @@ class Scaled:
 class Split:
     """Rows in bf16 as two in e4m3 each, whose sum times the row's unit they are.
 
-    pieces (2, …, D) in e4m3; unit (2, …) in fp32, the same number for both pieces of a row.
+    Attributes:
+        pieces: (2, …, D) in e4m3.
+        unit: (2, …) in fp32, the same number for both pieces of a row.
+        padded: The pieces as rows (N, D) with further rows behind them, whose numbers are any, so
+            that products of many rows have a number of rows that libraries multiply fast.
     """
 
     pieces: Tensor
     unit: Tensor
+    padded: Tensor
 
 
 @dataclass

@@ -120,17 +120,27 @@ def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
 
 def activated(y: Tensor, kind: str) -> Tensor:
     """Compute `naive.activated` in one launch; y contiguous."""
-    return activated_sum(y[None], kind)
+    return _activated(y, None, None, 0, kind)
 
 
-def activated_sum(parts: Tensor, kind: str | None) -> Tensor:
-    """Compute `naive.activated` of the sum (…, E) of parts (S, …, E); for None return the sum."""
-    assert parts.is_contiguous()
-    width = parts.shape[-1] if kind in (None, "relu2", "gelu") else parts.shape[-1] // 2
-    out = parts.new_empty(*parts.shape[1:-1], width)
+def activated_product(halves: Tensor, unit: Tensor, scale: Tensor, kind: str | None) -> Tensor:
+    """Compute `naive.activated` of a product (…, E), or for None the product itself.
+
+    The product is the sum of halves (2, …, E) times unit (…), of the rows, and scale (E), of the
+    weight.
+    """
+    return _activated(halves[0], unit, scale, halves[0].numel(), kind)
+
+
+def _activated(
+    y: Tensor, unit: Tensor | None, scale: Tensor | None, to_half: int, kind: str | None
+) -> Tensor:
+    assert y.is_contiguous()
+    width = y.shape[-1] if kind in (None, "relu2", "gelu") else y.shape[-1] // 2
+    out = y.new_empty(*y.shape[:-1], width)
     activation_kernel[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
-        parts, parts[0].numel(), out, width, PARTS=len(parts), KIND=kind, BLOCK=GATE_BLOCK,
-        num_warps=GATE_WARPS, **overlapping(parts),
+        y, to_half, unit, scale, out, width, KIND=kind, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS,
+        **overlapping(y),
     )
     return out
 
@@ -251,37 +261,39 @@ def gate_kernel(
 
 @triton.jit
 def activation_kernel(
-    inner, part_stride, out, width,
-    PARTS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    inner, to_half, units, scale, out, width,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     follow(OVERLAPS)
-    if KIND is None:
-        y = _sum_of(inner + row * width + at, part_stride, mask, PARTS)
-    elif KIND == "relu2":
-        up = _sum_of(inner + row * width + at, part_stride, mask, PARTS)
-        positive = tl.maximum(up.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        y = (positive * positive).to(up.dtype)
-    elif KIND == "gelu":
-        up = _sum_of(inner + row * width + at, part_stride, mask, PARTS)
-        y = gelu_of(up)
+    unit = None
+    if units is not None:
+        unit = tl.load(units + row)
+    if KIND is None or KIND == "relu2" or KIND == "gelu":
+        y = _load_product(inner + row * width, at, mask, to_half, unit, scale)
+        if KIND == "relu2":
+            positive = tl.maximum(y.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+            y = (positive * positive).to(y.dtype)
+        elif KIND == "gelu":
+            y = gelu_of(y)
     else:
-        gate = _sum_of(inner + row * 2 * width + at, part_stride, mask, PARTS)
-        up = _sum_of(inner + row * 2 * width + width + at, part_stride, mask, PARTS)
+        inner += row * 2 * width
+        gate = _load_product(inner, at, mask, to_half, unit, scale)
+        up = _load_product(inner, width + at, mask, to_half, unit, scale)
         y = gated_by(gate, up, KIND)
     tl.store(out + row * width + at, y, mask=mask)
 
 
 @triton.jit
-def _sum_of(at, part_stride, mask, PARTS: tl.constexpr):
-    """Load the parts of a sum, and return the sum, rounded to the parts' dtype after each."""
-    value = tl.load(at, mask=mask, other=0.0)
-    dtype: tl.constexpr = value.dtype
-    for part in tl.static_range(1, PARTS):
-        more = tl.load(at + part * part_stride, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(dtype)
+def _load_product(row, at, mask, to_half, unit, scale):
+    """Load outputs of a row; where it has a unit, the sum of its halves times unit and scale."""
+    value = tl.load(row + at, mask=mask, other=0.0)
+    if unit is not None:
+        half = tl.load(row + to_half + at, mask=mask, other=0.0)
+        factor = unit * tl.load(scale + at, mask=mask, other=0.0)
+        value = ((value.to(tl.float32) + half.to(tl.float32)) * factor).to(value.dtype)
     return value
 
 

@@ -94,7 +94,7 @@ def laid(weight: Tensor) -> Tensor:
 
 
 def linear_parts(x: Tensor | Gated, weight: Tensor | Scaled) -> Tensor:
-    """Compute `linear` as parts of a sum (S, …, E): several in fp32, or one or two in x's dtype."""
+    """Compute `linear` as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
     return linear(x.norm_by(gated_rms_norm) if isinstance(x, Gated) else x, weight)[None]
 
 

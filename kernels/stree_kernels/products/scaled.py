@@ -9,21 +9,25 @@ The norm before a product splits its rows (`pointwise.py`), else `split_kernel` 
 follows no norm, over few rows, splits them itself, a tile's inputs with a unit of their own: that
 takes less time than another launch.
 
+While a program waits for its inputs, the first part of its weights goes to the L2 cache.
+
 A program has an equal share of the outputs, and of the inputs if the norm that follows adds up the
 parts (`linear_parts`). `scaled_kernel` goes through the share tile by tile, in one loop over all
 tiles and all inputs of each: the weights of the next tile arrive while this one is written. A share
 is one range of memory, read once from end to end.
 
 Up to `MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of rows. More than
-`MAX_ROWS`, as in a prompt, are for PyTorch's product of two matrices in e4m3, if each row of the
-weight has one scale. It returns a product for each half; the norm that follows adds them up, or,
-where none does, one launch that applies SwiGLU as well. More than `MAX_ROWS_OTHERWISE` rows of a
-weight with a scale a block are for `blocks.py`. Where none of these serves, and for inputs that are
-not bf16, the weight is written out in the type of the inputs first.
+`MAX_ROWS`, as of trees of many sequences or in a prompt, are for PyTorch's product of two matrices
+in e4m3, if each row of the weight has one scale. It returns a product for each half of a row; one
+launch adds them up, applies the scales, and SwiGLU as well. PyTorch would apply the scales itself,
+but then it takes up to twice as long. More than `MAX_ROWS_OTHERWISE` rows of a weight with a scale
+a block are for `blocks.py`. Where none of these serves, and for inputs that are not bf16, the
+weight is written out in the type of the inputs first.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +39,16 @@ from torch import Tensor
 from stree_kernels.contracts import Scaled, Split
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.naive.products import suits_tensor_cores
-from stree_kernels.pointwise import activated, activated_sum, silu_times
+from stree_kernels.pointwise import activated, activated_product, silu_times
 from stree_kernels.products import blocks
-from stree_kernels.products.linear import STAGE_BYTES, device_of, is_aligned
+from stree_kernels.products.linear import (
+    CHUNK,
+    PREFETCHED_BYTES,
+    STAGE_BYTES,
+    ask_for,
+    device_of,
+    is_aligned,
+)
 from stree_kernels.products.split import in_two, split
 
 
@@ -63,7 +74,7 @@ class Tiling:
 
 
 MAX_ROWS_ALIKE = 16  # rows
-MAX_ROWS = 128  # by tiles, where PyTorch's product serves more
+MAX_ROWS = 64  # by tiles, where PyTorch's product serves more
 MAX_ROWS_OTHERWISE = 256  # by tiles, where it doesn't
 MAX_BLOCK_ROWS = 64  # of a program
 MIN_BLOCK_OUTPUTS = 64  # that a tensor core's instruction has
@@ -73,8 +84,8 @@ MIN_GROUP = 32  # inputs of a scale, and so of a step
 OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
 
 
-def tiling_of(outputs: int, multiprocessors: int, rows: int, kind: str) -> Tiling:
-    """Return the tiling of a product; kind is "linear", "parts" or "swiglu".
+def tiling_of(outputs: int, multiprocessors: int, rows: int, kind: str, step: int) -> Tiling:
+    """Return the tiling of a product; kind is "linear", "parts" or "swiglu", step as in `_step_of`.
 
     Chosen by time on an H100 and an H200 with the weights of an 8B model.
     """
@@ -84,7 +95,7 @@ def tiling_of(outputs: int, multiprocessors: int, rows: int, kind: str) -> Tilin
             return Tiling(128, 128, 3, 8, 1) if many else Tiling(64, 128, 3, 4, 2)
         return Tiling(128, 128, 4, 8, 1) if kind == "linear" else Tiling(64, 128, 4, 4, 2, 4)
     if kind == "parts":
-        return Tiling(64, 128, 4, 4, 5, 8)
+        return Tiling(64, 256, 4, 4, 2, 4) if step >= 256 else Tiling(64, 128, 4, 4, 5, 8)
     if kind == "swiglu":
         return Tiling(64, 128, 4, 4, 2)
     is_head = outputs > 4 * 128 * multiprocessors
@@ -97,7 +108,7 @@ def linear(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
     if _fits(x, weight):
         return _by_tiles(x, weight, "linear", halves)
     if _suits_library(x, weight):
-        return activated_sum(_by_library(x, weight, halves), None)
+        return by_library(x, weight, None, halves)
     if blocks.fits(x, weight):
         return blocks.linear(x, weight, halves)
     pieces = zip(
@@ -122,11 +133,9 @@ def written_out(weight: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def linear_parts(x: Tensor, weight: Scaled) -> Tensor:
-    """Compute `naive.linear_parts`, in several parts for few rows, in two for many."""
+    """Compute `naive.linear_parts`, in several parts for few rows."""
     x = x.contiguous()
-    if _fits(x, weight):
-        return _by_tiles(x, weight, "parts")
-    return _by_library(x, weight) if _suits_library(x, weight) else linear(x, weight)[None]
+    return _by_tiles(x, weight, "parts") if _fits(x, weight) else linear(x, weight)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
@@ -135,7 +144,7 @@ def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Ten
     if _fits(x, weight):
         return _by_tiles(x, weight, "swiglu", halves)
     if _suits_library(x, weight):
-        return activated_sum(_by_library(x, weight, halves), "swiglu")
+        return by_library(x, weight, "swiglu", halves)
     if blocks.fits(x, weight):
         return blocks.linear(x, weight, halves, gated=True)
     return activated(linear(x, weight), "swiglu")
@@ -155,14 +164,25 @@ def _suits_library(x: Tensor, weight: Scaled) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and suits_tensor_cores(weight)
 
 
-def _by_library(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
-    """Return the products (2, …, E) of both halves of the rows; their sum is the product."""
+def by_library(x: Tensor, weight: Scaled, kind: str | None, halves: Split | None) -> Tensor:
+    """Compute a product, and `naive.activated` of it if `kind` says which."""
     halves = halves or split(x)
+    one = _one(x.device)
     y = torch._scaled_mm(
-        halves.pieces.flatten(0, -2), weight.values.t(), scale_a=halves.unit.view(-1, 1),
-        scale_b=weight.scale.t(), out_dtype=x.dtype,
+        halves.padded, weight.values.t(), scale_a=one, scale_b=one, out_dtype=x.dtype
     )
-    return y.view(2, *x.shape[:-1], -1)
+    y = y[: 2 * halves.unit[0].numel()].view(2, *x.shape[:-1], -1)
+    return activated_product(y, halves.unit[0], weight.scale, kind)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """Return a scale of one, made outside of any graph: calls are run before they are captured."""
+    return torch.ones((), device=device)
+
+
+def _power_of_2_up_to(number: int) -> int:
+    return 1 << number.bit_length() >> 1
 
 
 def _step_of(weight: Scaled) -> int:
@@ -176,8 +196,9 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str, halves: Split | None = None)
     gated = kind == "swiglu"
     outputs, rows = len(values) // (1 + gated), x.numel() // inputs
     multiprocessors, shared_bytes = device_of(x)
-    tiling = tiling_of(outputs, multiprocessors, rows, kind)
-    block_inputs = min(tiling.inputs, _step_of(weight), max(32, triton.next_power_of_2(inputs)))
+    step = _step_of(weight)
+    tiling = tiling_of(outputs, multiprocessors, rows, kind, step)
+    block_inputs = min(tiling.inputs, step, max(32, triton.next_power_of_2(inputs)))
     num_blocks = triton.cdiv(inputs, block_inputs)
     parts = min(tiling.parts, num_blocks) if kind == "parts" else 1
     steps = triton.cdiv(num_blocks, parts)
@@ -194,13 +215,18 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str, halves: Split | None = None)
     block_outputs = min(tiling.outputs, max(MIN_BLOCK_OUTPUTS, block_outputs))
     share = triton.cdiv(outputs, min(most, triton.cdiv(outputs, block_outputs)))
     stage = block_inputs * (block_outputs * (1 + gated) + 2 * block_rows)
+    per_chunk = CHUNK.value * block_outputs * (1 + gated) * tiling.together
+    ahead = _power_of_2_up_to(PREFETCHED_BYTES // per_chunk)
+    whole = ahead * CHUNK.value <= inputs - (parts - 1) * steps * block_inputs
+    whole = whole and inputs % 16 == 0 and is_aligned(values)
     if halves is None and (kind != "parts" or rows > MAX_ROWS_ALIKE):
         halves = split(x)
     source, unit = (x, None) if halves is None else (halves.pieces, halves.unit)
     scaled_kernel[row_blocks, triton.cdiv(outputs, share), parts](
         source, unit, values, weight.scale, out,
         rows, outputs, inputs, groups, share, steps * block_inputs,
-        STEPS=steps, GROUP=inputs // groups if groups > 1 else None, GATED=gated,
+        AHEAD=ahead if whole else 0, STEPS=steps,
+        GROUP=inputs // groups if groups > 1 else None, GATED=gated,
         ONE=share <= block_outputs, EVEN=inputs == parts * steps * block_inputs, BITWISE=x.is_cuda,
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         num_stages=max(1, min(tiling.stages, 1 + room // stage)), num_warps=tiling.warps,
@@ -212,7 +238,7 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str, halves: Split | None = None)
 @triton.jit(do_not_specialize=["rows"])
 def scaled_kernel(
     x, units, weight, scale, out, rows, outputs, inputs, groups, share, span,
-    STEPS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
+    AHEAD: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
     ONE: tl.constexpr, EVEN: tl.constexpr, BITWISE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -231,6 +257,12 @@ def scaled_kernel(
         factor = scales_of(scale + begin * groups + base // GROUP, at < end - begin)
         if GATED:
             up_factor = scales_of(up_scale + begin * groups + base // GROUP, at < end - begin)
+    if OVERLAPS and AHEAD > 0:
+        near = begin + tl.minimum(at, end - begin - 1)
+        rows_at = weight + near.to(tl.int64)[:, None] * inputs + base
+        ask_for(rows_at, AHEAD)
+        if GATED:
+            ask_for(rows_at + to_up, AHEAD)
     follow(OVERLAPS)
     to_x = x + row.to(tl.int64)[:, None] * inputs + (base + k)[None, :]
     in_tile = at[:, None] * inputs + (base + k)[None, :]

@@ -7,6 +7,7 @@ where it is less than 2⁻¹⁰ of the largest that shares its unit: there at mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,12 +19,17 @@ from stree_kernels.contracts import Split
 from stree_kernels.launch import follow, overlapping
 
 WARPS = 8
+MANY_PIECES, MULTIPLE = 256, 128  # more pieces than so many are padded, to a multiple
 
 
 def new_split(shape: Sequence[int], device: torch.device) -> Split:
     """Allocate what rows of a shape (…, D) are split into."""
-    pieces = torch.empty(2, *shape, dtype=torch.float8_e4m3fn, device=device)
-    return Split(pieces, torch.empty(2, *shape[:-1], device=device))
+    *rows, width = shape
+    count = 2 * math.prod(rows)
+    multiple = MULTIPLE if count > MANY_PIECES else 1
+    size = triton.cdiv(count, multiple) * multiple
+    padded = torch.empty(size, width, dtype=torch.float8_e4m3fn, device=device)
+    return Split(padded[:count].view(2, *shape), torch.empty(2, *rows, device=device), padded)
 
 
 def split(x: Tensor) -> Split:

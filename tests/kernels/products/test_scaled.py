@@ -121,18 +121,31 @@ def test_parts_and_swiglu(rows, groups):
 
 @pytest.mark.parametrize(("rows", "inputs"), [(140, 48), costly(65, 1024)])
 def test_many_rows(rows, inputs):
-    """On a GPU, PyTorch returns a product for each half of the rows, which the norm adds up."""
+    """On a GPU, PyTorch returns a product for each half of the rows; one launch adds them up."""
     x = normal(2, rows, inputs, dtype=torch.bfloat16)
     weight = naive.in_8_bits(normal(160, inputs, seed=1))
     wanted, tolerance = naive.linear(x.double(), weight), ROUNDINGS * 1.5 * 2**-8
     for held in (weight, poisoned(weight)):  # whose scales are not aligned
         parts = scaled_products.linear_parts(x, held)
         if DEVICE == "cuda" and held is weight:
-            assert len(parts) == 2 and parts.dtype == x.dtype
+            assert len(parts) == 1 and parts.dtype == x.dtype
         assert relative_error(parts.double().sum(0), wanted) < tolerance
         assert relative_error(scaled_products.linear(x, held), wanted) < tolerance
         gated = scaled_products.linear_swiglu(x, held)
         assert relative_error(gated, naive.activated(wanted, "swiglu")) < 3 * tolerance
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(3, 6), (150, 384)])
+def test_what_lies_behind_many_rows_does_not_matter(rows, padded):
+    x, weight = normal(rows, 48, dtype=torch.bfloat16), naive.in_8_bits(normal(160, 48, seed=1))
+    wanted, tolerance = naive.linear(x.double(), weight), ROUNDINGS * 1.5 * 2**-8
+    halves = split_rows.split(x)
+    assert len(halves.padded) == padded
+    halves.padded[2 * rows :] = math.nan
+    got = scaled_products.by_library(x, weight, None, halves)
+    assert relative_error(got, wanted) < tolerance
+    got = scaled_products.by_library(x, weight, "swiglu", halves)
+    assert relative_error(got, naive.activated(wanted, "swiglu")) < 3 * tolerance
 
 
 @pytest.mark.parametrize(
@@ -151,18 +164,22 @@ def test_many_rows_by_blocks(inputs, outputs, groups):
 
 
 @pytest.mark.parametrize("kind", [None, "swiglu", "relu2", "gelu"])
-def test_parts_in_bf16_are_added_up(kind):
+def test_products_of_both_halves_are_added_up_and_scaled(kind):
     halves = normal(2, 3, 2, 1500, dtype=torch.bfloat16)
-    total = halves.double().sum(0)
-    wanted = total if kind is None else naive.activated(total, kind)
-    got = pointwise.activated_sum(halves, kind)
+    unit, scale = normal(3, 2, seed=1).exp(), normal(1500, seed=2).exp()
+    product = halves.double().sum(0) * unit[..., None] * scale
+    wanted = product if kind is None else naive.activated(product, kind)
+    got = pointwise.activated_product(halves, unit, scale, kind)
     assert got.shape == wanted.shape and relative_error(got, wanted) < ROUNDINGS * 3 * 2**-8
-    if kind is None:
-        x, scale = normal(3, 2, 1500, seed=2, dtype=torch.bfloat16), normal(1500, seed=3)
-        got = pointwise.add_rms_norm(x, halves, scale, 1e-5)
-        wanted = naive.add_rms_norm(x.double(), total[None], scale.double(), 1e-5)
-        for each, other in zip(got, wanted, strict=True):
-            assert relative_error(each, other) < ROUNDINGS * 3 * 2**-8
+
+
+def test_parts_in_bf16_are_added_up():
+    parts, x = (normal(*shape, 3, 2, 1500, dtype=torch.bfloat16) for shape in ((2,), ()))
+    scale = normal(1500, seed=3)
+    got = pointwise.add_rms_norm(x, parts, scale, 1e-5)
+    wanted = naive.add_rms_norm(x.double(), parts.double().sum(0)[None], scale.double(), 1e-5)
+    for each, other in zip(got, wanted, strict=True):
+        assert relative_error(each, other) < ROUNDINGS * 3 * 2**-8
 
 
 @pytest.mark.quick(1)
