@@ -74,6 +74,7 @@ class Tiling:
 
 
 MAX_ROWS_ALIKE = 16  # rows
+MAX_ROWS_SPLIT_WITHIN = 16  # which a product splits that follows no norm
 MAX_ROWS = 64  # by tiles, where PyTorch's product serves more
 MAX_ROWS_OTHERWISE = 256  # by tiles, where it doesn't
 MAX_BLOCK_ROWS = 64  # of a program
@@ -219,7 +220,7 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str, halves: Split | None = None)
     ahead = _power_of_2_up_to(PREFETCHED_BYTES // per_chunk)
     whole = ahead * CHUNK.value <= inputs - (parts - 1) * steps * block_inputs
     whole = whole and inputs % 16 == 0 and is_aligned(values)
-    if halves is None and (kind != "parts" or rows > MAX_ROWS_ALIKE):
+    if halves is None and (kind != "parts" or rows > MAX_ROWS_SPLIT_WITHIN):
         halves = split(x)
     source, unit = (x, None) if halves is None else (halves.pieces, halves.unit)
     scaled_kernel[row_blocks, triton.cdiv(outputs, share), parts](
