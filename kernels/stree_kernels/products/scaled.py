@@ -20,9 +20,10 @@ Up to `MAX_ROWS_ALIKE` rows, a row's result does not depend on the number of row
 `MAX_ROWS`, as of trees of many sequences or in a prompt, are for PyTorch's product of two matrices
 in e4m3, if each row of the weight has one scale. It returns a product for each half of a row; one
 launch adds them up, applies the scales, and SwiGLU as well. PyTorch would apply the scales itself,
-but then it takes up to twice as long. More than `MAX_ROWS_OTHERWISE` rows of a weight with a scale
-a block are for `blocks.py`. Where none of these serves, and for inputs that are not bf16, the
-weight is written out in the type of the inputs first.
+but then it takes up to twice as long. Of a weight with a scale a block, more than
+`MAX_ROWS_OTHERWISE` rows are for `blocks.py`, with SwiGLU more than `MAX_ROWS_GATED`. Where none of
+these serves, and for inputs that are not bf16, the weight is written out in the type of the inputs
+first.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Tiling:
 MAX_ROWS_ALIKE = 16  # rows
 MAX_ROWS_SPLIT_WITHIN = 16  # which a product splits that follows no norm
 MAX_ROWS = 64  # by tiles, where PyTorch's product serves more
-MAX_ROWS_OTHERWISE = 256  # by tiles, where it doesn't
+MAX_ROWS_OTHERWISE, MAX_ROWS_GATED = 256, 192  # by tiles, where it doesn't; the latter with SwiGLU
 MAX_BLOCK_ROWS = 64  # of a program
 MIN_BLOCK_OUTPUTS = 64  # that a tensor core's instruction has
 MAX_WRITTEN_OUT = 32768  # outputs of a weight that are written out at a time
@@ -142,7 +143,7 @@ def linear_parts(x: Tensor, weight: Scaled) -> Tensor:
 def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Tensor:
     """Compute `naive.linear_swiglu`, in one launch if rows are few; `halves` as in `linear`."""
     x = x.contiguous()
-    if _fits(x, weight):
+    if _fits(x, weight, MAX_ROWS_GATED):
         return _by_tiles(x, weight, "swiglu", halves)
     if _suits_library(x, weight):
         return by_library(x, weight, "swiglu", halves)
@@ -151,10 +152,10 @@ def linear_swiglu(x: Tensor, weight: Scaled, halves: Split | None = None) -> Ten
     return activated(linear(x, weight), "swiglu")
 
 
-def _fits(x: Tensor, weight: Scaled) -> bool:
+def _fits(x: Tensor, weight: Scaled, otherwise: int = MAX_ROWS_OTHERWISE) -> bool:
     assert x.shape[-1] == weight.shape[1]
     in_order = weight.values.is_contiguous() and weight.scale.is_contiguous()
-    most = MAX_ROWS if _suits_library(x, weight) else MAX_ROWS_OTHERWISE
+    most = MAX_ROWS if _suits_library(x, weight) else otherwise
     few = x.numel() <= most * x.shape[-1]
     return few and in_order and x.dtype == torch.bfloat16 and _step_of(weight) >= MIN_GROUP
 
