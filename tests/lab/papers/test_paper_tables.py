@@ -92,16 +92,19 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
         (row.method, row.benchmark, row.temperature): row
         for row in without_waiting(ResultStore(PAIR / "speeds").results())
     }
-    text = printed(capsys, "stree-table-7")
+    text = printed(capsys, "stree-table-3")
     said = "Drafted by `runs/chat-75m-features`; 12 prompts of each, up to 1024 new tokens."
-    assert f"commit 347f072. {said}" in text and "Theirs: H100. What differs: ours is" in text
-    assert line_of(text, "T = 1, STree, paper")[:2] == ["85.18 (1.11×)", "2.04"]
+    assert f"commit 347f072. {said}" in text and "Theirs: RTX 3090. What differs" in text
+    assert line_of(text, "T = 1, STree, paper")[:2] == ["54.08 (1.36×)", "2.03"]
     tree, chain = (rows[method, "gsm8k", 1.0] for method in ("stree", "vanilla_sd"))
     speed = f"{tree.tokens_per_second:.1f} ({tree.speedup:.2f}×)"
     assert line_of(text, "T = 1, STree, ours")[-2:] == [speed, f"{tree.acceptance_length:.2f}"]
     over = f"{tree.tokens_per_second / chain.tokens_per_second:.2f}"
     assert line_of(text, "T = 1, STree over Vanilla SD, ours")[-2] == over
-    assert line_of(text, "T = 1, STree over Vanilla SD, paper")[:2] == ["1.05", "1.31"]
+    assert line_of(text, "T = 1, STree over Vanilla SD, paper")[:2] == ["1.10", "1.31"]
+    text = printed(capsys, "stree-table-7")
+    assert "Theirs: H100." in text and "40 prompts of each" in text
+    assert line_of(text, "T = 1, STree, ours")[2:] == ["–"] * 4  # MT-Bench alone
     rows = {(row.step, row.method): row for row in ResultStore(PAIR / "steps").results()}
     text = printed(capsys, "stree-table-6")
     taus = [f"{rows[step, 'stree'].acceptance_length:.2f}" for step in (32, 3200)]
