@@ -290,7 +290,7 @@ class Scheduler:
 
     def look_ahead(self) -> None:
         """Choose the tree of the step after this one, while the device works on this one."""
-        if self._decoding and self.sequences:
+        if self._decoding and self.sequences and not self.choice.is_made:
             self._chosen_tree(self._decoding)
 
     # Reports
@@ -316,9 +316,9 @@ class Scheduler:
             self._account(row, each, tree, planned.drafted, report)
             for row, (each, tree) in planned.rows.items() if self._is_there(row, each)
         ]
-        return failed + [
-            self._begin(row, self.sequences[row], report) for row in self._beginning(planned)
-        ] + blocks
+        begun = [self._begin(row, self.sequences[row], report) for row in self._beginning(planned)]
+        self.choice.tell()
+        return failed + begun + blocks
 
     def _learn_time(self, planned: _Planned, report: Report) -> None:
         """Let the tree policy learn what a step took that did nothing but decode one tree."""
@@ -362,7 +362,7 @@ class Scheduler:
         stats = sequence.stats
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
-        self.choice.learn(tree, given.path, stats.calls_by_tree)
+        self.choice.note(tree, given.path, stats.calls_by_tree)
         output = self._keep(row, sequence, given.tokens, given.scores)
         depth = given.depth or tree.max_depth
         output.num_accepted = stats.count_call(tree, depth, given.path, len(output.tokens))
@@ -378,8 +378,9 @@ class Scheduler:
         if sequence.finish_reason:
             self._stops.append(row)
         if sequence.tree is None:  # it has the policy's
-            self.tree_policy.learn_tokens(len(tokens))
+            self.choice.num_tokens += len(tokens)
             if sequence.finish_reason:
+                self.choice.tell()
                 self.tree_policy.learn_answer(*sequence.drafter_s)
         return StepOutput(row, tokens, sequence.finish_reason, logprobs=logprobs)
 

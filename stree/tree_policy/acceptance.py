@@ -44,13 +44,15 @@ class Acceptance:
         """Let observations fade by one step, in which `num_rows` rows were observed."""
         self.num_rows, self._memory = num_rows, MEMORY ** (1 / num_rows)
 
-    def learn(self, tree: StepTree, path: Sequence[int]) -> None:
-        """Learn from a row's step of a tree with drafts, given the accepted nodes."""
+    def learn(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
+        """Learn from rows' steps of a tree with drafts, given the accepted nodes of each."""
         if tree.grows:
-            self._dynamic_rates[tree.alike].learn(tree, path, self._memory)
+            rates = self._dynamic_rates[tree.alike]
+            for path in paths:
+                rates.learn(tree, path, self._memory)
         else:
-            self.rates.learn(tree.shape, path[-1], self._memory)
-        self.num_new += 1
+            self.rates.learn(tree.shape, [path[-1] for path in paths], self._memory)
+        self.num_new += len(paths)
 
     def revise(self) -> dict[StepTree, float]:
         """Return the expected tokens of a step with each tree, by all observations so far."""
@@ -79,18 +81,22 @@ class AcceptanceRates:
         self._accepted: dict[tuple[int, int], float] = defaultdict(float)
         # The weight of new observations rises, which is cheaper than lowering those of all others
         self._weight = 1.0
-        # Observations that are not counted yet: batches have many in each step
-        self._ended: dict[tuple[TokenTree, int], float] = defaultdict(float)
+        # Weights of observations that are not counted yet, by tree and the path's last node:
+        # batches have many in each step
+        self._ended: dict[TokenTree, dict[int, float]] = {}
         self._rates: dict[tuple[int, int], float] = {}  # of now, by depth and rank
 
-    def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
-        """Learn from a step of `tree` that has accepted the path to the node `end`.
+    def learn(self, tree: TokenTree, ends: Sequence[int], memory: float = MEMORY) -> None:
+        """Learn from steps of `tree`, each of which has accepted the path to a node of `ends`.
 
-        memory is the factor of the weights of all earlier observations.
+        memory is the factor by which each of them lowers the weights of all earlier observations.
         """
-        self._weight /= memory
-        self._ended[tree, end] += self._weight
-        if self._weight > 1e100:
+        weight, ended = self._weight, self._ended.setdefault(tree, {})
+        for end in ends:
+            weight /= memory
+            ended[end] = ended.get(end, 0.0) + weight
+        self._weight = weight
+        if weight > 1e100:
             self._work_in()
             for counts in (self._tried, self._accepted):
                 counts.update({key: count / self._weight for key, count in counts.items()})
@@ -99,12 +105,13 @@ class AcceptanceRates:
     def _work_in(self) -> None:
         if self._ended:
             self._rates.clear()
-        for (tree, end), weight in self._ended.items():
-            tried, accepted = _verdicts(tree, end)
-            for place in tried:
-                self._tried[place] += weight
-            for place in accepted:
-                self._accepted[place] += weight
+        for tree, weights in self._ended.items():
+            for end, weight in weights.items():
+                tried, accepted = _verdicts(tree, end)
+                for place in tried:
+                    self._tried[place] += weight
+                for place in accepted:
+                    self._accepted[place] += weight
         self._ended.clear()
 
     def rate(self, depth: int, rank: int) -> float:
@@ -203,7 +210,7 @@ class DynamicAcceptanceRates:
 
         memory is the factor of the weights of all earlier observations.
         """
-        self._going_on.learn(self._paths[tree.max_depth], len(path) - 1, memory)
+        self._going_on.learn(self._paths[tree.max_depth], [len(path) - 1], memory)
         self._weight /= memory
         self._trees[tree.num_nodes] += self._weight * self._parts[tree.max_depth]
         for node in path[1:]:

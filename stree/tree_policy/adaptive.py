@@ -18,6 +18,7 @@ from stree.trees.token_tree import PLAIN, StepTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
 REVISED_AFTER = 8  # steps between revisions, whose time on the host shows with small models
+FIRST_ANSWERS = 16  # after each of which the choice is considered
 
 
 @dataclass
@@ -31,8 +32,9 @@ class AdaptiveState:
         explorer: Tries of other trees.
         missed_s: Seconds that drafting would have saved since it seems to be best.
         num_steps: Steps since the choice was considered last.
+        num_answers: Answers that have ended.
         is_settled: False if the next step's choice must be considered: it is one of a try or a
-            probe, drafting is about to begin, or an answer has ended.
+            probe, drafting is about to begin, or one of the first answers has ended.
     """
 
     current: StepTree
@@ -41,6 +43,7 @@ class AdaptiveState:
     explorer: Explorer
     missed_s: float = 0.0
     num_steps: int = 0
+    num_answers: int = 0
     is_settled: bool = False
 
 
@@ -146,15 +149,15 @@ class AdaptiveTrees(TreePolicy):
         state.missed_s += plain_s * (1 - speed[PLAIN] / speed[tree])
         return state.missed_s >= num_rows * state.speeds.catch_up_s
 
-    def learn_path(self, tree: StepTree, path: Sequence[int]) -> None:
-        """Learn from a row's step of `tree`; plain decoding shows nothing."""
+    def learn_paths(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
+        """Learn from rows' steps of `tree`; plain decoding shows nothing."""
         if tree.num_nodes > 1:
-            self.state.acceptance.learn(tree, path)
-            self.state.explorer.count(tree)
+            self.state.acceptance.learn(tree, paths)
+            self.state.explorer.count(tree, len(paths))
 
     def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken (`TreePolicy.learn_step`)."""
-        if tree in self.trees:  # not one that a request has named
+        if tree is self.state.current or tree in self.trees:  # not one that a request has named
             self.speeds.learn_step(num_rows, tree, seconds)
 
     def learn_tokens(self, num_tokens: int) -> None:
@@ -162,6 +165,12 @@ class AdaptiveTrees(TreePolicy):
         self.state.speeds.num_tokens += num_tokens
 
     def learn_answer(self, prefill_s: float | None = None, catch_up_s: float | None = None) -> None:
-        """Learn that an answer has ended (`TreePolicy.learn_answer`)."""
+        """Learn that an answer has ended (`TreePolicy.learn_answer`).
+
+        The first ones tell most of how long answers are; later ones do not hasten the next choice.
+        """
         self.speeds.learn_answer(prefill_s, catch_up_s)
-        self.state.is_settled = False
+        state = self.state
+        state.num_answers += 1
+        if state.num_answers <= FIRST_ANSWERS:
+            state.is_settled = False

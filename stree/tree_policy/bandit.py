@@ -102,11 +102,12 @@ class BanditTrees(TreePolicy):
         """Return the unit of the bound of a tree whose steps cost `cost` plain steps."""
         return cost
 
-    def learn_path(self, tree: StepTree, path: Sequence[int]) -> None:
-        """Learn from a row's step of `tree`, given the accepted nodes, the root first."""
+    def learn_paths(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
+        """Learn from rows' steps of `tree`, given the accepted nodes of each, the root first."""
         if tree in self.state.count:  # else its request has a tree of its own
-            self.state.count[tree] += 1
-            self.state.steps[tree] += 1 / len(path)
+            self.state.count[tree] += len(paths)
+            for path in paths:
+                self.state.steps[tree] += 1 / len(path)
 
 
 class UCBTrees(BanditTrees):

@@ -47,11 +47,11 @@ class Explorer:
         self._plain_left = 0  # steps that such a probe may still have
         self._rows_of_probes: set[int] = set()  # numbers of rows with which one has begun
 
-    def count(self, tree: StepTree) -> None:
-        """Count an observation of a tree."""
+    def count(self, tree: StepTree, number: int) -> None:
+        """Count a number of observations of a tree."""
         if self.untried and tree in self.untried:
-            self.untried[tree] -= 1
-            if not self.untried[tree]:
+            self.untried[tree] -= number
+            if self.untried[tree] <= 0:
                 del self.untried[tree]
 
     @property

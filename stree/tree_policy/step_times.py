@@ -172,6 +172,14 @@ class MovingAverage:
         self.value = number if share == 1 else self.value + share * (number - self.value)
 
 
+class _Seen:
+    """Seconds of the last steps of a number of rows and a tree, and the number of the last one."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=STEPS_SEEN)
+        self.number = 0
+
+
 class Speeds:
     """Expected tokens per second and row of steps with each tree.
 
@@ -196,9 +204,7 @@ class Speeds:
     def rest_on(self, costs: StepTimes) -> None:
         """Rest on other step times, and forget the drafter's prefills and the steps seen."""
         self.costs = costs
-        # Seconds of the last steps, by number of rows and tree
-        self._seen: dict[tuple[int, StepTree], deque[float]] = {}
-        self._seen_at: dict[tuple[int, StepTree], int] = {}  # number of the last such step
+        self._seen: dict[tuple[int, StepTree], _Seen] = {}  # by number of rows and tree
         self._num_steps = 0  # with drafts
         self._last: dict[int, StepTree] = {}  # by rows, the last tree of which enough were seen
         # The drafter's seconds a request: to read a prompt, and to catch up after plain steps
@@ -213,30 +219,38 @@ class Speeds:
 
     def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken, the host's work included."""
-        if self._is_old(num_rows, tree):
+        seen = self._seen.get((num_rows, tree))
+        if seen is None or self._is_old(seen, tree):
             self.forget_steps(num_rows, tree)
-        self._num_steps += tree != PLAIN
-        self._seen_at[num_rows, tree] = self._num_steps
-        seen = self._seen.setdefault((num_rows, tree), deque(maxlen=STEPS_SEEN))
-        seen.append(seconds)
-        if len(seen) >= MIN_STEPS_SEEN:
+            seen = self._seen[num_rows, tree] = _Seen()
+        if tree.num_nodes > 1:
+            self._num_steps += 1
+        seen.number = self._num_steps
+        seen.seconds.append(seconds)
+        count = len(seen.seconds)
+        if count >= MIN_STEPS_SEEN:
             self._last[num_rows] = tree
-        if len(seen) == MIN_STEPS_SEEN:
+        if count == MIN_STEPS_SEEN:
             self._step_s = {}
 
     def is_timed(self, num_rows: int, tree: StepTree) -> bool:
         """Return whether enough steps were seen to know what one takes."""
-        seen = self._seen.get((num_rows, tree), ())
-        return len(seen) >= MIN_STEPS_SEEN and not self._is_old(num_rows, tree)
+        return self._times_of(num_rows, tree) is not None
 
-    def _is_old(self, num_rows: int, tree: StepTree) -> bool:
+    def _times_of(self, num_rows: int, tree: StepTree) -> deque[float] | None:
+        """Return the seconds of the last such steps; None if there are too few, or old ones."""
+        seen = self._seen.get((num_rows, tree))
+        if seen is None or len(seen.seconds) < MIN_STEPS_SEEN or self._is_old(seen, tree):
+            return None
+        return seen.seconds
+
+    def _is_old(self, seen: _Seen, tree: StepTree) -> bool:
         """Return whether the last such step was too long ago to tell what one takes now.
 
         Otherwise a tree whose first steps happened to wait for the host would never be tried again.
         Explorer renews the times of plain decoding.
         """
-        seen_at = self._seen_at.get((num_rows, tree), self._num_steps)
-        return tree != PLAIN and self._num_steps - seen_at > STEPS_VALID
+        return self._num_steps - seen.number > STEPS_VALID and tree != PLAIN
 
     def forget_steps(self, num_rows: int, tree: StepTree) -> None:
         """Forget what steps of a tree have taken."""
@@ -258,12 +272,13 @@ class Speeds:
         return found
 
     def _time_of(self, num_rows: int, tree: StepTree) -> float:
-        if self.is_timed(num_rows, tree):
-            return _without_waits(self._seen[num_rows, tree])
+        if (times := self._times_of(num_rows, tree)) is not None:
+            return _without_waits(times)
         measured = self.costs.of(num_rows, tree)
         if (last := self._last.get(num_rows)) is None:
             return measured
-        took, guess = _without_waits(self._seen[num_rows, last]), self.costs.of(num_rows, last)
+        times = self._seen[num_rows, last].seconds
+        took, guess = _without_waits(times), self.costs.of(num_rows, last)
         return measured + took - guess if took >= guess else measured * took / guess
 
     def learn_answer(self, prefill_s: float | None, catch_up_s: float | None) -> None:

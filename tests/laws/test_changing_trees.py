@@ -32,8 +32,9 @@ class Fickle(AdaptiveTrees):
     def choose(self, num_rows: int) -> TokenTree:
         return self.trees[self.last]
 
-    def learn_path(self, tree, path) -> None:
-        self.last = (self.last + (2 if len(path) > 1 else 1)) % len(self.trees)
+    def learn_paths(self, tree, paths) -> None:
+        for path in paths:
+            self.last = (self.last + (2 if len(path) > 1 else 1)) % len(self.trees)
 
 
 class Drafting(TableDrafter):

@@ -37,7 +37,7 @@ def simulated(
                 if wanted is None:
                     break
                 node = wanted
-            policy.learn_path(tree, tree.path_to(node))
+            policy.learn_paths(tree, [tree.path_to(node)])
             tokens += tree.depths[node] + 1
         if takes is not None:
             policy.learn_step(num_rows, tree, takes.of(num_rows, tree) * rng.uniform(0.95, 1.05))

@@ -193,7 +193,7 @@ def chosen_speed(
             tokens = spent = 0.0
             while tokens < place.num_tokens:
                 tree = adaptive_trees.choose(1)
-                adaptive_trees.learn_path(tree, tree.shape.path_to(rng.choice(ends[tree])))
+                adaptive_trees.learn_paths(tree, [tree.shape.path_to(rng.choice(ends[tree]))])
                 steps[tree] += 1
                 tokens, spent = tokens + taus[tree], spent + seconds[1, tree]
             total = sum(steps.values())

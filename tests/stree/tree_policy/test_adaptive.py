@@ -26,7 +26,7 @@ def test_expected_tokens_of_known_rates():
     for _ in range(4000):
         first = rng.random()
         node = 0 if first < 0.3 else 1 if first < 0.8 else 2
-        rates.learn(TokenTree((-1, 0, 0)), node)
+        rates.learn(TokenTree((-1, 0, 0)), [node])
     assert rates.rate(0, 0) == pytest.approx(0.5, abs=0.15)
     assert rates.rate(0, 1) == pytest.approx(0.2, abs=0.12)
     one, two = rates.rate(0, 0), rates.rate(0, 1)
@@ -40,10 +40,10 @@ def test_what_was_seen_long_ago_gives_way_to_what_is_seen_above():
     """The rate of a depth that no recent tree reaches follows that above; counts stay finite."""
     rates = AcceptanceRates()
     for _ in range(100):
-        rates.learn(TokenTree.chain(3), 1)  # nothing but the first draft
+        rates.learn(TokenTree.chain(3), [1])  # nothing but the first draft
     assert rates.rate(1, 0) < 0.05
     for _ in range(60_000):
-        rates.learn(TokenTree.chain(1), 1)
+        rates.learn(TokenTree.chain(1), [1])
     assert rates.rate(1, 0) == pytest.approx(rates.rate(0, 0), rel=1e-6)
     assert rates.rate(0, 0) == pytest.approx(1, abs=0.02)
 
@@ -259,7 +259,7 @@ def deep_steps(policy, goes_on: float, num_steps: int, seed: int = 0):
         path = [0]
         while len(path) <= tree.max_depth and rng.random() < goes_on:
             path.append(path[-1] + 1)
-        policy.learn_path(tree, path)
+        policy.learn_paths(tree, [path])
         used.append(tree)
         tokens, seconds = tokens + len(path), seconds + policy.costs.of(1, tree)
     return used, tokens, seconds
@@ -294,7 +294,7 @@ def test_each_kind_of_tree_is_tried_before_any_is_judged():
         depth = 0
         while depth < tree.max_depth and rng.random() < (0.8 if tree == paper else 0.5):
             depth += 1
-        policy.learn_path(tree, tree.shape.path_to(tree.shape.levels[depth][0]))
+        policy.learn_paths(tree, [tree.shape.path_to(tree.shape.levels[depth][0])])
     assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) >= 8
 
 
@@ -315,6 +315,20 @@ def test_nothing_that_was_chosen_before_is_left_once_it_is_forgotten(warm_up):
     assert decoder.release(row).stats.calls_by_tree == {CHAIN.name: 1}
 
 
+def test_only_the_first_answers_hasten_the_next_choice(monkeypatch):
+    """In a batch an answer ends every few steps, and choosing takes the host's time."""
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
+    considered = []
+    consider = policy._consider
+    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(1) or consider(rows))
+    for end in (16, 160):
+        considered.clear()
+        for _ in range(end):
+            policy.learn_paths(policy.choose(1), [[0, 1, 2]])
+            policy.learn_answer()
+        assert len(considered) in ((16,) if end == 16 else (20, 21))
+
+
 def test_what_is_expected_is_worked_out_every_eighth_step(monkeypatch):
     policy = AdaptiveTrees(DEPTHS, StepTimes({(1, tree): 1.0 for tree in (PLAIN, *DEPTHS)}))
     revised = []
@@ -325,7 +339,7 @@ def test_what_is_expected_is_worked_out_every_eighth_step(monkeypatch):
     for steps in range(1, 65):
         tree = policy.choose(1)
         assert len(revised) == (steps - 1) // 8
-        policy.learn_path(tree, [0, 1])
+        policy.learn_paths(tree, [[0, 1]])
 
 
 def test_a_tree_is_seen_the_more_often_the_less_it_loses():
@@ -338,7 +352,7 @@ def test_a_tree_is_seen_the_more_often_the_less_it_loses():
     used = []
     for _ in range(8000):
         used.append(policy.choose(1))
-        policy.learn_path(used[-1], [0, 1][: 1 + used[-1].max_depth])
+        policy.learn_paths(used[-1], [[0, 1][: 1 + used[-1].max_depth]])
     late = used[500:]
     assert late.count(near) > 4 * late.count(far) > 0
     lost = sum(seconds[tree] - 1.0 for tree in late)

@@ -54,6 +54,30 @@ def test_answers_that_have_not_ended_count():
     assert policy.counted[0] > 2 * 12  # when the first ends the others have got about as many
 
 
+def test_a_policy_learns_of_all_rows_of_a_step_at_once():
+    """The host's time counts: 16 rows make a small model's step hardly longer than one."""
+    told: list[str | int] = []
+
+    class Told(Counting):
+        def choose(self, num_rows):
+            return self.trees[1]
+
+        def learn_paths(self, tree, paths):
+            told.append(len(paths))
+
+        def learn_tokens(self, num_tokens):
+            told.append("tokens")
+
+        def learn_answer(self, *read_s):
+            told.append("answer")
+
+    model = tiny_model(seed=1)
+    decoder = BatchDecoder(model, model, Told([CHAIN]), num_rows=4, max_length=128)
+    decoder.generate([Request([3, 5, n], GenerationConfig(6, ignore_eos=True)) for n in range(4)])
+    assert told[:4] == ["tokens", 4, "tokens", 1]  # first tokens, whole steps, the last one
+    assert told.count("answer") == told.count(1) == 4  # each row is told before its answer ends
+
+
 class Alternating(AdaptiveTrees):
     """Chooses each tree, and plain decoding, for some steps in turn."""
 

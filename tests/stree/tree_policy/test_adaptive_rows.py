@@ -68,7 +68,7 @@ def served(
             while end < tree.max_depth and rng.random() < 0.7:
                 end += 1
             if policy is not None and tree != PLAIN:
-                policy.learn_path(tree, range(end + 1))
+                policy.learn_paths(tree, [range(end + 1)])
             left[row] -= end + 1
             tokens += end + 1
             if policy is not None:
@@ -103,7 +103,7 @@ def test_drafting_begins_when_it_has_paid_for_every_row_to_catch_up(rows):
     table = costs(1.0, 1.0, 9.0, rows)
     policy = AdaptiveTrees([CHAIN], table)
     for _ in range(100):
-        policy.learn_path(CHAIN, [0, 1])  # two tokens a step, as fast as one
+        policy.learn_paths(CHAIN, [[0, 1]])  # two tokens a step, as fast as one
     assert policy.choose(rows) == CHAIN
     table.catch_up, policy.state.current, policy.state.is_settled = 3.0, PLAIN, False
     policy.state.speeds.rest_on(table)
@@ -131,7 +131,7 @@ def test_trees_widen_as_rows_come_free():
         asked.setdefault(num_rows, []).append(tree.num_nodes)
         return tree
 
-    policy.choose, policy.learn_path = listening, lambda tree, path: None
+    policy.choose, policy.learn_paths = listening, lambda tree, paths: None
     decoder = decoder_of(policy, 8, seed=2, max_length=128, max_nodes=33)
     lengths = [40, 40, 20, 20, 4, 4, 4, 4]  # rows come free from the last on
     served = [Request([1, 2, n], GenerationConfig(length)) for n, length in enumerate(lengths)]
@@ -200,7 +200,7 @@ def test_many_rows_that_accept_alike_are_no_reason_to_change(grows):
     for step in range(200):
         used.append(policy.choose(64))
         for _ in range(64):
-            policy.learn_path(used[-1], [0, 1][: 1 + step % 2])
+            policy.learn_paths(used[-1], [[0, 1][: 1 + step % 2]])
     assert set(used) == {tree}
 
 
@@ -217,7 +217,7 @@ def test_observations_of_many_rows_fade_as_one_step():
     policy = AdaptiveTrees([CHAIN], costs(1.0, 1.1, 9.0, rows=4))
     policy.choose(4)
     for _ in range(4):
-        policy.learn_path(CHAIN, [0, 1])
+        policy.learn_paths(CHAIN, [[0, 1]])
     assert policy.state.acceptance.rates._weight == pytest.approx(1 / 0.99)
 
 

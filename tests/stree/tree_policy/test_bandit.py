@@ -26,7 +26,7 @@ def played(bandit: BanditTrees, accepted, rounds: int, seed: int = 0) -> list[To
     rng, chosen = random.Random(seed), []
     for _ in range(rounds):
         tree = bandit.choose(1)
-        bandit.learn_path(tree, range(1 + accepted(tree, rng)))
+        bandit.learn_paths(tree, [range(1 + accepted(tree, rng))])
         chosen.append(tree)
     return chosen
 
@@ -45,7 +45,7 @@ def require_choices(policy, exploration, reward_of, unit_of=lambda tree: 1.0) ->
             wanted = bounds.index(max(bounds))
         tree = policy.choose(1)
         assert tree == TREES[wanted]
-        policy.learn_path(tree, range(1 + number))
+        policy.learn_paths(tree, [range(1 + number)])
         counts[wanted] += 1
         rewards[wanted] += reward_of(tree, 1 + number)
 

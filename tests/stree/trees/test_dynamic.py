@@ -371,7 +371,7 @@ def simulated(rates_of_step, num_steps: int, cost) -> tuple[list[TokenTree], flo
         tree = policy.choose(1)
         rates = rates_of_step(step)[: tree.num_nodes - 1]
         accepted = [rank for rank, rate in enumerate(rates, 1) if rng.random() < rate]
-        policy.learn_path(tree, [0, *accepted][: tree.max_depth + 1])
+        policy.learn_paths(tree, [[0, *accepted][: tree.max_depth + 1]])
         chosen.append(tree)
         tokens, seconds = tokens + 1 + sum(rates), seconds + cost(tree)
     return chosen, tokens / seconds
