@@ -238,14 +238,16 @@ class StepInputsCache:
             idle = PLAIN
         of_rows = [trees.get(row, idle) for row in range(num_rows)]
         inputs = self._kept.get(idle)
-        if inputs is None or _key_of(inputs) != (of_rows, generations, self.rows.rules.size):
+        if inputs is None or inputs.trees != of_rows or not self._holds(inputs, generations):
             tree_batch = make_tree_batch(of_rows, self.rows.active.device)
             rows = self.rows.narrow(0, num_rows, generations)
             inputs = self._kept[idle] = StepInputs(rows, tree_batch, 1, 0, of_rows, generations)
         inputs.generations = generations  # the same objects, so that the next step compares fast
         return inputs
 
-
-def _key_of(inputs: StepInputs) -> tuple[Any, ...]:
-    """Return what inputs were made for; rules of another size have other tensors."""
-    return inputs.trees, inputs.generations, inputs.rows.rules.size
+    def _holds(self, inputs: StepInputs, generations: list[GenerationConfig]) -> bool:
+        """Return whether the rows of inputs serve such settings; rules may have other tensors."""
+        asked = inputs.rows.asked
+        if inputs.generations == generations:
+            return inputs.rows.rules.size == self.rows.rules.size
+        return not asked.has_rules and asked == self.rows.asked_by(generations)

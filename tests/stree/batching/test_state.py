@@ -12,6 +12,8 @@ from transformers import (
 
 from stree import GenerationConfig
 from stree.batching.state import BatchState
+from stree.batching.step import StepInputsCache
+from stree.trees.token_tree import TokenTree
 from stree_kernels.naive.sampling.verification import Chooser
 
 SETTINGS = [
@@ -90,3 +92,20 @@ def test_choices_follow_the_distribution_and_the_seed():
         assert (counts - probs[0, 0]).abs().max() < 5 * (0.25 / 20_000) ** 0.5
     assert not torch.equal(*drawn)
     assert torch.equal(Chooser(rows_of(settings[1:]).sampling)(probs[:1], places[:1])[0], drawn[1])
+
+
+def test_requests_of_the_same_kinds_share_the_inputs_of_steps():
+    """Requests come and go every few steps, and to make inputs takes the host's time."""
+    rows, tree = BatchState.new(2), TokenTree.chain(1)
+    cache = StepInputsCache(rows)
+
+    def inputs(*generations):
+        return cache.of(2, dict.fromkeys(range(len(generations)), tree), list(generations))
+
+    first = inputs(GenerationConfig(5), GenerationConfig(6))
+    assert inputs(GenerationConfig(7), GenerationConfig(8)) is first
+    assert inputs(GenerationConfig(7)) is first
+    sampled = inputs(GenerationConfig(7), GenerationConfig(8, temperature=1.0, seed=3))
+    assert sampled is not first and sampled.rows.asked.sampled
+    biased = [GenerationConfig(each, logit_bias={1: 2.0}) for each in (5, 6)]
+    assert inputs(biased[0]) is not inputs(biased[1])  # other rules may have other tensors
