@@ -128,8 +128,8 @@ def _drafter(
             commit = getattr(theirs.config, "_commit_hash", None)
             of_target = checkpoint_folder(theirs.config.name_or_path, commit, mtp=name.mtp)
         return name.make(name.load(of_target, target.device, target.dtype), None, target)
-    is_ours = isinstance(given, HybridModel) or hasattr(given, "for_decoder")
-    return given if given is None or is_ours or hasattr(given, "draft") else shared_model(given)
+    is_ours = isinstance(given, HybridModel | DrafterSpec | Drafter)  # not transformers' model
+    return given if given is None or is_ours else shared_model(given)
 
 
 class TransformersDecoder:

@@ -8,9 +8,7 @@ from typing import Any
 from stree import verifiers
 from stree.batching.sequences import DecoderParts, Request, SampleRequest
 from stree.common.errors import InvariantBroken, UsageError
-from stree.drafters import Drafter
-from stree.drafters.model import ModelDrafterSpec
-from stree.drafters.ngram import NGram
+from stree.drafters import Drafter, DrafterSpec
 from stree.engine.sequence import RunningSequence
 from stree.engine.stop_rule import StopRule
 from stree.generation import DecodingStats, GenerationConfig, require_whole
@@ -92,6 +90,11 @@ def require_fillable(drafter: Any, verifier: Verifier, trees: Iterable[StepTree]
     """Raise `UsageError` when a drafter or a verifier cannot take one of the trees."""
     if drafter is not None and not isinstance(drafter, Drafter):
         raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
+    if drafter is not None and drafter.reads_alongside and None in (drafter.model, drafter.cache):
+        raise UsageError(
+            f"{type(drafter).__name__} reads alongside the target without a model and a cache of "
+            "its own: give it both, or leave reads_alongside False"
+        )
     verifiers.require_fit(verifier, drafter)
     for each in trees:
         verifiers.require_tree(verifier, each, drafter.drawn if drafter is not None else None)
@@ -162,9 +165,9 @@ def require_partners(target: Any, drafter: Any) -> int:
 
     Raises `UsageError` when its model was not made for this target, or is elsewhere.
     """
-    if not isinstance(drafter, ModelDrafterSpec | NGram) or drafter.model is None:
+    drafter = drafter.partner if isinstance(drafter, DrafterSpec) else None  # or made already
+    if drafter is None:
         return target.config.vocab_size
-    drafter = drafter.model
     require_vocabulary_of(drafter.config, target.config)
     if drafter.config.feature_layers and not isinstance(target, HybridModel):
         raise UsageError(

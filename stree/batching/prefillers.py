@@ -17,7 +17,7 @@ from stree.models.model import HybridModel, read_row
 from stree_kernels import ops
 
 if TYPE_CHECKING:
-    from stree.drafters.model import ModelDrafter
+    from stree.drafters import Drafter
 
 MAX_KEPT = 64  # graphs
 SHORTEST_CHUNK, LONGEST_CHUNK = 16, 512  # tokens of a chunk, padding included
@@ -32,7 +32,43 @@ def chunk_sizes(most: int) -> list[int]:
     return [1 << power for power in range(least, greatest + 1)]
 
 
-class EagerPrefill:
+class Prefiller:
+    """Base of the ways to read prompts.
+
+    Attributes:
+        reads_both: Whether a drafter may read each chunk right after the target, by `read_both`.
+    """
+
+    reads_both: bool = False
+
+    def read_row(
+        self, model: HybridModel, cache: HybridCache, row: int, tokens: Tensor,
+        features: HiddenStateTap | None = None, inputs: Tensor | None = None, *,
+        start: int | None = None,
+    ) -> Tensor:
+        """Read tokens as `stree.models.model.read_row` does.
+
+        start is the number of tokens that the row has read, if no accepted path of it is pending;
+        None if that is not known.
+        """
+        raise NotImplementedError
+
+    def read_both(
+        self, model: HybridModel, cache: HybridCache, drafter: Drafter, row: int, tokens: Tensor,
+        timed: Timed, *, start: int, drafter_read: int,
+    ) -> Tensor:
+        """Read tokens with the target, and after each chunk let the drafter read it, too."""
+        raise NotImplementedError
+
+    def prepare(
+        self, model: HybridModel, cache: HybridCache, row: int, start: int, count: int,
+        layers: tuple[int, ...] = (), reads_inputs: bool = False, drafter: Drafter | None = None,
+    ) -> list[PrefillGraph]:
+        """Return the graphs of the chunks of `count` tokens after `start`, if there are any."""
+        return []
+
+
+class EagerPrefill(Prefiller):
     """Read prompts by operations over whole sequences (CPU, where starting one costs little)."""
 
     def read_row(
@@ -43,10 +79,6 @@ class EagerPrefill:
         """Read tokens as `stree.models.model.read_row` does."""
         return read_row(model, cache, row, tokens, features, inputs)
 
-    def prepare(self, *prefill: Any) -> list[PrefillGraph]:
-        """Do nothing: there are no graphs to capture."""
-        return []
-
 
 class PromptCall:
     """Stand-in for `CudaGraph` whose replay calls the function."""
@@ -55,7 +87,7 @@ class PromptCall:
         self.replay = function
 
 
-class ChunkedPrefill:
+class ChunkedPrefill(Prefiller):
     """Read prompts in chunks of up to LONGEST_CHUNK tokens, padded to a power of two (GPUs).
 
     A chunk is one call over a tree that is a chain (`stree.models.chunk_pass`): a host takes longer
@@ -63,6 +95,8 @@ class ChunkedPrefill:
 
     capture makes the object that replays a chunk's call: `CudaGraph`, or `PromptCall`.
     """
+
+    reads_both = True
 
     def __init__(self, capture: CaptureType) -> None:
         self.capture = capture
@@ -97,8 +131,8 @@ class ChunkedPrefill:
         return logits
 
     def read_both(
-        self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
-        tokens: Tensor, timed: Timed, *, start: int, drafter_read: int,
+        self, model: HybridModel, cache: HybridCache, drafter: Drafter, row: int, tokens: Tensor,
+        timed: Timed, *, start: int, drafter_read: int,
     ) -> Tensor:
         """Read tokens with the target, and after each chunk let the drafter read it, too.
 
@@ -128,8 +162,7 @@ class ChunkedPrefill:
 
     def prepare(
         self, model: HybridModel, cache: HybridCache, row: int, start: int, count: int,
-        layers: tuple[int, ...] = (), reads_inputs: bool = False,
-        drafter: ModelDrafter | None = None,
+        layers: tuple[int, ...] = (), reads_inputs: bool = False, drafter: Drafter | None = None,
     ) -> list[PrefillGraph]:
         """Return the graphs of the chunks of `count` tokens after `start`.
 
@@ -144,7 +177,7 @@ class ChunkedPrefill:
             count: Tokens to read.
             layers: Layers whose residual streams are kept as features.
             reads_inputs: Whether inputs are added to the tokens' embeddings.
-            drafter: A drafter that reads each chunk, too; None for none.
+            drafter: A drafter that reads each chunk, too (`reads_alongside`); None for none.
         """
         graphs: list[PrefillGraph] = []
         for begin in range(start, start + count, LONGEST_CHUNK):
@@ -224,7 +257,7 @@ class PrefillGraph:
         self.captured_drafter: Any = None  # the drafter's graph
 
     def add_drafter(
-        self, drafter: ModelDrafter, bound: int, scratch: PrefillScratch, capture: CaptureType
+        self, drafter: Drafter, bound: int, scratch: PrefillScratch, capture: CaptureType
     ) -> None:
         """Capture the graph by which a drafter reads the same chunk."""
         self.scratches[id(drafter.cache)] = scratch

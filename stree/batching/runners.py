@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.batching.prefillers import ChunkedPrefill, EagerPrefill, PromptCall
+from stree.batching.prefillers import ChunkedPrefill, EagerPrefill, Prefiller, PromptCall
 from stree.batching.state import BatchState
 from stree.batching.step import Step, StepInputs
 from stree.common.host_copy import AsyncHostCopy, HostCopy
@@ -55,7 +55,8 @@ class EagerRunner:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reports: deque[Tensor] = deque()
-        self.prefiller = ChunkedPrefill(PromptCall) if _on_gpu(step) else EagerPrefill()
+        chunked = _on_gpu(step)
+        self.prefiller: Prefiller = ChunkedPrefill(PromptCall) if chunked else EagerPrefill()
         self.done: set[Hashable] = set()
         self.weights = Weights(step)
 
@@ -236,8 +237,9 @@ class Weights:
         return list(map(weights_state, self._models()))
 
     def _models(self) -> list[nn.Module]:
-        models = self.step.target, getattr(self.step.drafter, "model", None)
-        return [each for each in models if isinstance(each, nn.Module)]
+        drafter = self.step.drafter
+        models = self.step.target, None if drafter is None else drafter.model
+        return [each for each in models if isinstance(each, nn.Module)]  # others have no weights
 
 
 class StepGraphs:

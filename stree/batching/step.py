@@ -19,8 +19,7 @@ from stree.batching.checks import require_fillable
 from stree.batching.state import BatchState
 from stree.common.errors import UsageError, naming_what_does_not_fit
 from stree.common.lru import LRUCache
-from stree.drafters import Drafter, FeatureDrafter, Proposal
-from stree.drafters.model import ModelDrafter
+from stree.drafters import Drafter, DrafterSpec, Proposal
 from stree.generation import GenerationConfig
 from stree.logits.log_probs import log_probs_of
 from stree.models.hidden_states import HiddenStateTap
@@ -84,7 +83,7 @@ class Step:
             f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
             f"{num_rows} × buffers for {max_length} tokens and {max_nodes} nodes",
         ):
-            if hasattr(drafter, "for_decoder"):
+            if isinstance(drafter, DrafterSpec):  # or a drafter that is made already
                 most = max([max_nodes, *(each.num_inner for each in trees)])
                 drafter = drafter.for_decoder(target, num_rows, max_length, most)
             cache = new_cache(max_length, max_nodes, num_rows)
@@ -94,12 +93,10 @@ class Step:
 
     def models(self) -> list[tuple[str, HybridModel, Any]]:
         """Return name, model and cache of target and drafter, as far as they have weights."""
-        models = []
-        if isinstance(self.target, HybridModel):
-            models.append(("target", self.target, self.cache))
-        if isinstance(self.drafter, ModelDrafter):
+        models = [("target", self.target, self.cache)]
+        if self.drafter is not None:
             models.append(("drafter", self.drafter.model, self.drafter.cache))
-        return models
+        return [each for each in models if isinstance(each[1], HybridModel)]  # of ours, not a table
 
     def require_same_models(self) -> None:
         """Raise `UsageError` for a model whose dtype or device is no longer its cache's."""
@@ -152,8 +149,9 @@ class Step:
         """
         cache = self.cache.narrow(0, len(rows.active))
         # A drafter that misses a block reads it later, without features
-        drafter = self.feature_drafter if self.drafts(tree_batch) else None
-        features = None if drafter is None else HiddenStateTap(drafter.feature_layers)
+        drafter = self.drafter if self.drafts(tree_batch) else None
+        layers = () if drafter is None else drafter.feature_layers
+        features = HiddenStateTap(layers) if layers else None
         asked = () if features is None else (features,)
         options = {"longest_path": longest_path} if self.is_joint else {}
         logits = self.target.tree_batch_forward(
@@ -178,12 +176,6 @@ class Step:
             drafter.take_features(features.values, rows, cache.path[:, : tree_batch.max_depth + 1])
         mark("accept")
         return told_host
-
-    @property
-    def feature_drafter(self) -> FeatureDrafter | None:
-        """The drafter if it reads hidden states of the target, else None."""
-        drafter = self.drafter
-        return drafter if isinstance(drafter, FeatureDrafter) and drafter.feature_layers else None
 
 
 def _at(logits: Tensor, nodes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stree.batching.state import BatchState
 from stree.checkpoints.tokenizer import encode_text
 from stree.common.errors import UsageError
-from stree.drafters import Drafter, Proposal, SiblingSampling
+from stree.drafters import Drafter, DrafterSpec, Proposal, SiblingSampling
 from stree.models.config import HybridConfig
 from stree.models.model import HybridModel
 from stree.trees.token_tree import TokenTree
@@ -25,7 +25,7 @@ MAX_OWN_TOKENS = 4  # limit of the drafter's tokens for each of the target's
 
 
 @dataclass(frozen=True)
-class CrossTokenizerSpec:
+class CrossTokenizerSpec(DrafterSpec):
     """Settings of a drafter with another tokenizer, from which any decoder makes one.
 
     Attributes:

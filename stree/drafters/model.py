@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.batching.prefillers import Prefiller, chunk_sizes
 from stree.batching.state import BatchState
-from stree.drafters import FeatureDrafter, Proposal, SiblingSampling
+from stree.drafters import Drafter, DrafterSpec, Proposal, SiblingSampling
 from stree.engine.row_store import RowStore, SavedRow
 from stree.models.cache import HybridCache
 from stree.models.chunk_pass import PrefillScratch
@@ -25,7 +27,7 @@ from stree_kernels.contracts import Sampling, Stream, Topology
 
 
 @dataclass(frozen=True)
-class ModelDrafterSpec:
+class ModelDrafterSpec(DrafterSpec):
     """Settings of a model drafter, from which any decoder makes one.
 
     Attributes:
@@ -41,6 +43,10 @@ class ModelDrafterSpec:
     siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
     temperature: float | None = None
 
+    @property
+    def partner(self) -> HybridModel:
+        return self.model
+
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> ModelDrafter:
@@ -50,7 +56,7 @@ class ModelDrafterSpec:
         )
 
 
-class ModelDrafter(FeatureDrafter):
+class ModelDrafter(Drafter):
     """Drafter that runs a model of the target's vocabulary.
 
     It first reads the tokens that became certain since its last draft, as a chain, then the inner
@@ -140,6 +146,20 @@ class ModelDrafter(FeatureDrafter):
             return
         read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
+    def read_by(
+        self, prefiller: Prefiller, row: int, tokens: Tensor, features: Tensor | None = None,
+        start: int | None = None,
+    ) -> None:
+        if start == 0 and self.skips_first:
+            tokens, start = tokens[1:], 1
+        self.read(row, tokens, features, partial(prefiller.read_row, start=start))
+
+    def prepare_reads(self, prefiller: Prefiller, row: int, start: int, count: int | None) -> None:
+        most, reads_inputs = self.cache.max_length, self.inputs is not None
+        for size in chunk_sizes(most) if count is None else [count]:
+            tokens = min(size, most)
+            prefiller.prepare(self.model, self.cache, row, start, tokens, (), reads_inputs)
+
     def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
         """Return the inputs (T, D) of the row's next `count` tokens; keep that of the one after."""
         assert self.inputs is not None
@@ -160,17 +180,6 @@ class ModelDrafter(FeatureDrafter):
         self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, scratch: PrefillScratch,
         bound: int, streams: Sequence[Tensor],
     ) -> None:
-        """Read a padded chunk without waiting for the device, as `HybridModel.prefill_padded`.
-
-        Args:
-            tokens: (1, T), padding included.
-            count: (1,) tokens that count.
-            skipped: (1,) tokens at the beginning that it has read already.
-            row: (1,) the row.
-            scratch: Buffers for chunks of T tokens.
-            bound: Cache slots to attend to.
-            streams: The target's features of all tokens, (1, T, ·) a layer.
-        """
         if self.skips_first:
             skipped = skipped.clamp(min=(self.cache.length.index_select(0, row) == 0).long())
         places = (scratch.places + skipped).clamp(max=tokens.shape[1] - 1)

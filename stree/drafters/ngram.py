@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.drafters import NGRAM_CONTEXT, Drafter, Proposal, SiblingSampling
+from stree.drafters import NGRAM_CONTEXT, Drafter, DrafterSpec, Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
 from stree.engine.row_store import RowStore, SavedRow
 from stree.generation import require_whole
@@ -32,7 +32,7 @@ MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no token's part of a key is lost
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(DrafterSpec):
     """Settings of an n-gram drafter, from which any decoder makes one.
 
     Attributes:
@@ -54,6 +54,10 @@ class NGram:
 
     def __post_init__(self) -> None:
         require_whole("context", self.context)
+
+    @property
+    def partner(self) -> HybridModel | None:
+        return self.model
 
     def for_decoder(
         self, target: Any, num_rows: int, max_length: int, max_nodes: int

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batching.prefillers import ChunkedPrefill, chunk_sizes
 from stree.batching.runners import runner_of
 from stree.batching.state import NUM_SETTINGS, BatchState, bits_of
 from stree.batching.step import Step, StepInputs, StepInputsCache
 from stree.common.clock import PhaseClock, Stopwatch
 from stree.common.host_copy import HostCopy
-from stree.drafters import FeatureDrafter
-from stree.drafters.model import ModelDrafter
+from stree.drafters import Drafter
 from stree.engine.plan import Admit, CatchUp, Read, Report, RowReport, Save, StepPlan
 from stree.engine.row_store import SavedRow
 from stree.logits.asked import Asked
@@ -322,27 +320,25 @@ class Worker:
         return logits
 
     def _read_both(
-        self, drafter: ModelDrafter, read: Read, start: int, chunk: Tensor, drafted: int
+        self, drafter: Drafter, read: Read, start: int, chunk: Tensor, drafted: int
     ) -> Tensor:
         """Let the target read a chunk (T,) after `start` tokens, and the drafter right after it."""
-        row, prefiller = read.row, self.runner.prefiller
-        assert isinstance(prefiller, ChunkedPrefill)
+        row = read.row
         if drafted < start:  # the prefix's features are not kept
             missed = self._on_device(self._rows[row].admit.prompt[drafted:start])
             with self._timed(read):
                 self.let_drafter_read(row, missed, None, drafted)
-        return prefiller.read_both(
+        return self.runner.prefiller.read_both(
             self.step.target, self.step.cache, drafter, row, chunk, partial(self._timed, read),
             start=start, drafter_read=max(drafted - start, 0),
         )
 
     @property
-    def _along(self) -> ModelDrafter | None:
+    def _along(self) -> Drafter | None:
         """The drafter if it reads each chunk right after the target, else None."""
         drafter = self.step.drafter
-        if not (isinstance(drafter, ModelDrafter) and drafter.reads_alongside):
-            return None
-        return drafter if isinstance(self.runner.prefiller, ChunkedPrefill) else None
+        reads_both = self.runner.prefiller.reads_both
+        return drafter if drafter is not None and drafter.reads_alongside and reads_both else None
 
     def _timed(self, of: Read | CatchUp) -> AbstractContextManager[None]:
         """Time the drafter inside the block, if the tree policy learns from it."""
@@ -358,18 +354,10 @@ class Worker:
     ) -> None:
         """Let the drafter read tokens (T,), with the target's features if they are given.
 
-        start as in `ChunkedPrefill.read_row`.
+        start as in `Prefiller.read_row`.
         """
-        drafter = self.step.drafter
-        if isinstance(drafter, ModelDrafter):
-            if start == 0 and drafter.skips_first:
-                tokens, start = tokens[1:], 1
-            read_row = partial(self.runner.prefiller.read_row, start=start)
-            drafter.read(row, tokens, features, read_row)
-        elif isinstance(drafter, FeatureDrafter) and features is not None:
-            drafter.read(row, tokens, features)
-        elif drafter is not None:
-            drafter.read(row, tokens)
+        if self.step.drafter is not None:
+            self.step.drafter.read_by(self.runner.prefiller, row, tokens, features, start)
 
     def _catch_up(self, missed: CatchUp) -> None:
         if missed.tokens:
@@ -460,23 +448,17 @@ class Worker:
             self.begin(row, graphs[-1].given[0])
             self.state.active[row] = False
             self._begin_rules(admit)
-        if isinstance(drafter, ModelDrafter):
+        if drafter is not None:
             alone = len(admit.prompt) if along is None else pieces[0][0]
-            self._prepare_drafter(drafter, row, drafted, alone - drafted)
+            drafter.prepare_reads(self.runner.prefiller, row, drafted, alone - drafted)
 
     def prepare_catching_up(self, row: int) -> None:
         """Capture the graphs that the drafter needs to catch up after plain decoding steps.
 
         The row is one without a pending path (`ChunkedPrefill.prepare`).
         """
-        if isinstance(drafter := self.step.drafter, ModelDrafter):
-            most = drafter.cache.max_length
-            for size in chunk_sizes(most):
-                self._prepare_drafter(drafter, row, 0, min(size, most))
-
-    def _prepare_drafter(self, drafter: ModelDrafter, row: int, start: int, count: int) -> None:
-        model, cache, reads_inputs = drafter.model, drafter.cache, drafter.inputs is not None
-        self.runner.prefiller.prepare(model, cache, row, start, count, (), reads_inputs)
+        if self.step.drafter is not None:
+            self.step.drafter.prepare_reads(self.runner.prefiller, row, 0, None)
 
 
 def _row_report(told: list[Any], size: int) -> RowReport:

@@ -1,58 +1,17 @@
-"""Verifiers by name, and the protocol by which a step lets them accept or reject drafts.
+"""Verifiers by name, and the trees and drafters that they fit.
 
 Every one of them keeps the target's distribution exactly. `named` returns them by name.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from torch import Tensor
-
-from stree.batching.state import BatchState
 from stree.common.errors import UsageError
-from stree.drafters import Drafter, Proposal, SiblingSampling
+from stree.drafters import Drafter, SiblingSampling
 from stree.trees.token_tree import BeamTree as BeamTree
 from stree.trees.token_tree import StepTree
-from stree.trees.tree_batch import TreeBatch
 from stree.verifiers.coupled import Coupled
 from stree.verifiers.rejection import Block, MultiStep, Naive, Traversal
-
-
-class Verifier(Protocol):
-    """Protocol of verifiers: accept a path of each drafted tree by the target's logits.
-
-    Attributes:
-        accepts: Ways of drawing siblings that it may judge.
-        reads_logits: Whether it needs the drafter's logits (`Proposal.logits`).
-        chains_only: Whether trees must be chains.
-        any_dynamic_tree: Whether it judges all dynamic trees, in which the presence of a draft may
-            depend on its own token; may be left out for False.
-        by_slots: Whether it judges dynamic trees in which the presence of a draft depends on
-            tokens drawn before it only, or no draft is drawn; may be left out for False.
-    """
-
-    accepts: frozenset[SiblingSampling]
-    reads_logits: bool
-    chains_only: bool
-    any_dynamic_tree: bool
-    by_slots: bool
-
-    def accept(
-        self, logits: Tensor, proposal: Proposal, tree_batch: TreeBatch, rows: BatchState,
-        cache: Any, report: Tensor,
-    ) -> None:
-        """Accept a path of each tree, and write it to cache, rows and report.
-
-        Args:
-            logits: (B, N, V) of the target at all nodes, as `BatchState.processed` returns them.
-            proposal: The drafts.
-            tree_batch: Their trees.
-            rows: State of the rows: `block`, `position` and `root` are written.
-            cache: The target's: `path` and `path_length` are written.
-            report: (B, 2 + 2·M), written; the first columns of `Step.verify`'s.
-        """
-
+from stree.verifiers.verifier import Verifier as Verifier
 
 VERIFIERS: dict[str, type[Verifier]] = {
     "coupled": Coupled, "naive": Naive, "multi_step": MultiStep, "block": Block,
@@ -65,12 +24,12 @@ def named(verifier: str | Verifier) -> Verifier:
 
     Raises `UsageError` for another name.
     """
-    if not isinstance(verifier, str) and callable(getattr(verifier, "accept", None)):
+    if isinstance(verifier, Verifier):
         return verifier
     if not isinstance(verifier, str) or verifier not in VERIFIERS:
         greedy = "; at T = 0 each of them is greedy, and coupled is the default"
         raise UsageError(
-            f"verifier is {verifier!r}, wanted one of {', '.join(VERIFIERS)}"
+            f"verifier is {verifier!r}, wanted one of {', '.join(VERIFIERS)}, or a Verifier"
             + (greedy if verifier == "greedy" else "")
         )
     return VERIFIERS[verifier]()
@@ -98,7 +57,7 @@ def require_tree(
     A verifier of chains cannot judge trees that branch, and some verifiers would be biased by
     dynamic trees whose drafts are drawn: `drawn` says how, None for any way.
     """
-    if tree.grows and not getattr(verifier, "any_dynamic_tree", False):
+    if tree.grows and not verifier.any_dynamic_tree:
         if not tree.by_slots and drawn is not SiblingSampling.DETERMINISTIC:
             raise UsageError(
                 f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins "
@@ -106,7 +65,7 @@ def require_tree(
                 "was drawn; take the verifier coupled or naive, a drafter top:FOLDER (its best "
                 "tokens, not drawn), dyspec-W-D-N, or a tree of one shape"
             )
-        if not getattr(verifier, "by_slots", False):
+        if not verifier.by_slots:
             raise UsageError(
                 f"the verifier {type(verifier).__name__} judges trees of one shape, {tree.name} "
                 "is dynamic: take a verifier of ours, or a tree of one shape"

@@ -18,17 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import Proposal
 from stree.trees.tree_batch import TreeBatch
+from stree.verifiers.verifier import Verifier
 from stree_kernels import ops
 
 
-class Coupled:
+class Coupled(Verifier):
     """Verifier that is greedy at temperature 0, and else samples by common random numbers."""
 
-    accepts = frozenset(SiblingSampling)
-    reads_logits = False
-    chains_only = False
     any_dynamic_tree = True
     by_slots = True
 

@@ -7,25 +7,23 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from stree.batching.state import BatchState
-from stree.drafters import Proposal, SiblingSampling
+from stree.drafters import Proposal
 from stree.trees.tree_batch import TreeBatch
 from stree.verifiers.coupled import Coupled
+from stree.verifiers.verifier import Verifier
 from stree_kernels import ops
 from stree_kernels.naive import Choose
 from stree_kernels.sampling.drafts import Drafts
 
 
-class RejectionSampling:
+class RejectionSampling(Verifier):
     """Base of the verifiers whose rule is one of `naive.accept_drafts`.
 
     choose replaces the rows' random numbers, for tests; None uses the rows' seeds.
     """
 
     rule: ClassVar[str]
-    accepts = frozenset(SiblingSampling)
     reads_logits = True
-    chains_only = False
-    any_dynamic_tree = False
     by_slots = True
 
     def __init__(self, choose: Choose | None = None) -> None:

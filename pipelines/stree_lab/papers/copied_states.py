@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.drafters import DrafterSpec
 from stree.drafters.model import ModelDrafter
 from stree.models.cache import HybridCache
 from stree.models.model import HybridModel
@@ -27,7 +28,7 @@ ONE_TOKEN = TokenTree.chain(0)
 
 
 @dataclass(frozen=True)
-class CopiedStates:
+class CopiedStates(DrafterSpec):
     """Settings of a `CopyingDrafter`, from which any decoder makes one.
 
     Attributes:

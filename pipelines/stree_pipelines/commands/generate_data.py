@@ -195,7 +195,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         for remark in identity.remarks(target, options["max_length"]):
             progress.say(remark)
         tree_policy = as_tree_policy(options["tree"], input_path)
-        tosses = not getattr(named(verifier), "any_dynamic_tree", False)
+        tosses = not named(verifier).any_dynamic_tree
         if tree_policy.needs_step_times and tosses and max(options["temperatures"]) > 0:
             raise UsageError(
                 f"--verifier {verifier} tosses coins by the tree of a step, which "

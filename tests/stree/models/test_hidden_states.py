@@ -24,6 +24,7 @@ from watched import watch
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import UsageError
+from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.models.hidden_states import HiddenStateTap
@@ -414,3 +415,53 @@ def test_fused_kernels_draft_the_same_from_features(monkeypatch, captured_on_cpu
         Request([9] * 4, GenerationConfig(4, temperature=1.0, seed=4), TREES[1]),
     ]
     assert len(set(by_fused_kernels(monkeypatch, served, target, drafter))) > 1
+
+
+class Wrapped(Drafter):
+    """Drafter of one's own around a `ModelDrafter`: it has the same answers, and no other class."""
+
+    def __init__(self, inner, reads_alongside):
+        self.inner, self.read_with, self.reads_alongside = inner, [], reads_alongside
+        self.drawn, self.feature_layers = inner.drawn, inner.feature_layers
+        if reads_alongside:
+            self.model, self.cache = inner.model, inner.cache
+
+    def clear(self, row):
+        self.inner.clear(row)
+
+    def read(self, row, tokens, features=None):
+        self.read_with.append((len(tokens), None if features is None else len(features)))
+        self.inner.read(row, tokens, features)
+
+    def read_padded(self, *chunk):
+        self.read_with.append("chunk")
+        self.inner.read_padded(*chunk)
+
+    def take_features(self, *given):
+        self.inner.take_features(*given)
+
+    def draft(self, *given):
+        return self.inner.draft(*given)
+
+
+@pytest.mark.parametrize("alongside", [False, True])
+def test_a_drafter_of_ones_own_gets_the_features_that_it_asks_for(alongside, either_way):
+    target = tiny_model(1)
+    model, request = reading(target), Request(PROMPT * 3, GenerationConfig(12, ignore_eos=True))
+    drafter = Wrapped(ModelDrafter(model, 1, 64, 13), alongside)
+    settings = dict(num_rows=1, max_length=64)
+    decoder = BatchDecoder(target, drafter, TokenTree.paper(), **settings)
+    (out,) = decoder.generate([request])
+    (wanted,) = BatchDecoder(target, model, TokenTree.paper(), **settings).generate([request])
+    assert out.tokens == wanted.tokens
+    assert out.stats.accepted_per_call == wanted.stats.accepted_per_call
+    chunked = alongside and decoder.worker.runner.prefiller.reads_both
+    assert set(drafter.read_with) == ({"chunk"} if chunked else {(21, 21)})
+
+
+def test_a_drafter_that_reads_alongside_has_a_model_to_do_so():
+    target = tiny_model(1)
+    drafter = Wrapped(ModelDrafter(reading(target), 1, 64, 13), True)
+    drafter.cache = None
+    with pytest.raises(UsageError, match="reads alongside the target without a model and a cache"):
+        BatchDecoder(target, drafter, TokenTree.paper(), num_rows=1, max_length=64)
