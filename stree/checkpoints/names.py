@@ -18,7 +18,6 @@ MAMBA_AS_MIXER: Table = {  # names within a layer, of mamba-ssm's models and tho
     "mixer.norm": "mamba.norm",
     "mixer.out_proj": "mamba.out_proj",
 }
-MAMBA1_PARTS = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")  # of a mixer
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -28,9 +27,9 @@ class Names:
     A name in it is that of a tensor, or of a module for its `weight` and `bias`. `*` stands for the
     number of a layer, or of an expert. A published tensor that several of ours are cut from has
     all of them. One of ours with several published names has any of them, or, where the last `*`
-    is an expert's number, is joined from all. A tensor that the table does not name has our name,
-    which is Llama's where Llama has such a tensor. Where all published names begin otherwise than
-    with `model.`, `prefix` says how; the table has `model.` all the same.
+    is an expert's number or its layout says so, is made of all. A tensor that the table does not
+    name has our name, which is Llama's where Llama has such a tensor. Where all published names
+    begin otherwise than with `model.`, `prefix` says how; the table has `model.` all the same.
 
     Example:
         >>> names = Names({"model.layers.*.ffn_norm": "model.layers.*.post_attention_layernorm"})

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.names import Names, in_layers
-from stree.checkpoints.sources import Layout, Rename, Source, named, rotary_order
+from stree.checkpoints.sources import Layout, Rename, Source, as_stored, named, rotary_order
 from stree.models.config import HybridConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROTARY_SHARE = 0.25
+PARTS_OF_QKV = ("q_proj", "k_proj", "v_proj")  # of each head, in this order
+QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+QKV_BIAS = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 NAMES = Names(
     {
         "model.embed_in": "model.embed_tokens",
@@ -28,17 +31,23 @@ NAMES = Names(
         "embed_out": "lm_head",
         "lm_head": "lm_head",  # as newer versions of transformers name it once it is loaded
         **in_layers({
-            "attention.query_key_value": (
-                "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+            "attention.query_key_value.weight": (*QKV, *QKV_BIAS),
+            "input_layernorm.weight": ("input_layernorm.weight", *QKV),
+            "input_layernorm.bias": QKV_BIAS,
+            "attention.query_key_value.bias": QKV_BIAS,
+            "attention.dense.weight": ("self_attn.o_proj.weight", "self_attn.o_proj.bias"),
+            "attention.dense.bias": "self_attn.o_proj.bias",
+            "mlp.dense_h_to_4h.weight": ("mlp.up_proj.weight", "mlp.up_proj.bias"),
+            "post_attention_layernorm.weight": (
+                "post_attention_layernorm.weight", "mlp.up_proj.weight",
             ),
-            "attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
+            "post_attention_layernorm.bias": "mlp.up_proj.bias",
+            "mlp.dense_h_to_4h.bias": "mlp.up_proj.bias",
             "mlp.dense_4h_to_h": "mlp.down_proj",
         }),
     },
     prefix="gpt_neox.",
 )
-PARTS_OF_QKV = ("q_proj", "k_proj", "v_proj")  # of each head, in this order
 BUFFERS = re.compile(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
 
 
@@ -82,50 +91,43 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 
         return cut
 
-    def reading(name: str, norm: str) -> Source:
+    def reading(name: str) -> Source:
         """Return the source of a projection that reads a norm, with the norm's scale and bias."""
-        layer, _, projection = name.rpartition(".")[0].rpartition(".")
-        fused = projection in PARTS_OF_QKV
-        cut = of_qkv(projection) if fused else lambda tensor: tensor
-        (place,) = NAMES.published(f"{layer}.{projection}.weight")
-        norm = f"{place.split('.attention.')[0].split('.mlp.')[0]}.{norm}"
+        *_, projection, leaf = name.split(".")
+        fused, places = projection in PARTS_OF_QKV, tuple(NAMES.published(name))
+        cut = of_qkv(projection) if fused else as_stored
         shape = (3 * d_model, d_model) if fused else (inner, d_model)
-        if name.endswith(".weight"):
+        if leaf == "weight":
 
             def scaled(weight: Tensor, scale: Tensor) -> Tensor:
                 return cut(weight).double() * scale.double()
 
-            return Source((place, f"{norm}.weight"), scaled, splits=((shape, (d_model,)),))
+            return Source(places, scaled, splits=((shape, (d_model,)),))
 
         def bias(weight: Tensor, shift: Tensor, *own: Tensor) -> Tensor:
             shifted = cut(weight).double() @ shift.double()
             return shifted + cut(own[0]) if own else shifted
 
         if fused and not biased:
-            return Source((place, f"{norm}.bias"), bias, splits=((shape, (d_model,)),))
-        return Source(
-            (place, f"{norm}.bias", place.replace(".weight", ".bias")), bias,
-            splits=((shape, (d_model,), shape[:1]),),
-        )
+            return Source(places[:2], bias, splits=((shape, (d_model,)),))
+        return Source(places, bias, splits=((shape, (d_model,), shape[:1]),))
 
     def source(name: str) -> Source:
         if name.endswith("layernorm.weight"):
             (place,) = NAMES.published(name)
             return Source((place,), lambda scale: scale.new_ones(scale.shape))
-        if re.search(r"\.(q|k|v)_proj\.", name):
-            return reading(name, "input_layernorm")
-        if ".up_proj." in name:
-            return reading(name, "post_attention_layernorm")
+        if re.search(r"\.(q|k|v|up)_proj\.", name):
+            return reading(name)
         if name == "lm_head.weight":
             if not tied:
                 return named(NAMES, name, config, stored)
             (place,) = NAMES.published("model.embed_tokens.weight")
             return Source((place,), copies=tuple(NAMES.published(name)))
-        (place,) = NAMES.published(name)
+        first, *others = NAMES.published(name)
         if ".o_proj.bias" in name and not biased:
-            place = place.replace(".bias", ".weight")
             shape = (d_model, d_model)
-            return Source((place,), lambda weight: weight.new_zeros(d_model), shape)
+            return Source((first,), lambda weight: weight.new_zeros(d_model), shape)
+        (place,) = others or [first]  # o_proj's bias is published as its weight, or a bias
         if name == "model.embed_tokens.weight":
             return Source((place,), lambda tensor: _centred(tensor, 1))
         if ".o_proj." in name or ".down_proj." in name:

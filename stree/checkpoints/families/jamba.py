@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.names import MAMBA1_PARTS, Names, in_layers
+from stree.checkpoints.names import Names, in_layers
 from stree.checkpoints.sources import Layout, Rename, Source, named
 from stree.models.config import HybridConfig
 
@@ -18,7 +18,17 @@ NAMES = Names({
     "model.final_layernorm": "model.norm",
     **in_layers({
         "pre_ff_layernorm": "post_attention_layernorm",
-        **{f"mamba.{name}": f"mamba1.{name}" for name in MAMBA1_PARTS},
+        "mamba.in_proj": "mamba1.in_proj",
+        "mamba.conv1d": "mamba1.conv1d",
+        "mamba.x_proj": "mamba1.x_proj",
+        "mamba.dt_proj.weight": "mamba1.dt_proj.weight",
+        "mamba.dt_layernorm.weight": "mamba1.dt_proj.weight",
+        "mamba.dt_proj.bias": "mamba1.dt_proj.bias",
+        "mamba.b_layernorm.weight": "mamba1.c_scale",
+        "mamba.c_layernorm.weight": "mamba1.c_scale",
+        "mamba.A_log": "mamba1.A_log",
+        "mamba.D": "mamba1.D",
+        "mamba.out_proj": "mamba1.out_proj",
         "feed_forward.gate_proj": "mlp.gate_proj",
         "feed_forward.up_proj": "mlp.up_proj",
         "feed_forward.down_proj": "mlp.down_proj",
@@ -87,14 +97,11 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
         return weight * scale
 
     def source(name: str) -> Source:
-        mixer = name.replace(".mamba1.", ".mamba.").rpartition(".")[0]
         if name.endswith(".c_scale"):
-            norms = (f"{mixer}.b_layernorm.weight", f"{mixer}.c_layernorm.weight")
-            return Source(norms, scaled, (config.d_state,))
+            return Source(tuple(NAMES.published(name)), scaled, (config.d_state,))
         if name.endswith(".dt_proj.weight"):
-            norm = f"{mixer.removesuffix('.dt_proj')}.dt_layernorm.weight"
             shapes = (config.mamba1_channels, config.dt_rank), (config.dt_rank,)
-            return Source((f"{mixer}.weight", norm), scaled, splits=(shapes,))
+            return Source(tuple(NAMES.published(name)), scaled, splits=(shapes,))
         return named(NAMES, name, config, stored)
 
     return source

@@ -20,9 +20,10 @@ from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_family
 from stree.checkpoints.configs import CheckpointConfig
 from stree.checkpoints.layouts import llama
+from stree.checkpoints.names import Names, Table
 from stree.checkpoints.plan.load_plan import LoadPlan, plan_head
 from stree.checkpoints.plan.stored import stored_tensors
-from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename, Source, joined
+from stree.checkpoints.sources import EAGLE_KEYS, Layout, Rename, Source, as_stored, joined
 from stree.common.errors import CheckpointRefused, NotFound, UsageError
 from stree.common.files import require_own_files
 from stree.models.config import HybridConfig
@@ -37,11 +38,33 @@ _NORM_KEYS = {
     "norm_before_fc": "features", "fc_norm": "each", "norm_before_residual": "residual",
     "norm_output": "own",
 }
-_NAMES = {  # ours, and the published ones
-    "features.proj.": "fc.", "features.norm.": "input_norm.",
-    "features.embedding_norm.": "layers.0.input_layernorm.",
-    "layers.0.input_layernorm.": "layers.0.hidden_norm.",
+_INPUTS: Table = {
+    "model.fc": "model.features.proj",
+    "model.input_norm.weight": "model.features.norm.weight",
+    "model.fc_norm.*.weight": "model.features.norm.weight",  # or a norm for each layer's
+    "d2t": HEAD_IDS,
 }
+_SPECULATORS = Names({
+    **_INPUTS,
+    "model.layers.0.input_layernorm": "model.features.embedding_norm",
+    "model.layers.0.hidden_norm": "model.layers.*.input_layernorm",
+}, prefix="")
+_MIDLAYER = Names({
+    **_INPUTS,
+    "model.midlayer.input_layernorm": "model.features.embedding_norm",
+    "model.midlayer.hidden_norm": "model.layers.*.input_layernorm",
+    "model.midlayer.self_attn.q_proj": "model.layers.*.self_attn.q_proj",
+    "model.midlayer.self_attn.k_proj": "model.layers.*.self_attn.k_proj",
+    "model.midlayer.self_attn.v_proj": "model.layers.*.self_attn.v_proj",
+    "model.midlayer.self_attn.o_proj": "model.layers.*.self_attn.o_proj",
+    "model.midlayer.self_attn.q_norm": "model.layers.*.self_attn.q_norm",
+    "model.midlayer.self_attn.k_norm": "model.layers.*.self_attn.k_norm",
+    "model.midlayer.post_attention_layernorm": "model.layers.*.post_attention_layernorm",
+    "model.midlayer.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
+    "model.midlayer.mlp.up_proj": "model.layers.*.mlp.up_proj",
+    "model.midlayer.mlp.down_proj": "model.layers.*.mlp.down_proj",
+}, prefix="")
+_LATER_LAYERS = re.compile(r"model\.layers\.(?!0\.)")
 
 
 def plan_eagle(path: str | os.PathLike[str], target: HybridConfig) -> LoadPlan:
@@ -140,20 +163,17 @@ def _layers(values: CheckedJson, num_layers: int) -> tuple[int, ...]:
 
 
 def _rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
-    layer = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
+    names = _MIDLAYER if any(name.startswith("midlayer.") for name in stored) else _SPECULATORS
     count, width = len(config.feature_layers), config.target_width
 
     def source(name: str) -> Source:
-        if name == HEAD_IDS:
-            return Source(("d2t",), _token_ids)
-        if name == "model.features.norm.weight" and "each" in config.eagle_norms:
-            norms = tuple(f"fc_norm.{number}.weight" for number in range(count))
+        if _LATER_LAYERS.match(name):
+            return Source((name.removeprefix("model."),))
+        place, *of_each = names.published(name)
+        if of_each and "each" in config.eagle_norms:
+            norms = tuple(of_each[0].replace("*", str(number)) for number in range(count))
             return Source(norms, joined, (width,))
-        place = name.removeprefix("model.")
-        ours = next((each for each in _NAMES if place.startswith(each)), None)
-        if ours is not None:
-            place = place.replace(ours, _NAMES[ours])
-        return Source((place.replace("layers.0.", layer),))
+        return Source((place,), _token_ids if name == HEAD_IDS else as_stored)
 
     return source
 

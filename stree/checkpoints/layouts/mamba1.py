@@ -6,13 +6,19 @@ from typing import Any
 
 from stree.checkpoints import config_keys, config_parts
 from stree.checkpoints.checked_json import CheckedJson
-from stree.checkpoints.names import MAMBA1_PARTS, Names, Table, in_layers
+from stree.checkpoints.names import Names, Table, in_layers
 from stree.checkpoints.sources import Layout, named
 from stree.models.config import HybridConfig
 
 MIXER: Table = {  # names within a layer
     "norm": "input_layernorm",
-    **{f"mixer.{name}": f"mamba1.{name}" for name in MAMBA1_PARTS},
+    "mixer.in_proj": "mamba1.in_proj",
+    "mixer.conv1d": "mamba1.conv1d",
+    "mixer.x_proj": "mamba1.x_proj",
+    "mixer.dt_proj": "mamba1.dt_proj",
+    "mixer.A_log": "mamba1.A_log",
+    "mixer.D": "mamba1.D",
+    "mixer.out_proj": "mamba1.out_proj",
 }
 
 
@@ -77,17 +83,18 @@ def _rank(values: CheckedJson, name: str, d_model: int) -> int:
 NAMES = {
     embedding: Names(
         {
-            f"model.{embedding}": "model.embed_tokens", "model.norm_f": "model.norm",
-            **in_layers(MIXER),
+            embedding: "model.embed_tokens", "model.norm_f": "model.norm", **in_layers(MIXER),
         },
         "backbone.",
     )
-    for embedding in ("embeddings", "embedding")
+    for embedding in ("model.embeddings", "model.embedding")
 }
 
 TRANSFORMERS = Layout(
     "transformers Mamba", ("mamba", "falcon_mamba"), transformers_spec,
-    lambda values, config, stored: lambda name: named(NAMES["embeddings"], name, config, stored),
+    lambda values, config, stored: (
+        lambda name: named(NAMES["model.embeddings"], name, config, stored)
+    ),
     config_keys.words("""
         time_step_scale time_step_min time_step_init_scheme use_mambapy use_falcon_mambapy
         use_associative_scan

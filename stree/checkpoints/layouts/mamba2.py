@@ -72,9 +72,9 @@ def state_spaces_spec(values: CheckedJson) -> HybridConfig:
 
 
 def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]:
-    """Return the map to mamba-ssm's names."""
+    """Return the map to mamba-ssm's names, given that of the embedding."""
     table = {
-        f"model.{embedding}": "model.embed_tokens",
+        embedding: "model.embed_tokens",
         "model.norm_f": "model.norm",
         **in_layers(MAMBA_AS_MIXER),
     }
@@ -94,11 +94,11 @@ STATE_SPACES_KEYS = config_keys.words("""
 """)
 
 TRANSFORMERS = Layout(
-    "transformers Mamba2", ("mamba2",), transformers_spec, _backbone("embeddings"),
+    "transformers Mamba2", ("mamba2",), transformers_spec, _backbone("model.embeddings"),
     frozenset({"time_step_min"}),
 )
 STATE_SPACES = Layout(
-    "state-spaces/mamba and mamba2", (), state_spaces_spec, _backbone("embedding"),
+    "state-spaces/mamba and mamba2", (), state_spaces_spec, _backbone("model.embedding"),
     # attn_cfg describes layers that attn_layer_idx would have to name
     frozenset({"attn_cfg", "fused_add_norm", "initializer_cfg"}),
 )
