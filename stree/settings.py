@@ -256,6 +256,8 @@ def _remedy(name: str) -> str:
         return _ELSEWHERE[name]
     if name in _INSTEAD or name in _NEUTRAL:
         return _INSTEAD.get(name, "leave it out")
+    if name in _OURS:
+        return "the decoder of stree.load takes it"
     meant = get_close_matches(name, (*_OURS, "do_sample", "max_length"), 1, 0.7)
     return f"did you mean {meant[0]}?" if meant else "leave it out"
 

@@ -1,4 +1,4 @@
-"""Measure distillation on several processes: tokens/s, scaling efficiency, loss distance.
+r"""Measure distillation on several processes: tokens/s, scaling efficiency, loss distance.
 
     python pipelines/stree_lab/bench_training.py runs/bench/training.jsonl --processes "[1,2,4]"
 

@@ -1,4 +1,4 @@
-"""Project a comparison's accepted drafts to another target's step times.
+r"""Project a comparison's accepted drafts to another target's step times.
 
     stree project docs/results/h200-policies/features \
         --times docs/results/h200-policies/features/8b-calls.jsonl \

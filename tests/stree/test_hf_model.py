@@ -426,6 +426,8 @@ def test_stop_strings(granite):
         (dict(inputs_embeds=torch.zeros(2, 2, 4)), "inputs_embeds"),
         (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens = 3"),
         (dict(seed=1), "seed = 1: torch.manual_seed repeats"),
+        (dict(presence_penalty=0.5), "presence_penalty = 0.5: the decoder of stree.load takes it"),
+        (dict(logprobs=2, ignore_eos=True), "ignore_eos = True: the decoder of stree.load takes"),
         (dict(attention_mask=torch.tensor([[1, 1, 1, 0]])), "pads at the right"),
         (dict(stop_strings=["a"]), "need the tokenizer"),
     ],

@@ -21,10 +21,11 @@ CARD_NAME = "README.md"
 # Cards without it are someone's own writing.
 MARKER = "<!-- Written by profile_drafter.py; without this line it leaves the card alone. -->"
 
-# A path of the machine where the card is written, in quotation marks or up to a space. Paths from
-# the working directory and names on the hub stay.
+# A path of the machine where the card is written, in quotation marks or up to a space, also behind
+# a colon (float8:/home/…). Paths from the working directory, addresses and names on the hub stay.
 _LOCAL_PATH = re.compile(
-    r"""(?<=["'`])(?:~|\.\.)?/[^"'`\n]*(?=["'`])|(?<![\w.~:/<-])(?:~|\.\.)?/[^\s"'`,\]]*"""
+    r"""(?<=["'`])(?:~|\.\.)?/[^"'`\n]*(?=["'`])"""
+    r"""|(?:file://|(?<![\w.~/<-]))(?:~|\.\.)?/(?!/)[^\s"'`,\]]*"""
 )
 
 

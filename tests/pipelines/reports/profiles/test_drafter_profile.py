@@ -383,7 +383,8 @@ def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run,
 def test_the_card_names_files_of_this_machine_without_their_folders(run):
     (run / "command.json").write_text(json.dumps({
         "command_line": "/home/ann/bin/stree distil --data.train '/home/ann lee/own.jsonl' "
-        "--run_dir=~/runs/a --config configs/a.yaml --model.target https://hub.example/ann/t"
+        "--run_dir=~/runs/a --config configs/a.yaml --model.target https://hub.example/ann/t "
+        "--data.valid file:///home/ann/v --model.drafter float8:/home/ann/d"
     }))
     (run / "config.yaml").write_text("data: {train: [/home/ann/a.jsonl, data/b.jsonl, me/set:t]}")
     store = ResultStore(run / "eval")
@@ -392,7 +393,8 @@ def test_the_card_names_files_of_this_machine_without_their_folders(run):
     assert "home" not in card and "~/" not in card and "ann lee" not in card
     for told in (
         "stree distil --data.train 'own.jsonl' --run_dir=a --config configs/a.yaml --model.target "
-        "https://hub.example/ann/t`", "['a.jsonl', 'data/b.jsonl', 'me/set:t']",
+        "https://hub.example/ann/t --data.valid v --model.drafter float8:d`",
+        "['a.jsonl', 'data/b.jsonl', 'me/set:t']",
         'stree.load("big", "path/of/this/folder")', "| drafts for | `big` (",
     ):
         assert told in card, told
