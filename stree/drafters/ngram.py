@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.batching.prefillers import Prefiller
 from stree.batching.state import BatchState
 from stree.drafters import NGRAM_CONTEXT, Drafter, DrafterSpec, Proposal, SiblingSampling
 from stree.drafters.model import ModelDrafter
@@ -291,6 +292,14 @@ class GraftingDrafter(ModelDrafter):
     def read(self, row: int, tokens: Tensor, *features_and_reader: Any) -> None:
         super().read(row, tokens, *features_and_reader)
         self.text.read(row, tokens)
+
+    def read_by(
+        self, prefiller: Prefiller, row: int, tokens: Tensor, features: Tensor | None = None,
+        start: int | None = None,
+    ) -> None:
+        if start == 0 and self.skips_first:  # the text has this token all the same
+            self.text.read(row, tokens[:1])
+        super().read_by(prefiller, row, tokens, features, start)
 
     def draft(
         self, rows: BatchState, tree_batch: TreeBatch, longest_block: int, bound: int,

@@ -29,6 +29,7 @@ from stree.checkpoints.plan.build import build
 from stree.common.errors import CheckpointRefused, UsageError
 from stree.drafters.model import ModelDrafter
 from stree.drafters.names import DrafterName
+from stree.drafters.ngram import NGram
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.slicing import share_ends
 from stree.trees.token_tree import as_tree
@@ -154,6 +155,15 @@ def test_it_fills_trees_that_grow(of):
     out = Decoder(target, drafter, as_tree("beam-3-3-8")).generate(PROMPTS[0], generation)
     assert out.tokens == Decoder(target).generate(PROMPTS[0], generation).tokens
     assert out.stats.acceptance_length > 1
+
+
+def test_the_text_that_is_grafted_on_it_has_the_first_token(either_way):
+    target, drafter = pair(DENSE)
+    decoder = Decoder(target, NGram(3, model=drafter), PAPER, max_length=64)
+    out = decoder.generate(PROMPTS[0], GenerationConfig(9, ignore_eos=True))
+    text, wanted = decoder.batch.drafter.text, PROMPTS[0] + out.tokens
+    known = text.texts[0, text.start :].tolist()[: int(text.num_read[0])]
+    assert len(known) > len(PROMPTS[0]) and known == wanted[: len(known)]
 
 
 @pytest.mark.parametrize("of", [DENSE, EAGLE], ids=["mtp", "eagle"])
