@@ -1,9 +1,10 @@
-"""Serve requests with a batch: admit, step, release and clean up, in one loop for all callers."""
+"""Serve a list of requests with a batch: admit, step, release and clean up, in one loop."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,64 +64,20 @@ class Served:
         return self.output
 
 
-class RequestLoop:
-    """Loop over requests in the rows of a decoder, all of which are this loop's own.
-
-    Attributes:
-        under_way: What is served now, by row.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows, self.under_way, self._number = rows, dict[int, Served](), 0
-
-    def admit(self, request: Request) -> Served:
-        """Give a request a row; raises as `BatchDecoder.admit`."""
-        row = self.rows.admit(request)
-        served = Served(self._number, request, row, StepOutput(row, []), _release=self._release)
-        self.under_way[row] = served
-        self._number += 1
-        return served
-
-    def step(self) -> Iterator[Served]:
-        """Step once, and yield each request that the step tells of, with its report.
-
-        A request that has ended is released after it was yielded, unless its `release` was called.
-        Raises `UsageError` for a row that another caller has admitted.
-        """
-        before = dict(self.under_way)
-        for report in self.rows.step():
-            if report.row not in before:
-                raise UsageError(
-                    f"row {report.row} was admitted by another caller, wanted none while "
-                    "requests are served: give it to serve, too"
-                )
-            served = before[report.row]
-            if served.output is not None:
-                continue  # released by the caller between two reports
-            served.report = report
-            yield served
-            if report.finish_reason:
-                served.release()
-
-    def _release(self, served: Served) -> GenerationOutput:
-        del self.under_way[served.row]
-        return self.rows.release(served.row, keep=served.request.keep_prompt)
-
-    def close(self) -> None:
-        """Free the rows of all requests under way, and drop their answers."""
-        for row in list(self.under_way):
-            del self.under_way[row]
-            self.rows.release(row)
-
-
 def serve(
     rows: Rows, requests: Iterable[Request | None],
     on_admitted: Callable[[int], object] = lambda row: None,
 ) -> Generator[Served, None, None]:
     """Serve requests in the rows, all free at first, as `RequestServer.serve` describes."""
-    loop, drawn, is_drained = RequestLoop(rows), iter(requests), False
+    under_way: dict[int, Served] = {}  # by row
+    drawn, numbers, is_drained = iter(requests), itertools.count(), False
+
+    def release(served: Served) -> GenerationOutput:
+        del under_way[served.row]
+        return rows.release(served.row, keep=served.request.keep_prompt)
+
     try:
-        while loop.under_way or not is_drained:
+        while under_way or not is_drained:
             while not is_drained and rows.num_free_rows:
                 try:
                     request = next(drawn)
@@ -129,16 +86,32 @@ def serve(
                     break
                 if request is None:
                     break
-                on_admitted(loop.admit(request).row)
-            if not loop.under_way:
+                row = rows.admit(request)
+                report = StepOutput(row, [])
+                under_way[row] = Served(next(numbers), request, row, report, _release=release)
+                on_admitted(row)
+            if not under_way:
                 continue
-            for served in loop.step():
+            before = dict(under_way)
+            for report in rows.step():
+                if report.row not in before:
+                    raise UsageError(
+                        f"row {report.row} was admitted by another caller, wanted none while "
+                        "requests are served: give it to serve, too"
+                    )
+                served = before[report.row]
+                if served.output is not None:
+                    continue  # released by the caller between two reports
+                served.report = report
                 yield served
-                if served.report.error is not None and served.output is None:
+                if report.finish_reason and served.output is None:
                     served.release()
-                    raise served.report.error
+                    if report.error is not None:
+                        raise report.error
     finally:
-        loop.close()
+        for row in list(under_way):
+            del under_way[row]
+            rows.release(row)
 
 
 class RequestServer(DecoderParts, Rows):

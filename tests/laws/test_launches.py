@@ -123,12 +123,7 @@ def test_the_same_plans_give_the_same_launches(graphs, request, monkeypatch, tmp
 
     def decoder(target=target) -> BatchDecoder:
         return BatchDecoder(
-            target,
-            drafter,
-            InTurn(),
-            num_rows=3,
-            max_length=64,
-            num_prefixes=6,
+            target, drafter, InTurn(), num_rows=3, max_length=64, num_prefixes=6,
             prompt_tokens_per_step=6,
         )
 
