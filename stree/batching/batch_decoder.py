@@ -28,7 +28,7 @@ from stree.batching.serve import RequestServer
 from stree.batching.step import Step
 from stree.batching.step_timing import measure_step_times
 from stree.checkpoints.tokenizer import eos_token_ids
-from stree.common.errors import UsageError
+from stree.common.errors import InvariantBroken, UsageError, first_line
 from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
@@ -132,6 +132,7 @@ class BatchDecoder(RequestServer):
         )
         self.scheduler = Scheduler(limits, self.tree_policy, tree)
         self.lock = RLock()  # held by a thread while it changes anything
+        self.failure: Exception | None = None  # what stopping a freed row has raised
         self._outputs: list[StepOutput] = []  # of reports that were read between two steps
 
     def __repr__(self) -> str:
@@ -160,7 +161,16 @@ class BatchDecoder(RequestServer):
 
         A server calls it before a request waits for a row.
         """
+        self.require_working()
         checked_sequence(self, request)
+
+    def require_working(self) -> None:
+        """Raise `InvariantBroken` if no row can be freed any more, as after an error of a GPU."""
+        if self.failure is not None:
+            raise InvariantBroken(
+                f"the decoder has failed and serves no more requests: {first_line(self.failure)}; "
+                "start the process again"
+            ) from self.failure
 
     @one_at_a_time
     def admit(self, request: Request) -> int:
@@ -170,6 +180,7 @@ class BatchDecoder(RequestServer):
 
         `step` decodes the row until one of its outputs has a finish_reason; `release` frees it.
         """
+        self.require_working()
         sequence = checked_sequence(self, request)
         self.worker.step.require_same_models()
         self._follow_weights()
@@ -179,6 +190,7 @@ class BatchDecoder(RequestServer):
             self._execute_changes()
         except BaseException:
             self.scheduler.release(row)
+            self._clean_up()
             raise
         return row
 
@@ -246,7 +258,7 @@ class BatchDecoder(RequestServer):
         except Exception as error:
             return self._end(self.scheduler.abandon(), error)
         for output in self.scheduler.take(report):
-            if output.finish_reason == "error":
+            if output.finish_reason == "error" and output.error is None:
                 sequence = self.scheduler.taken(output.row)
                 output.error = self.worker.error_of(output.row) or not_finite(
                     output.culprit, self.worker.step.models(), sequence
@@ -269,20 +281,30 @@ class BatchDecoder(RequestServer):
             row: The number that `admit` returned.
             keep: Whether to keep the tokens of the row (nearly all of them) as a prefix: prompts
                 that begin with them do not read them again. A request that ended with an error is
-                not kept, nor is anything with `num_prefixes` = 0, or what does not fit in memory.
+                not kept, nor is anything with `num_prefixes` = 0, or what cannot be saved, as
+                where it does not fit in memory.
         """
         sequence = self.scheduler.release(row, keep)
         self._outputs = [each for each in self._outputs if each.row != row]
         try:
             self._execute_changes()
-        except torch.OutOfMemoryError as error:
-            warnings.warn(f"no prefix is kept of row {row}: {error}", stacklevel=2)
+        except Exception as error:
+            self._clean_up()
+            if keep:
+                warnings.warn(f"no prefix is kept of row {row}: {error}", stacklevel=2)
         asked = sequence.generation
         return GenerationOutput(
             list(sequence.stop.tokens), sequence.finish_reason or "released", sequence.stats,
             self.tokenizer, seed=asked.seed if asked.temperature else None,
             logprobs=None if asked.logprobs is None else sequence.logprobs,
         )
+
+    def _clean_up(self) -> None:
+        """Stop the rows that a failed plan was to stop; what fails now, too, fails for good."""
+        try:
+            self._execute_changes()
+        except Exception as error:
+            self.failure = error
 
     @one_at_a_time
     def num_reusable(self, prompt: list[int]) -> int:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import current_thread, main_thread
 
 # The extra of pyproject.toml that has a library, where decoding does without it.
 EXTRA_OF = {
@@ -166,6 +167,21 @@ def naming_what_does_not_fit(remedy: str, what: str = "") -> Iterator[None]:
             raise
         named = f"{what}: " if what else ""
         raise OutOfMemory(f"{named}{first_line(error)}; {remedy}") from error
+
+
+def error_of_request(error: BaseException) -> Exception:
+    """Return what a request's own code has raised as an error that ends this request alone.
+
+    SystemExit and others that would end a thread become a `UsageError`. Ctrl-C is raised: Python
+    has it in the main thread only.
+    """
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+        raise error
+    named = UsageError(f"code of a request raised {error!r}, wanted an Exception if it fails")
+    named.__cause__ = error
+    return named
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from stree.common.threads import for_decoding
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
-from stree.common.errors import QueueFull, UsageError
+from stree.common.errors import QueueFull, UsageError, error_of_request
 from stree.engine.sequence import StepOutput
 from stree.generation import DecodingStats, GenerationOutput
 
@@ -140,8 +140,8 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """True while its thread runs: until `close`."""
-        return self._thread.is_alive()
+        """True while its thread serves: until `close`, or until it cannot go on after an error."""
+        return self._thread.is_alive() and self.decoder.failure is None
 
     @property
     def num_running(self) -> int:
@@ -164,6 +164,7 @@ class Engine:
         Raises:
             UsageError: For a request that cannot be served (`BatchDecoder.check`), and after
                 `close`.
+            InvariantBroken: When the engine cannot go on after an error, which it names.
             QueueFull: When `max_waiting` requests wait.
         """
         self.decoder.check(request)
@@ -195,7 +196,7 @@ class Engine:
     def call(self, task: Callable[[], T]) -> Future[T]:
         """Let the engine's thread call a function of the models between two steps.
 
-        Raises `UsageError` after `close`.
+        Raises as `submit` does.
         """
         future: Future[T] = Future()
         with self._changed:
@@ -205,6 +206,7 @@ class Engine:
         return future
 
     def _require_open(self) -> None:
+        self.decoder.require_working()
         if self._is_closed:
             raise UsageError("the engine is closed, and takes no more requests: make another")
 
@@ -223,6 +225,13 @@ class Engine:
     # The engine's thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            LOG.exception("the engine has failed, and ends")
+            self._end_all(error_of_request(error))
+
+    def _serve(self) -> None:
         while self._has_work():
             try:
                 self._end_cancelled()
@@ -233,10 +242,10 @@ class Engine:
                         self._end(report)
                     else:
                         self._tell(self._running[report.row], report)
-            except Exception as error:  # of nobody in particular, so of all
+            except BaseException as error:  # of nobody in particular, so of all
                 LOG.exception("a step of the engine has failed")
                 for row in list(self._running):
-                    self._end(StepOutput(row, [], "error", error=error))
+                    self._end(StepOutput(row, [], "error", error=error_of_request(error)))
             self._call_listener()
 
     def _tell(self, handle: Handle, report: StepOutput) -> None:
@@ -250,7 +259,7 @@ class Engine:
         if told and self.listener is not None:
             try:
                 self.listener(told)
-            except Exception:  # the answers go on
+            except BaseException:  # the answers go on
                 LOG.exception("the listener of an engine has failed")
 
     def _has_work(self) -> bool:
@@ -272,7 +281,7 @@ class Engine:
             try:
                 with for_decoding(self.decoder.target):
                     future.set_result(task())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
 
     def _end_cancelled(self) -> None:
@@ -297,13 +306,32 @@ class Engine:
                 handle = self._waiting.popleft()
             try:
                 self._running[self.decoder.admit(handle.request)] = handle
-            except Exception as error:
-                handle.error = error
-                self._tell(handle, StepOutput(-1, [], "error", error=error))
+            except BaseException as error:
+                self._fail(handle, error_of_request(error))
 
     def _end(self, report: StepOutput) -> None:
         """Free a request's row, and tell its handle that it has ended."""
-        handle = self._running.pop(report.row)
+        handle = self._running[report.row]
         keep = handle.request.keep_prompt
         handle.output, handle.error = self.decoder.release(report.row, keep), report.error
+        del self._running[report.row]
         self._tell(handle, report)
+
+    def _fail(self, handle: Handle, error: Exception) -> None:
+        """Tell a handle without a row that it has ended."""
+        handle.error = error
+        self._tell(handle, StepOutput(-1, [], "error", error=error))
+
+    def _end_all(self, error: Exception) -> None:
+        """End all handles and tasks as the thread ends; rows stay taken."""
+        with self._changed:
+            self._is_closed, self.decoder.failure = True, error
+            handles = [*self._running.values(), *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
+        for handle in handles:
+            self._fail(handle, error)
+        for future, _ in self._tasks:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self._call_listener()

@@ -6,6 +6,7 @@ and replayed (`stree.engine.plan_log`, where Pydantic reads and writes them by t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
@@ -33,10 +34,17 @@ SavedTree = Annotated[StepTree, _Saved(
     lambda tree: {"name": tree.name, "parents": tree.parents},
     lambda saved: Tree(**saved).to_token_tree(),
 )]
-# A user's own processors are not saved
+
+
+def _write_settings(asked: GenerationConfig) -> dict[str, Any]:
+    """Return settings as JSON has them, without a user's own processors."""
+    biases = [(token, "-Infinity" if bias == -math.inf else bias)
+              for token, bias in dict(asked.logit_bias).items()]
+    return asdict(replace(asked, logits_processor=())) | {"logit_bias": biases}
+
+
 SavedSettings = Annotated[GenerationConfig, _Saved(
-    lambda asked: asdict(replace(asked, logits_processor=())),
-    lambda saved: GenerationConfig(**saved),
+    _write_settings, lambda saved: GenerationConfig(**saved),
 )]
 
 

@@ -1,11 +1,11 @@
 """Plan log: a run of a scheduler as JSON lines, and its replay without a model or by a worker.
 
-Each line is an `Event`: a call of the scheduler, with what the call told it or what it planned.
+Each line is an `Event`: a call of the scheduler, with what the call told it or what it planned. A
+number that JSON lacks is a string: "Infinity", "-Infinity" or "NaN".
 """
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 import weakref
@@ -79,7 +79,7 @@ class Event:
     plan: StepPlan | None = None
     report: Report | None = None
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
 EVENT = TypeAdapter(Event)
@@ -120,9 +120,8 @@ class LoggedScheduler(Scheduler):
             self._write(Event("drop_shared", number=number))
         if self._file is not None:
             try:
-                values = EVENT.dump_python(event, exclude_defaults=True)
-                self._file.write(json.dumps(values).encode() + b"\n")  # infinities included
-            except OSError as error:
+                self._file.write(EVENT.dump_json(event, exclude_defaults=True) + b"\n")
+            except (OSError, ValueError) as error:  # a stop string may be none that UTF-8 has
                 warnings.warn(f"the plan log ends here: {error}", stacklevel=3)
                 self.close()
 

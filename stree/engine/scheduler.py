@@ -1,7 +1,9 @@
 """Scheduler: decide on the host what each step does, from requests and reports alone.
 
 It imports no PyTorch and reads no clock. The same requests and the same reports give the same
-plans, so that a run can be replayed without a model, and other ranks can follow one scheduler.
+plans, so that a run can be replayed without a model, and other ranks can follow one scheduler. The
+end of a `SharedPrompt`, when nobody holds it any more, is an event like a request: its prefix is
+dropped by the next plan, and a plan log has the event as `drop_shared`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, error_of_request
 from stree.engine.plan import Admit, CatchUp, Limits, Report, RowReport, Save, StepPlan
 from stree.engine.prefix_index import PrefixIndex
 from stree.engine.prompt_reads import PromptReads
@@ -205,7 +207,8 @@ class Scheduler:
     def abandon(self, plan: StepPlan | None = None) -> list[int]:
         """Forget a plan whose execution has failed; return its rows, which end with "error".
 
-        Without a plan it is the oldest without a report, whose report could not be read.
+        Without a plan it is the oldest without a report, whose report could not be read. The next
+        plan stops rows and drops prefixes as a given plan was to do.
         """
         if plan is None:
             planned = self._planned.popleft()
@@ -213,6 +216,8 @@ class Scheduler:
             planned = self._planned.pop()
         else:
             planned = _Planned(plan, {}, self._reading(plan), False)
+        if plan is not None:
+            self._stops[:0], self.prefixes.drops[:0] = plan.stops, plan.drops
         rows = dict(planned.reads)
         for row, (each, tree) in planned.rows.items():
             each.in_flight -= tree.max_depth + 1
@@ -364,6 +369,8 @@ class Scheduler:
             sequence.num_drafted_from = sequence.position + 1
         self.choice.note(tree, given.path, stats.calls_by_tree)
         output = self._keep(row, sequence, given.tokens, given.scores)
+        if output.error is not None:
+            return output
         depth = given.depth or tree.max_depth
         output.num_accepted = stats.count_call(tree, depth, given.path, len(output.tokens))
         if sequence.finish_reason:
@@ -373,7 +380,14 @@ class Scheduler:
     def _keep(
         self, row: int, sequence: RunningSequence, block: list[int], scores: list[list[float]]
     ) -> StepOutput:
-        tokens, sequence.finish_reason = sequence.stop.keep(block)
+        stop, count = sequence.stop, len(sequence.stop.tokens)
+        try:
+            tokens, sequence.finish_reason = stop.keep(block)
+        except BaseException as error:  # of the tokenizer, by the request's stop strings
+            del stop.tokens[count:]
+            output = self._fail(row, sequence)
+            output.error = error_of_request(error)
+            return output
         logprobs = sequence.learn_logprobs(tokens, scores)
         if sequence.finish_reason:
             self._stops.append(row)

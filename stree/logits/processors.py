@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stree.common.errors import UsageError
+from stree.common.errors import UsageError, error_of_request
 
 
 class LogitsProcessor(Protocol):
@@ -63,8 +63,8 @@ class ProcessedText:
             for node, path in enumerate(paths):
                 if self.error is None and self._may_come(path):
                     logits[node] = self._processed(logits[node].clone(), path, ids)
-        except Exception as error:
-            self.error = error
+        except BaseException as error:
+            self.error = error_of_request(error)
         if self.error is not None:
             logits.fill_(torch.nan)
 

@@ -34,7 +34,7 @@ import torch
 
 import stree
 from stree.batching.batch_decoder import BatchDecoder
-from stree.common.errors import InvariantBroken, StreeError, UsageError
+from stree.common.errors import InvariantBroken, StreeError, UsageError, exit_with_reason
 from stree.common.words import counted, size
 from stree.generation import GenerationConfig
 from stree.tree_policy.names import as_tree_policy
@@ -185,7 +185,7 @@ def run_engine(
         return
     gc.collect()
     gc.freeze()  # or a full collection scans all of torch in the middle of an answer
-    end.run()
+    exit_with_reason(end.run)
 
 
 def decoder_of(options: Namespace) -> BatchDecoder:

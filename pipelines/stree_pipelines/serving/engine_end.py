@@ -45,7 +45,10 @@ class EngineEnd:
         self.engine = Engine(decoder, max_waiting, self._tell)
 
     def run(self) -> None:
-        """Take calls until the other end closes; then cancel what is under way."""
+        """Take calls until the other end closes; then cancel what is under way.
+
+        Raises `InvariantBroken` if the engine cannot go on after an error.
+        """
         with self.link, self.link.makefile("rb") as stream:
             self._send(Facts.of(self.decoder))
             try:
@@ -53,6 +56,7 @@ class EngineEnd:
                     self._take(received(stream))
             except (EOFError, OSError):
                 self.engine.close(drain=False)
+        self.decoder.require_working()
 
     def _send(self, message: Any) -> None:
         with self._sending, suppress(OSError):  # the other end is gone: `run` sees it, too
@@ -65,6 +69,9 @@ class EngineEnd:
             else (handle.tag, each.tokens, each.num_accepted)
             for handle, each in reports
         ])
+        if not self.engine.is_alive:
+            with suppress(OSError):
+                self.link.shutdown(socket.SHUT_RDWR)  # which ends `run`, and then this process
 
     def _gain(self, handle: Handle, report: StepOutput) -> tuple[Any, ...]:
         """Return all values of a `Gain`."""

@@ -393,6 +393,27 @@ def test_a_dead_engine_is_said_by_health_and_by_every_answer():
         made.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_cannot_go_on_is_said_by_health():
+    """Its process ends with the cause, as the thread does here."""
+    made = Running(num_rows=1, num_prefixes=0)
+
+    def fail(plan):
+        raise RuntimeError("of the device")
+
+    made.decoder.worker.execute = fail
+    try:
+        assert made.client.get("/health").status_code == 200
+        answer = made.post("/v1/completions", prompt="a", max_tokens=2)
+        assert answer.status_code == 500
+        assert "of the device" in answer.json()["error"]["message"]
+        wait_until(lambda: made.client.get("/health").status_code == 503)
+        made.engine_thread.join(60)
+        assert not made.engine_thread.is_alive()
+    finally:
+        made.close()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_many_thousand_requests_leave_no_memory_behind():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import threading
@@ -29,6 +30,8 @@ from stree import (
 )
 from stree.batching.sequences import samples_of
 from stree.drafters.ngram import NGram
+from stree.engine.engine import Handle
+from stree.engine.sequence import StepOutput
 from stree.trees.token_tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3, 2]), None]
@@ -191,6 +194,142 @@ def test_a_worker_that_raises_ends_the_rows_of_its_plan_and_goes_on(place, graph
         assert 0 < len(errors) < 5
         assert engine.submit(asked).result(60).tokens == wanted
     assert decoder.num_free_rows == 3
+
+
+@pytest.mark.parametrize("place", ["step", "admission"])
+def test_an_engine_that_cannot_free_rows_ends_all_handles_and_says_why(place):
+    """As after an error of a GPU: every later call of it fails, too."""
+    decoder = batch(3)
+    execute, left = decoder.worker.execute, iter(range(6 if place == "step" else 0))
+
+    def fail(plan):
+        if next(left, None) is None:
+            raise RuntimeError("of the device")
+        execute(plan)
+
+    decoder.worker.execute = fail
+    engine = Engine(decoder)
+    with decoder.lock:  # nothing fails before all are submitted
+        handles = [engine.submit(Request([4, 2], SETTINGS)) for _ in range(5)]
+    for handle in handles:
+        with pytest.raises((RuntimeError, InvariantBroken), match="of the device"):
+            handle.result(60)
+    assert not engine.is_alive and engine.num_running == engine.num_waiting == 0
+    with pytest.raises(InvariantBroken, match="of the device"):
+        engine.submit(Request([4, 2], SETTINGS))
+    with pytest.raises(InvariantBroken, match="of the device"):
+        engine.call(list)
+    if place == "step":
+        assert all(each.output.tokens for each in handles[:3])
+    engine.close()
+
+
+def test_an_engine_whose_thread_ends_by_an_error_ends_all_handles():
+    decoder = batch(1)
+    decoder.release = lambda row, keep: {}[row]
+    engine = Engine(decoder)
+    with decoder.lock:
+        handles = [engine.submit(Request([4, 2], SETTINGS)) for _ in range(3)]
+    for handle in handles:
+        with pytest.raises(KeyError):
+            handle.result(60)
+    assert not engine.is_alive
+    with pytest.raises(InvariantBroken, match="0"):
+        engine.submit(Request([4, 2], SETTINGS))
+    engine.close()
+
+
+def test_an_answer_that_cannot_be_saved_ends_as_any_other():
+    decoder = batch(3, num_prefixes=2)
+    wanted = Decoder(decoder.target, max_length=64).generate([4, 2], SETTINGS).tokens
+    save, left = decoder.worker._save, iter([True])
+
+    def fail(*arguments):
+        if len(arguments) == 1 and next(left, False):  # at a release
+            raise RuntimeError("of the save")
+        return save(*arguments)
+
+    decoder.worker._save = fail
+    asked = [
+        Request([4, 2], replace(SETTINGS, max_new_tokens=count), keep_prompt=True)
+        for count in (2, 9, 9, 9)
+    ]
+    warned = pytest.warns(UserWarning, match=r"no prefix is kept.*of the save")
+    with warned, Engine(decoder) as engine:
+        handles = [engine.submit(each) for each in asked]
+        answers = [each.result(60) for each in handles]
+    assert [each.tokens for each in answers] == [wanted[:2], *[wanted] * 3]
+    assert next(left, None) is None and {each.finish_reason for each in answers} == {"length"}
+
+
+class Letters:
+    """Tokenizer of a letter a token, which fails at some of them."""
+
+    eos_token_id, all_special_ids, added_tokens_decoder = None, (), {}
+
+    def __init__(self, error: BaseException, bad: int) -> None:
+        self.error, self.bad = error, bad
+
+    def decode(self, ids, skip_special_tokens=False) -> str:
+        if self.bad in ids:
+            raise self.error
+        return "".join(chr(97 + token % 26) for token in ids)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(97 + token % 26)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("error", [OverflowError("of the tokenizer"), SystemExit(3)])
+def test_a_tokenizer_that_fails_ends_the_answer_with_stop_strings_alone(error, first):
+    target = tiny_model(1)
+    wanted = Decoder(target, max_length=64).generate([4, 2], SETTINGS).tokens
+    bad = wanted[0] if first else next(each for each in wanted if each != wanted[0])
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), TokenTree.paper(), num_rows=3, max_length=64,
+        tokenizer=Letters(error, bad),
+    )
+    with Engine(decoder) as engine:
+        stops = replace(SETTINGS, stop_strings=("none",))
+        handles = [engine.submit(Request([4, 2], each)) for each in (SETTINGS, stops, SETTINGS)]
+        wrapped = type(error) if isinstance(error, Exception) else UsageError
+        with pytest.raises(wrapped, match=r"of the tokenizer|SystemExit"):
+            handles[1].result(60)
+        assert handles[1].output.finish_reason == "error"
+        told = [token for report in reports_of(handles[1]) for token in report.tokens]
+        assert told == handles[1].output.tokens == wanted[: len(told)]
+        assert [handles[at].result(60).tokens for at in (0, 2)] == [wanted] * 2
+        assert engine.submit(Request([4, 2], SETTINGS)).result(60).tokens == wanted
+
+
+def reports_of(handle: Handle) -> list[StepOutput]:
+    """Return the reports of a handle before its error."""
+    reports = []
+    with contextlib.suppress(Exception):
+        reports.extend(handle)
+    return reports
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_no_exception_of_a_callers_code_ends_the_thread(error):
+    def fail(*_):
+        raise error
+
+    decoder = batch(2)
+    wanted = Decoder(decoder.target, max_length=64).generate([4, 2], SETTINGS).tokens
+    with Engine(decoder, listener=fail) as engine:
+        bad = engine.submit(Request([4, 2], replace(SETTINGS, logits_processor=fail)))
+        good = engine.submit(Request([4, 2], SETTINGS))
+        with pytest.raises(UsageError, match=type(error).__name__):
+            bad.result(60)
+        assert good.result(60).tokens == wanted
+        with pytest.raises(type(error)):
+            engine.call(fail).result(60)
+        decoder.worker.runner.launch, launch = fail, decoder.worker.runner.launch  # by the drafter
+        with pytest.raises(UsageError, match=type(error).__name__):
+            engine.submit(Request([4, 2], SETTINGS)).result(60)
+        decoder.worker.runner.launch = launch
+        assert engine.submit(Request([4, 2], SETTINGS)).result(60).tokens == wanted
 
 
 def test_a_model_that_is_not_finite_ends_one_answer():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import subprocess
 import sys
 from collections import deque
+from pathlib import Path
 
 import pytest
 from toys import mixed_requests, right_now_and_then, tiny_model
@@ -16,6 +18,7 @@ from stree.batching.sequences import samples_of
 from stree.common.errors import BadData, CannotWrite
 from stree.engine.plan import Limits, Report
 from stree.engine.plan_log import (
+    Event,
     LoggedScheduler,
     read_plan_log,
     replay_by_scheduler,
@@ -35,6 +38,13 @@ TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3,
 def test_a_scheduler_knows_no_torch():
     code = "import sys, stree.engine.plan_log; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def strict_events(path: Path) -> list[Event]:
+    """Return the events of a plan log, which other readers of JSON take, too."""
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return list(read_plan_log(path))
 
 
 def decode_at_random(decoder: BatchDecoder, requests: list[Request], seed: int) -> None:
@@ -84,7 +94,7 @@ def test_the_same_requests_and_reports_give_the_same_plans(
     played.log_plans(tmp_path / "plans.jsonl")
     decode_at_random(played, requests, seed=7)
     played.log_plans(None)
-    events = list(read_plan_log(tmp_path / "plans.jsonl"))
+    events = strict_events(tmp_path / "plans.jsonl")
     fresh = AdaptiveTrees([TREES[1]], costs=costs) if adaptive else FixedTree(TREES[2])
     pairs = list(replay_by_scheduler(events, fresh))
     assert [plan for plan, _ in pairs] == [logged for _, logged in pairs]
@@ -119,7 +129,7 @@ def test_a_log_tells_of_failures_shared_prompts_and_settings(tmp_path, monkeypat
     decoder.generate([[1, 2, 3]], max_new_tokens=3)
     decoder.log_plans(None)
     decoder.generate([[5]], max_new_tokens=1)
-    events = list(read_plan_log(tmp_path / "plans.jsonl"))
+    events = strict_events(tmp_path / "plans.jsonl")
     calls = {event.call for event in events}
     assert calls >= {"begin", "limit_prefixes", "abandon", "drop_shared"}
     pairs = list(replay_by_scheduler(events, FixedTree(PLAIN)))
@@ -210,3 +220,13 @@ def test_nothing_is_kept_of_a_plan_that_failed():
     scheduler.admit(each)
     (read,) = scheduler.plan().reads
     assert (read.load, read.start, read.stop) == (None, 0, 3)
+
+
+def test_the_next_plan_stops_and_drops_in_place_of_one_that_failed():
+    scheduler = Scheduler(Limits(2), FixedTree(PLAIN), PLAIN)
+    scheduler.release(scheduler.admit(sequence([1, 2])))
+    scheduler.prefixes.drops.append(7)
+    failed = scheduler.plan_changes()
+    scheduler.abandon(failed)
+    again = scheduler.plan_changes()
+    assert (again.stops, again.drops) == (failed.stops, failed.drops) == ((0,), (7,))
