@@ -22,6 +22,7 @@ from stree.common.lru import LRUCache
 from stree.drafters import Drafter, DrafterSpec, Proposal
 from stree.generation import GenerationConfig
 from stree.logits.log_probs import log_probs_of
+from stree.models.cache import HybridCache
 from stree.models.hidden_states import HiddenStateTap
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
@@ -101,6 +102,8 @@ class Step:
     def require_same_models(self) -> None:
         """Raise `UsageError` for a model whose dtype or device is no longer its cache's."""
         for name, model, cache in self.models():
+            if not isinstance(cache, HybridCache):
+                continue  # a drafter of one's own may keep tokens elsewhere, or nowhere
             if (model.dtype, model.device) != (cache.dtype, cache.device):
                 raise UsageError(
                     f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "

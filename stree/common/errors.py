@@ -172,12 +172,12 @@ def naming_what_does_not_fit(remedy: str, what: str = "") -> Iterator[None]:
 def error_of_request(error: BaseException) -> Exception:
     """Return what a request's own code has raised as an error that ends this request alone.
 
-    SystemExit and others that would end a thread become a `UsageError`. Ctrl-C is raised: Python
-    has it in the main thread only.
+    SystemExit and others that would end a thread become a `UsageError`. In the main thread they are
+    raised: Ctrl-C and handlers of signals raise there, and mean the whole process.
     """
     if isinstance(error, Exception):
         return error
-    if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+    if current_thread() is main_thread():
         raise error
     named = UsageError(f"code of a request raised {error!r}, wanted an Exception if it fails")
     named.__cause__ = error

@@ -180,7 +180,7 @@ def by_library(x: Tensor, weight: Scaled, kind: str | None, halves: Split | None
 @functools.cache
 def _one(device: torch.device) -> Tensor:
     """Return a scale of one, made outside of any graph: calls are run before they are captured."""
-    return torch.ones((), device=device)
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _power_of_2_up_to(number: int) -> int:

@@ -103,3 +103,23 @@ def test_a_request_is_checked_before_it_waits_for_a_row():
         decoder.check(Request([1] * 30, GenerationConfig(10)))
     with pytest.raises(UsageError, match="all rows"):
         decoder.admit(Request([1], GenerationConfig(2)))
+
+
+@pytest.mark.parametrize("place", ["processor", "tokenizer"])
+def test_what_a_signal_raises_ends_the_caller_and_not_a_request_alone(place):
+    """Handlers raise in the main thread, wherever it is, as SIGTERM's often does by sys.exit."""
+
+    def terminated(*_, **__):
+        raise SystemExit(143)
+
+    class Tokenizer:
+        eos_token_id, all_special_ids, added_tokens_decoder = None, (), {}
+        decode, convert_ids_to_tokens = terminated, staticmethod(str)
+
+    changes = {"processor": {"logits_processor": terminated}, "tokenizer": {"stop_strings": ("x",)}}
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=64, tokenizer=Tokenizer())
+    with pytest.raises(SystemExit):
+        decoder.generate([Request([4, 2], GenerationConfig(3, **changes[place]))])
+    assert decoder.num_free_rows == 2
+    wanted = Decoder(decoder.target, max_length=64).generate([4, 2], GenerationConfig(3)).tokens
+    assert decoder.generate([Request([4, 2], GenerationConfig(3))])[0].tokens == wanted

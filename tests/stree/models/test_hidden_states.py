@@ -465,3 +465,14 @@ def test_a_drafter_that_reads_alongside_has_a_model_to_do_so():
     drafter.cache = None
     with pytest.raises(UsageError, match="reads alongside the target without a model and a cache"):
         BatchDecoder(target, drafter, TokenTree.paper(), num_rows=1, max_length=64)
+
+
+def test_a_drafter_with_a_model_keeps_its_tokens_where_it_likes():
+    """It has no cache, or one of a class of its own, whose model nothing is known of."""
+    target, request = tiny_model(1), Request(PROMPT, GenerationConfig(5, ignore_eos=True))
+    wanted = BatchDecoder(target, num_rows=1, max_length=64).generate([request])[0].tokens
+    for cache in (None, {}):
+        drafter = Wrapped(ModelDrafter(tiny_model(2), 1, 64, 13), False)
+        drafter.model, drafter.cache = drafter.inner.model, cache
+        decoder = BatchDecoder(target, drafter, TokenTree.paper(), num_rows=1, max_length=64)
+        assert decoder.generate([request])[0].tokens == wanted
