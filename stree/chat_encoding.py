@@ -125,7 +125,7 @@ class ChatEncoder:
         """Encode many conversations in parallel, each with the numbers of its turns without loss.
 
         A conversation may also be a single (PLAIN_TEXT, text): its sample is the text and the
-        end-of-text token, and all of it is learnt.
+        end-of-text token, and all of it is learnt, or nothing.
 
         Returns the samples of each conversation: one, or one an answer where the template rewrites
         earlier turns. A conversation has an error instead when the template refuses it, or does not
@@ -136,7 +136,9 @@ class ChatEncoder:
         numbers: list[int] = []  # of the samples' conversations
         for number, (messages, unlearnt) in enumerate(conversations):
             try:
-                found = self._plain(messages) or self._samples(messages, unlearnt=unlearnt)
+                found = self._plain(messages, unlearnt) or self._samples(
+                    messages, unlearnt=unlearnt
+                )
             except BadData as error:
                 outcomes.append(error)
                 continue
@@ -158,13 +160,13 @@ class ChatEncoder:
             chats.append(EncodedChat(tokens, assistant, lacks))
         return outcomes
 
-    def _plain(self, messages: Sequence[Message]) -> list[Sample]:
+    def _plain(self, messages: Sequence[Message], unlearnt: Collection[int]) -> list[Sample]:
         """Return the sample of a plain text, [] for a conversation."""
         first = messages[0] if len(messages) == 1 else None
         if not isinstance(first, tuple) or first[0] != PLAIN_TEXT:
             return []
         whole = (text := first[1]) + self.eos
-        return [Sample(whole, [Answer(0, 0, len(whole))], [(0, len(text))])]
+        return [Sample(whole, [Answer(0, 0, len(whole), 0 not in unlearnt)], [(0, len(text))])]
 
     def encode_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a prompt: those of `messages`, and of an assistant turn's opening.

@@ -133,6 +133,8 @@ def test_a_plain_text_is_learnt_as_it_is(tokenizer):
     specials = [token for token in sample.tokens.tolist() if token in tokenizer.all_special_ids]
     assert specials == ([tokenizer.eos_token_id] if encoder.eos else [])
     assert not sample.assistant[0] and sample.assistant[1:].all()
+    (unlearnt,) = encoder.encode([(PLAIN_TEXT, text)], [0])
+    assert unlearnt.tokens.tolist() == sample.tokens.tolist() and not unlearnt.assistant.any()
 
 
 def test_a_closed_thought_is_context_and_no_loss(tokenizer):

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from stree.chat_encoding import PLAIN_TEXT
+from stree.chat_templates import THOUGHT_END, THOUGHT_START
 from stree.common.errors import BadData
 from stree_pipelines.data.raw_rows import (
     EMPTY_TEXT,
+    ENCRYPTED,
     HUGE,
     INVALID_UTF8,
     MAX_CHARS,
@@ -49,23 +51,28 @@ TOOL_ROLES = frozenset(
      "tool_call", "tool_response")
 )
 TURN_KEYS = ("conversations", "messages", "conversation")
-KNOWN_KEYS = frozenset((*TURN_KEYS, "id", "system", "tools"))
-# Names by which a turn says whether it is learnt (0 or false: it is not), or kept from it (true)
+# Names by which a row or a turn says that it is not learnt: with 0 or false, or with true
 LEARNT_KEYS = ("weight", "train", "training", "trainable", "loss", "learn")
 MASKED_KEYS = ("mask", "masked")
 WORDS_OF_LOSS = frozenset(
     (*LEARNT_KEYS, *MASKED_KEYS, "weights", "learnable", "supervise", "supervised", "ignore")
 )
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a key: "lossMask" has two
 THOUGHT_NAMES = (
     "reasoning_content", "reasoning", "reasoning_text", "thinking", "thinking_content", "thought",
-    "thoughts", "chain_of_thought", "cot",
+    "thoughts", "think", "chain_of_thought", "cot", "rationale", "analysis", "reasoning_details",
 )
+ROW_TOOLS = ("tools", "functions", "available_tools")
+TURN_TOOLS = ("tool_calls", "tool_call", "function_call", "function_calls", *ROW_TOOLS)
+KNOWN_KEYS = frozenset((*TURN_KEYS, "id", "system", *ROW_TOOLS, *LEARNT_KEYS, *MASKED_KEYS))
 KNOWN_TURN_KEYS = frozenset(
-    ("from", "role", "value", "content", "tool_calls", "function_call", *LEARNT_KEYS, *MASKED_KEYS,
-     *THOUGHT_NAMES)
+    ("from", "role", "value", "content", *TURN_TOOLS, *LEARNT_KEYS, *MASKED_KEYS, *THOUGHT_NAMES)
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
+# Parts of `reasoning_details`, with the key of their text
+DETAILS = {"reasoning.text": "text", "reasoning.summary": "summary"}
+ENCRYPTED_PARTS = ("redacted_thinking", "reasoning.encrypted")
 TOOL_PARTS = ("tool_use", "tool_result", "tool_call")
 
 
@@ -222,19 +229,25 @@ def parse_row(row: Any, place: str) -> tuple[Conversation, list[str]]:
         raise BadRow(WRONG_TYPES, f"a row must be an object, got {type(row).__name__}")
     turns, name = _turns_in(row), row.get("id")
     name = str(name) if isinstance(name, str | int) else place
+    is_row_learnt = _is_learnt(row, "the row")
     if turns is None and isinstance(text := row.get("text"), str):
-        return Conversation(name, ((PLAIN_TEXT, _plain_text(text)),), place=place), []
+        masked = frozenset[int]() if is_row_learnt else frozenset((0,))
+        notes = ["texts without loss"] if masked else []
+        return Conversation(name, ((PLAIN_TEXT, _plain_text(text)),), masked, place=place), notes
     if turns is None:
         raise BadRow(NO_TURNS, f"none of {', '.join(TURN_KEYS)} holds a turn")
     if not isinstance(turns, list):
         raise BadRow(WRONG_TYPES, f"the turns must be a list, got {type(turns).__name__}")
-    if not _is_empty(row.get("tools")):
-        raise BadRow(TOOLS, "the row has `tools`")
+    for key in ROW_TOOLS:
+        if not _is_empty(row.get(key)):
+            raise BadRow(TOOLS, f"the row has `{key}`")
     parsed = [_parse_turn(turn, number) for number, turn in enumerate(turns)]
     thoughts = [_thought(turn, text, number) for number, (turn, (_, text)) in enumerate(
         zip(turns, parsed, strict=True)
     )]
-    is_learnt = [_is_learnt(turn, number) for number, turn in enumerate(turns)]
+    is_learnt = [
+        _is_learnt(turn, f"turn {number}") and is_row_learnt for number, turn in enumerate(turns)
+    ]
     system = row.get("system")
     if isinstance(system, str) and system.strip() and parsed[0] != ("system", system):
         _require_unicode(system, "the row's system prompt")
@@ -322,8 +335,9 @@ def _parse_turn(turn: Any, number: int) -> Turn:
         role = role.strip().lower()
         if role in TOOL_ROLES:
             raise BadRow(TOOLS, f"turn {number} is from {role!r}", role)
-        if not (_is_empty(turn.get("tool_calls")) and _is_empty(turn.get("function_call"))):
-            raise BadRow(TOOLS, f"turn {number} calls a tool")
+        for key in TURN_TOOLS:
+            if not _is_empty(turn.get(key)):
+                raise BadRow(TOOLS, f"turn {number} has `{key}`")
     if isinstance(text, list):
         text = "".join(_text_of(part, number) for part in text if not _is_thought(part))
     if not isinstance(role, str) or not isinstance(text, str):
@@ -346,6 +360,10 @@ def _text_of(part: Any, number: int) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind in ENCRYPTED_PARTS:
+        raise BadRow(ENCRYPTED, f"turn {number} has a part of type {kind!r}")
+    if kind in DETAILS and isinstance(text := part.get(DETAILS[kind]), str | None):
+        return text or ""
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return part["text"]
     if kind in TOOL_PARTS:
@@ -359,6 +377,10 @@ def _is_thought(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in THOUGHT_PARTS
 
 
+def _is_encrypted(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ENCRYPTED_PARTS
+
+
 def _thought(turn: dict[str, Any], text: str, number: int) -> str:
     """Return the thought beside a turn's `text`, or in parts of its content; "" without any."""
     content = next((turn[key] for key in ("value", "content") if turn.get(key) is not None), None)
@@ -366,28 +388,41 @@ def _thought(turn: dict[str, Any], text: str, number: int) -> str:
     given = [turn.get(name) for name in THOUGHT_NAMES]
     for part in parts:
         given.append(next(filter(None, map(part.get, (*THOUGHT_PARTS, "text"))), None))
-    thoughts = []
+    thoughts: list[str] = []
     for value in given:
         if isinstance(value, list):
-            value = "".join(_text_of(part, number) for part in value)
+            readable = [part for part in value if not _is_encrypted(part)] if thoughts else value
+            value = "".join(_text_of(part, number) for part in readable)
         if isinstance(value, bool) or _is_empty(value):  # a switch, or nothing
             continue
         if not isinstance(value, str):
             raise BadRow(WRONG_TYPES, f"turn {number} has a thought that is no text")
         _require_unicode(value, f"turn {number}")
         thoughts.append(value)
-    if not thoughts or thoughts[0].strip() in text:  # copied there, or there alone
+    if not thoughts:
         return ""
-    return "".join(thoughts) if len(parts) == len(thoughts) else thoughts[0]
+    thought = "".join(thoughts) if len(parts) == len(thoughts) else thoughts[0]
+    return "" if _is_copied(thought.strip(), text) else thought
 
 
-def _is_learnt(turn: dict[str, Any], number: int) -> bool:
-    """Return False for a turn with `weight: 0`, `train: false` or the like, or `mask: true`.
+def _is_copied(thought: str, text: str) -> bool:
+    """Return whether a text begins with a whole thought, or holds it between thought tags."""
+    start = text.lstrip()
+    if start.startswith(thought):
+        rest = start[len(thought) :]
+        if not rest or rest[0].isspace() or THOUGHT_END.match(rest):
+            return True
+    tagged = rf"(?:{THOUGHT_START.pattern})\s*{re.escape(thought)}\s*(?:{THOUGHT_END.pattern})"
+    return re.search(tagged, text) is not None
+
+
+def _is_learnt(given: dict[str, Any], where: str) -> bool:
+    """Return False for a row or turn with `weight: 0`, `train: false` or the like, or `mask: true`.
 
     Raises `BadRow` for other values, and for a name about the loss whose meaning is not known.
     """
     is_learnt = True
-    for key, value in turn.items():
+    for key, value in given.items():
         if value is None:
             continue
         if key in LEARNT_KEYS and value in (0, 1):
@@ -395,11 +430,11 @@ def _is_learnt(turn: dict[str, Any], number: int) -> bool:
         elif key in MASKED_KEYS and isinstance(value, bool):
             is_learnt &= not value
         elif key in LEARNT_KEYS:
-            setting = f"turn {number} has {key} {str(value)[:20]}"
+            setting = f"{where} has {key} {str(value)[:20]}"
             raise BadRow(WRONG_TYPES, f"{setting}, wanted 0 or 1, or false or true")
-        elif not WORDS_OF_LOSS.isdisjoint(re.split(r"[^a-z]+", key.lower())):
+        elif not WORDS_OF_LOSS.isdisjoint(map(str.lower, WORD.findall(key))):
             name = key[:MAX_NAME_CHARS]
-            raise BadRow(UNKNOWN_LOSS, f"turn {number} has {name} {str(value)[:20]}")
+            raise BadRow(UNKNOWN_LOSS, f"{where} has {name} {str(value)[:20]}")
     return is_learnt
 
 
@@ -410,10 +445,10 @@ def _is_empty(value: Any) -> bool:
     if not isinstance(value, str):
         return not value or (isinstance(value, float) and math.isnan(value))  # null of pandas
     text = value.strip()
-    if text.lower() in ("", "none", "null", "nan"):
+    if text.lower() in ("", "none", "null", "nan", "false"):
         return True
-    decoded = parse_row_json(text) if text[0] in "[{" else text
-    return isinstance(decoded, dict | list) and _is_empty(decoded)
+    decoded = parse_row_json(text) if text[0] in '[{"' else None
+    return isinstance(decoded, dict | list | str) and _is_empty(decoded)
 
 
 def _require_unicode(text: str, where: str) -> None:

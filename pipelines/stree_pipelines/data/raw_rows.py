@@ -29,10 +29,11 @@ MEDIA = "images or other media"
 EMPTY_TEXT = "empty text"
 WRONG_TYPES = "wrong types"
 HUGE = "huge"
+ENCRYPTED = "encrypted thoughts"
 UNKNOWN_LOSS = "unknown names about the loss"
 REASONS = (
     NOT_JSON, INVALID_UTF8, NO_TURNS, WRONG_ROLES, REPEATED_ROLE, TOOLS, MEDIA, EMPTY_TEXT,
-    WRONG_TYPES, HUGE, UNKNOWN_LOSS,
+    WRONG_TYPES, HUGE, ENCRYPTED, UNKNOWN_LOSS,
 )
 # JSON of conversations packs to a third or a fifth; of one row repeated, gzip makes a 200th.
 MAX_EXPANSION = 500

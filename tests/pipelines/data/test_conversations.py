@@ -37,7 +37,20 @@ BAD_ROWS = {
               "images or other media"),
     "half-weight": (row(HUMAN, {**GPT, "weight": 0.5}), "wrong types"),
     **{f"kin-{key}": (row(HUMAN, {**GPT, key: 0}), "unknown names about the loss")
-       for key in ("loss_weight", "train_detail", "mask", "ignore-loss", "Masked")},
+       for key in ("loss_weight", "train_detail", "mask", "ignore-loss", "Masked",
+                   "lossMask", "trainOnTurn", "isTrainable", "LOSS_MASK")},
+    **{f"row-{key}": (row(HUMAN, GPT, **{key: value}), reason) for key, value, reason in (
+        ("lossMask", 0, "unknown names about the loss"), ("loss", 2.5, "wrong types"),
+    )},
+    "redacted": (row(HUMAN, {"role": "assistant", "content": [
+        {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "hello"}]}),
+        "encrypted thoughts"),
+    "encrypted": (row(HUMAN, {**GPT, "reasoning_details": [
+        {"type": "reasoning.encrypted", "data": "x"}]}), "encrypted thoughts"),
+    **{f"row-{key}": (row(HUMAN, GPT, **{key: [{"name": "f"}]}), "tools")
+       for key in ("functions", "available_tools")},
+    **{f"turn-{key}": (row(HUMAN, {**GPT, key: [{"name": "f"}]}), "tools")
+       for key in ("function_calls", "functions", "tools")},
     "odd-loss": (row(HUMAN, {**GPT, "loss": "no"}), "wrong types"),
     "thought-number": (row(HUMAN, {**GPT, "reasoning": 3}), "wrong types"),
     "text-tools": (row(HUMAN, GPT, tools='[{"type": "function"}]'), "tools"),
@@ -140,8 +153,9 @@ KEPT_ROWS = {
                                               {"type": "text", "text": "i"}]}, GPT),
     **{f"tools-{number}": row(HUMAN, GPT, tools=empty) for number, empty in enumerate(
         ("null", " [ ] ", "{}", "None", "", {}, [None], {"functions": []}, [""], '{"a": [null]}',
-         float("nan"))
+         float("nan"), '""', '"[]"', "false", " False ", False)
     )},
+    "no-functions": row(HUMAN, {**GPT, "functions": None}, functions="[]"),
     "call-of-arrow": row(HUMAN, {**GPT, "function_call": {"name": None, "arguments": ""}}),
     "call-text": row(HUMAN, {**GPT, "tool_calls": "[]"}),
     "gpt-first": row(GPT, HUMAN, GPT),
@@ -187,12 +201,24 @@ def test_turns_not_to_learn_under_each_name(tmp_path, key, no, yes):
     found, report = read_conversations(write(tmp_path / "a.jsonl", lines))
     assert [each.masked for each in found] == [{1}, frozenset()]
     assert not report.passed_over
+    lines = [row(*TURNS, *TURNS, **{key: no}), row(*TURNS, **{key: yes}),
+             json.dumps({"text": "Once.", key: no}).encode()]
+    found, report = read_conversations(write(tmp_path / "b.jsonl", lines))
+    assert [each.masked for each in found] == [{1, 3}, frozenset(), {0}]
+    assert not report.passed_over
 
 
 @pytest.mark.parametrize(
     "turn",
     [
-        *({**GPT, name: "Hm."} for name in ("reasoning_content", "reasoning", "thinking", "cot")),
+        *({**GPT, name: "Hm."} for name in ("reasoning_content", "reasoning", "thinking", "cot",
+                                          "think", "rationale", "analysis")),
+        *({**GPT, "reasoning_details": details, **more} for details, more in (
+            ([{"type": "reasoning.text", "text": "Hm.", "signature": None}], {}),
+            ([{"type": "reasoning.summary", "summary": "H"},
+              {"type": "reasoning.text", "text": "m."}], {}),
+            ([{"type": "reasoning.encrypted", "data": "x"}], {"reasoning": "Hm."}),
+        )),
         {**GPT, "reasoning": None, "reasoning_content": "Hm.", "thinking": True},
         {**GPT, "reasoning": [{"type": "text", "text": "Hm."}]},
         {"role": "assistant", "content": [
@@ -208,11 +234,24 @@ def test_a_thought_beside_the_answer_is_kept(tmp_path, turn):
     assert not report.passed_over
 
 
-def test_a_thought_that_is_in_the_answer_already_counts_once(tmp_path):
-    text = "<think>Hm.</think> hello"
-    line = row(HUMAN, {**GPT, "value": text, "reasoning_content": "Hm."})
+@pytest.mark.parametrize(
+    ("thought", "text", "is_copied"),
+    [
+        ("Hm.", "<think>Hm.</think> hello", True),
+        (" Hm.\n", "So: [THINK]\nHm. [/THINK]hello", True),
+        ("Hm.", "Hm.\n\nhello", True),
+        ("Hm.", " Hm.</think>hello", True),
+        ("Hm.", "Hm.", True),
+        ("4", "the answer is 42", False),
+        ("4", "42", False),
+        ("Hm.", "<think>Hm. No.</think> Hm. hello", False),
+    ],
+)
+def test_a_thought_that_is_in_the_answer_already_counts_once(tmp_path, thought, text, is_copied):
+    line = row(HUMAN, {**GPT, "value": text, "reasoning_content": thought})
     found, _ = read_conversations(write(tmp_path / "a.jsonl", [line]))
-    assert [(each.turns[1][1], each.thoughts) for each in found] == [(text, ())]
+    thoughts = () if is_copied else ((1, thought),)
+    assert [(each.turns[1][1], each.thoughts) for each in found] == [(text, thoughts)]
 
 
 def test_report_names_roles_changes_and_keys_passed_over(tmp_path):
