@@ -21,11 +21,13 @@ import torch
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.step_timing import context_of, room_to_time
+from stree.chat_templates import resolve_template
 from stree.checkpoints.configs import load_config
 from stree.checkpoints.identity import checkpoint_sha256
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import fingerprint, load_tokenizer, tokens_sha256
 from stree.common.errors import UsageError
+from stree.common.template_dates import template_date
 from stree.common.words import dtype_name
 from stree.drafters.names import DRAFTERS, DrafterName
 from stree.generation import GenerationConfig
@@ -139,7 +141,8 @@ def fill(
     if shortage := disk_shortage(options["out"], generation.disk()):
         progress.say(f"warning: {shortage}")
     made_with: dict[str, Any] = {
-        **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
+        **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code(),
+        "template_date": template_date(resolve_template(tokenizer, options["chat_template"])),
     }
     if decoder.tree_policy.needs_step_times:
         hottest = max(range(spec.samples), key=spec.temperature)

@@ -23,6 +23,7 @@ from lanes import quick_first
 
 from stree import Decoder, GenerationConfig
 from stree.chat_encoding import encode_prompt
+from stree.chat_templates import STREE_CHAT
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import BadData, UsageError
@@ -77,6 +78,15 @@ def test_every_answer_is_what_its_request_gets_alone(workspace, whole):
     assert len(content["model_sha256"]) == len(content["drafter_sha256"]) == 64
     assert content["made_with"]["prompts"] == str(workspace / "train.jsonl")
     assert {"git_sha", "versions"} <= content["made_with"].keys()
+    assert content["made_with"]["template_date"] is None
+
+
+def test_the_date_that_a_template_prints_is_recorded(workspace, tmp_path):
+    dated = "{{- strftime_now('%d %B %Y') -}}" + STREE_CHAT
+    data = generate(workspace, tmp_path / "data", "--chat_template", dated, "--limit", "1")
+    assert description(data)["made_with"]["template_date"] == "2024-07-26"
+    prompt = load_tokenizer(workspace / "target").decode(rows_of(data)[0]["prompt_tokens"])
+    assert prompt.startswith("26 July 2024")
 
 
 def test_seeds_are_a_function_of_seed_prompt_and_sample():
