@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [name for name in options.only or () if name not in names]:
         raise UsageError(f"--only {unknown}: the study has {', '.join(names)}")
     runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
-    require_comparable(study)
+    require_comparable(study, options.config)
     in_order(runs)  # raises now when there is no order
     more = {} if study.held_back is None else {"data.train": str(study.train_file)}
     if options.what == "train":
@@ -102,9 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compare(study, {} if options.device is None else {"device": options.device})
 
 
-def require_comparable(study: Study) -> None:
-    """Raise UsageError now for trees and options that would be refused after all trainings."""
-    _, arms = comparison_of(study.comparison(study.runs), study.comparison_file, {})
+def require_comparable(study: Study, file: str) -> None:
+    """Raise UsageError now for trees and options that would be refused after all trainings.
+
+    file: The study's, for the error.
+    """
+    _, arms = comparison_of(study.comparison(study.runs), f"{file}: compare", {})
     for arm in arms:
         for tree in arm.trees:
             arm.method(tree)

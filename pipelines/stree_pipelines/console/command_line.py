@@ -106,7 +106,7 @@ class OneLineErrors:
         for index, each in enumerate(given[:-1]):
             if each == "--config":
                 given[index + 1] = input_path(given[index + 1])
-                if (path := Path(given[index + 1])).is_file():
+                if (path := Path(given[index + 1])).exists():
                     values = require_options(read_yaml(path), path, self._kinds())
                     files |= dict.fromkeys(values, str(path))
         files = {key: path for key, path in files.items() if f"--{key}" not in given}

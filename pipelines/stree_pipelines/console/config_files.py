@@ -38,6 +38,8 @@ NUM_EXAMPLES = 5  # keys that the error for another command's file names
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file. Raises UsageError for a file that is missing or cannot be read."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, wanted a YAML file")
     try:
         return parse_yaml(read_text(path))
     except UnicodeDecodeError as error:
@@ -77,17 +79,17 @@ def require_options(content: Any, path: Path, kinds: Mapping[str, Any]) -> dict[
     return values
 
 
-def require_own(path: Path, names: Iterable[str], known: Collection[str]) -> None:
+def require_own(place: Path | str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise UsageError for a file with a key that marks the config of another command (`MARKS`).
 
-    names: the file's keys. known: the command's.
+    place: the file, or the file and the key, for the error. names: its keys. known: the command's.
     """
     unknown = set(names) - set(known)
     for kind, marks in MARKS.items():
         if not unknown.isdisjoint(marks):
             examples = list(dict.fromkeys(name.partition(".")[0] for name in known))
             raise UsageError(
-                f"{path} is {kind}; this command wants keys such as "
+                f"{place} is {kind}; this command wants keys such as "
                 f"{', '.join(examples[:NUM_EXAMPLES])}"
             )
 

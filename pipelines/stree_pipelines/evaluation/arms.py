@@ -106,37 +106,37 @@ def read_comparison(
 
 
 def comparison_of(
-    content: Any, path: Path, more: Mapping[str, Any]
+    content: Any, place: Path | str, more: Mapping[str, Any]
 ) -> tuple[EvaluationSettings, list[Arm]]:
-    """Return settings and arms of a file's content.
+    """Return settings and arms of a file's content; `place` names the file in errors.
 
     It holds `arms`, the `drafter` of those that name none, and options of `eval_spec.py`, which
     `more` overrides. Raises UsageError when it is no comparison, has an unknown option, or arms of
     one name.
     """
-    content = require_keys(content, str(path))
+    content = require_keys(content, str(place))
     known = [each.name for each in fields(EvaluationSettings) if each.name != "methods"]
     if "arms" not in content or "distil" in content:
-        require_own(path, dotted(content), known)
+        require_own(place, dotted(content), known)
     if not isinstance(content.get("arms"), list):
-        raise UsageError(f"{path} must hold `arms: [{{name: …, drafter: …}}, …]`")
+        raise UsageError(f"{place} must hold `arms: [{{name: …, drafter: …}}, …]`")
     options = {**content, **{name: value for name, value in more.items() if value is not None}}
     given, drafter = options.pop("arms"), options.pop("drafter", None)
     arms = [Arm.of(each, number, drafter) for number, each in enumerate(given, start=1)]
     names = [arm.name for arm in arms]
     if not arms or len({AUTOREGRESSIVE, *names}) <= len(names):
         raise UsageError(
-            f"{path} has the arms {names}, wanted at least one, each name once, and none that is "
+            f"{place} has the arms {names}, wanted at least one, each name once, and none that is "
             f"called {AUTOREGRESSIVE}: plain decoding takes part anyhow"
         )
     unknown = sorted(options.keys() - set(known) | options.keys() & set(_KEYS))
     if unknown:
-        raise UsageError(f"{path} has {unknown}, which are no options of a comparison")
+        raise UsageError(f"{place} has {unknown}, which are no options of a comparison")
     missing = [name for name in ("target", "benchmarks", "out") if not options.get(name)]
     if missing:
-        raise UsageError(f"{path} does not say {', '.join(missing)}")
+        raise UsageError(f"{place} does not say {', '.join(missing)}")
     for name, value in options.items():
-        require_type(value, _TYPES[name], f"{path}: {name}")
+        require_type(value, _TYPES[name], f"{place}: {name}")
     return EvaluationSettings(**{**options, "methods": (AUTOREGRESSIVE,)}), arms
 
 

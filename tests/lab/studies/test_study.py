@@ -188,7 +188,10 @@ def test_what_is_no_study_is_refused(tmp_path, changes, words):
     ("changes", "words"),
     [
         ({"trees": ["papr"]}, "no tree 'papr'"),
-        ({"compare": {"target": "t", "benchmarks": ["starter"], "limt": 2}}, "limt"),
+        ({"compare": {"target": "t", "benchmarks": ["starter"], "limt": 2}},
+         r"study\.yaml: compare has \['limt'\]"),
+        ({"compare": {"target": "t", "benchmarks": ["starter"], "limit": "two"}},
+         r"study\.yaml: compare: limit is 'two', wanted a whole number"),
         ({"arms": [{"name": "a"}, {"name": "b", "set": {"model.los.kind": "lk"}}]},
          r"b, seed 0: .*model\.los"),
     ],

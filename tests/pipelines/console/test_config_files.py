@@ -92,6 +92,12 @@ def test_a_file_without_keys_and_values_is_refused(command, text, said, tmp_path
     assert "unicode string" not in line and "\n" not in line.strip()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_in_place_of_a_file_is_refused(command, tmp_path, capsys):
+    line = refusal(command, tmp_path, capsys)
+    assert f"{tmp_path} is a folder, wanted a YAML file" in line and "Parser key" not in line
+
+
 def test_a_file_that_is_missing_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"no\.yaml cannot be read \(No such file.*: give a YAML"):
         read_yaml(tmp_path / "no.yaml")
