@@ -33,7 +33,7 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 class Prefiller:
-    """Base of the ways to read prompts.
+    """Read prompts by operations over whole sequences (CPU, where starting one costs little).
 
     Attributes:
         reads_both: Whether a drafter may read each chunk right after the target, by `read_both`.
@@ -51,7 +51,7 @@ class Prefiller:
         start is the number of tokens that the row has read, if no accepted path of it is pending;
         None if that is not known.
         """
-        raise NotImplementedError
+        return read_row(model, cache, row, tokens, features, inputs)
 
     def read_both(
         self, model: HybridModel, cache: HybridCache, drafter: Drafter, row: int, tokens: Tensor,
@@ -66,18 +66,6 @@ class Prefiller:
     ) -> list[PrefillGraph]:
         """Return the graphs of the chunks of `count` tokens after `start`, if there are any."""
         return []
-
-
-class EagerPrefill(Prefiller):
-    """Read prompts by operations over whole sequences (CPU, where starting one costs little)."""
-
-    def read_row(
-        self, model: HybridModel, cache: HybridCache, row: int, tokens: Tensor,
-        features: HiddenStateTap | None = None, inputs: Tensor | None = None, *,
-        start: int | None = None,
-    ) -> Tensor:
-        """Read tokens as `stree.models.model.read_row` does."""
-        return read_row(model, cache, row, tokens, features, inputs)
 
 
 class PromptCall:
@@ -107,10 +95,9 @@ class ChunkedPrefill(Prefiller):
         features: HiddenStateTap | None = None, inputs: Tensor | None = None, *,
         start: int | None = None,
     ) -> Tensor:
-        """Read tokens as `stree.models.model.read_row` does.
+        """Read tokens in chunks; the next prefill overwrites the logits.
 
-        start is the number of tokens that the row has read, if no accepted path of it is pending;
-        None asks the device, and waits for it. The next prefill overwrites the logits.
+        Without `start` it asks the device, and waits for it.
         """
         if start is None:
             lengths = torch.stack([cache.length[row], cache.path_length[row]])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.batching.prefillers import ChunkedPrefill, EagerPrefill, Prefiller, PromptCall
+from stree.batching.prefillers import ChunkedPrefill, Prefiller, PromptCall
 from stree.batching.state import BatchState
 from stree.batching.step import Step, StepInputs
 from stree.common.host_copy import AsyncHostCopy, HostCopy
@@ -55,8 +55,7 @@ class EagerRunner:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reports: deque[Tensor] = deque()
-        chunked = _on_gpu(step)
-        self.prefiller: Prefiller = ChunkedPrefill(PromptCall) if chunked else EagerPrefill()
+        self.prefiller = ChunkedPrefill(PromptCall) if _on_gpu(step) else Prefiller()
         self.done: set[Hashable] = set()
         self.weights = Weights(step)
 

@@ -132,7 +132,7 @@ class Drafter:
     def take_features(self, features: Tensor, rows: BatchState, path: Tensor) -> None:
         """Keep the target's features (B, N, F) of the nodes on the accepted path (B, M).
 
-        The lengths of the paths are those of the rows' blocks.
+        A row's path is as long as its block.
         """
         raise NotImplementedError
 

@@ -80,7 +80,7 @@ def test_families(tmp_path, fused, family):
 def test_a_head_of_the_target(tmp_path, fused, monkeypatch, kind):
     """It reads a prompt in chunks, drafts levels after each other, and takes accepted features."""
     monkeypatch.setattr("stree.engine.worker.runner_of", EagerRunner)
-    monkeypatch.setattr("stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(PromptCall))
+    monkeypatch.setattr("stree.batching.runners.Prefiller", lambda: ChunkedPrefill(PromptCall))
     theirs, _ = save_with_head(tmp_path, "qwen3_5", 0)
     save_head(tmp_path / "eagle", theirs, layers=[1, 2], whole_head=True)
     logits = []

@@ -30,6 +30,6 @@ def drafter(workspace, tmp_path) -> Path:
 def either_way(request, monkeypatch):
     """Read prompts whole, or in chunks as on a GPU."""
     if request.param == "in chunks":
-        chunked = "stree.batching.runners.EagerPrefill", lambda: ChunkedPrefill(PromptCall)
+        chunked = "stree.batching.runners.Prefiller", lambda: ChunkedPrefill(PromptCall)
         monkeypatch.setattr(*chunked)
         monkeypatch.setattr("stree.batching.prefillers.SHORTEST_CHUNK", 2)

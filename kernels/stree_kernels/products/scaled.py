@@ -183,10 +183,6 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def _power_of_2_up_to(number: int) -> int:
-    return 1 << number.bit_length() >> 1
-
-
 def _step_of(weight: Scaled) -> int:
     """Return the most inputs, a power of two, by which steps over the inputs keep to one scale."""
     return 4096 if weight.scale.shape[1] == 1 else weight.group & -weight.group
@@ -218,7 +214,7 @@ def _by_tiles(x: Tensor, weight: Scaled, kind: str, halves: Split | None = None)
     share = triton.cdiv(outputs, min(most, triton.cdiv(outputs, block_outputs)))
     stage = block_inputs * (block_outputs * (1 + gated) + 2 * block_rows)
     per_chunk = CHUNK.value * block_outputs * (1 + gated) * tiling.together
-    ahead = _power_of_2_up_to(PREFETCHED_BYTES // per_chunk)
+    ahead = triton.next_power_of_2(PREFETCHED_BYTES // per_chunk + 1) // 2  # rounded down
     whole = ahead * CHUNK.value <= inputs - (parts - 1) * steps * block_inputs
     whole = whole and inputs % 16 == 0 and is_aligned(values)
     if halves is None and (kind != "parts" or rows > MAX_ROWS_SPLIT_WITHIN):
