@@ -20,7 +20,13 @@ from stree.common.threads import for_decoding, one_at_a_time
 import torch
 
 from stree import verifiers
-from stree.batching.checks import checked_sequence, not_finite, require_partners, require_target
+from stree.batching.checks import (
+    RequestLimits,
+    checked_sequence,
+    not_finite,
+    require_partners,
+    require_target,
+)
 from stree.batching.memory_report import MemoryReport
 from stree.batching.prefillers import LONGEST_CHUNK
 from stree.batching.sequences import Request
@@ -108,7 +114,7 @@ class BatchDecoder(RequestServer):
         self.tree = tree = self.tree_policy.largest
         if isinstance(drafter, HybridModel):
             drafter = ModelDrafterSpec(drafter)
-        self.num_drafted = require_partners(target, drafter)
+        num_drafted = require_partners(target, drafter)
         if drafter is None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
         self.verifier = verifiers.named(verifier)
@@ -123,6 +129,10 @@ class BatchDecoder(RequestServer):
         self.target, self.cache, self.drafter = target, step.cache, step.drafter
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
+        self._request_limits = RequestLimits(
+            target.config, step.drafter, self.verifier, self.tree_policy, max_length,
+            self.max_nodes, num_drafted, self.eos_token_ids, tokenizer,
+        )
         self.worker = Worker(step, num_rows, self.max_nodes)
         runner, drafter = self.worker.runner, step.drafter
         limits = Limits(
@@ -149,7 +159,7 @@ class BatchDecoder(RequestServer):
     @property
     def room(self) -> MemoryReport:
         """Report of the rows, the bytes of a sequence and how many more would fit; print it."""
-        return MemoryReport.of([self])
+        return MemoryReport.of(self.worker.step, self.num_rows, self.max_length)
 
     @property
     def num_free_rows(self) -> int:
@@ -162,7 +172,7 @@ class BatchDecoder(RequestServer):
         A server calls it before a request waits for a row.
         """
         self.require_working()
-        checked_sequence(self, request)
+        checked_sequence(self._request_limits, request)
 
     def require_working(self) -> None:
         """Raise `InvariantBroken` if no row can be freed any more, as after an error of a GPU."""
@@ -181,7 +191,7 @@ class BatchDecoder(RequestServer):
         `step` decodes the row until one of its outputs has a finish_reason; `release` frees it.
         """
         self.require_working()
-        sequence = checked_sequence(self, request)
+        sequence = checked_sequence(self._request_limits, request)
         self.worker.step.require_same_models()
         self._follow_weights()
         sequence.since = time.perf_counter()
@@ -407,7 +417,8 @@ class BatchDecoder(RequestServer):
         self.scheduler.choice.drop()  # it rests on other times
         with for_decoding(self.target):
             self.tree_policy.costs = measure_step_times(
-                self, self.worker, self.tree_policy.trees, context, num_steps, counts, generation
+                self.worker, self.tree_policy.trees, context, num_steps, counts, generation,
+                self.max_length, self.eos_token_ids,
             )
         return self.tree_policy.costs
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stree import verifiers
-from stree.batching.sequences import DecoderParts, Request, SampleRequest
+from stree.batching.sequences import Request, SampleRequest
 from stree.common.errors import InvariantBroken, UsageError
 from stree.drafters import Drafter, DrafterSpec
 from stree.engine.sequence import RunningSequence
@@ -22,8 +23,35 @@ from stree.trees.token_tree import StepTree, as_tree
 from stree.verifiers import Verifier
 
 
-def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence:
-    """Return the host's record of a request to a decoder.
+@dataclass(frozen=True)
+class RequestLimits:
+    """Models and limits that the requests of a decoder are held against.
+
+    Attributes:
+        target: Config of the target.
+        drafter: Fills the trees; None decodes without drafts.
+        verifier: Accepts or rejects the drafts.
+        tree_policy: Chooses the trees of requests that name none.
+        max_length: Tokens of the longest sequence.
+        max_nodes: Nodes of the largest tree of any request.
+        num_drafted: Tokens that the drafter chooses among.
+        eos_token_ids: Tokens that end an answer.
+        tokenizer: Finds stop strings; None where no request may have any.
+    """
+
+    target: HybridConfig
+    drafter: Drafter | None
+    verifier: Verifier
+    tree_policy: TreePolicy
+    max_length: int
+    max_nodes: int
+    num_drafted: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Any
+
+
+def checked_sequence(limits: RequestLimits, request: Request) -> RunningSequence:
+    """Return the host's record of a request.
 
     Raises `UsageError` if it cannot be served.
     """
@@ -31,10 +59,10 @@ def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence
         raise UsageError(
             f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
         )
-    ids, policy = one_prompt(request.prompt_ids), decoder.tree_policy
+    ids, policy = one_prompt(request.prompt_ids), limits.tree_policy
     if request.tree is not None:
         policy = FixedTree(as_tree(request.tree))
-        _require_dynamic_trees_of(decoder.tree_policy, policy)
+        _require_dynamic_trees_of(limits.tree_policy, policy)
     tree = policy.largest if len(policy.trees) == 1 else None
     prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
     generation.warn_of_unread()
@@ -44,21 +72,21 @@ def checked_sequence(decoder: DecoderParts, request: Request) -> RunningSequence
             "answer: generate serves the request, or admit one for each answer"
         )
     deepest = policy.deepest
-    if tree is not None and tree.num_nodes > decoder.max_nodes:
+    if tree is not None and tree.num_nodes > limits.max_nodes:
         raise UsageError(
-            f"{tree} has {tree.num_nodes} nodes, the decoder was made for {decoder.max_nodes}: "
+            f"{tree} has {tree.num_nodes} nodes, the decoder was made for {limits.max_nodes}: "
             "give it max_nodes"
         )
-    if deepest.num_nodes > 1 and decoder.drafter is None:
+    if deepest.num_nodes > 1 and limits.drafter is None:
         raise UsageError(f"{deepest} needs a drafter to fill it")
     for each in policy.trees:
         verifiers.require_tree(
-            decoder.verifier, each, decoder.drafter.drawn if decoder.drafter else None
+            limits.verifier, each, limits.drafter.drawn if limits.drafter else None
         )
-        if each.widest > (most := decoder.num_drafted):
+        if each.widest > (most := limits.num_drafted):
             raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
-    require_room(prompt, generation, deepest, decoder.target.config, decoder.max_length)
-    stop = StopRule(generation, decoder.eos_token_ids, decoder.tokenizer)
+    require_room(prompt, generation, deepest, limits.target, limits.max_length)
+    stop = StopRule(generation, limits.eos_token_ids, limits.tokenizer)
     stats = DecodingStats(tree_max_depth=deepest.max_depth)
     shared = request.shared if isinstance(request, SampleRequest) else None
     num_to_keep = len(prompt) if request.messages_end is None else request.messages_end

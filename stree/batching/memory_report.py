@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stree.batching.sequences import DecoderParts
+from stree.batching.step import Step
 from stree.common.device_memory import free_memory_bytes
 from stree.common.words import counted, size
 from stree_kernels import ops
@@ -33,19 +33,26 @@ class MemoryReport:
     free_bytes: int
 
     @classmethod
-    def of(cls, decoders: Sequence[DecoderParts]) -> MemoryReport:
-        """Return the report of `BatchDecoder`s that each hold a row for every sequence."""
-        device, parts = decoders[0].target.device, Counter[str]()
-        for decoder in decoders:
-            parts.update(decoder.cache.sequence_bytes())
-            if decoder.drafter is not None and decoder.drafter.row_store is not None:
-                parts["drafter"] += decoder.drafter.row_store.bytes_per_row()
+    def of(cls, step: Step, num_rows: int, max_length: int) -> MemoryReport:
+        """Return the report of one decoder, by its step."""
+        device, parts = step.target.device, Counter[str](step.cache.sequence_bytes())
+        if step.drafter is not None and step.drafter.row_store is not None:
+            parts["drafter"] += step.drafter.row_store.bytes_per_row()
         with ops.current(device):
             free_bytes = free_memory_bytes(device.type == "cuda")
+        return cls(num_rows, max_length, 1, dict(parts), free_bytes)
+
+    @classmethod
+    def together(cls, reports: Sequence[MemoryReport]) -> MemoryReport:
+        """Return the report of decoders that each hold a row for every sequence."""
+        parts = Counter[str]()
+        for each in reports:
+            parts.update(each.parts)
         return cls(
-            num_rows=min(each.num_rows for each in decoders),
-            max_length=max(each.max_length for each in decoders), num_decoders=len(decoders),
-            parts=dict(parts), free_bytes=free_bytes,
+            num_rows=min(each.num_rows for each in reports),
+            max_length=max(each.max_length for each in reports),
+            num_decoders=sum(each.num_decoders for each in reports),
+            parts=dict(parts), free_bytes=reports[-1].free_bytes,
         )
 
     @property

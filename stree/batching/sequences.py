@@ -1,4 +1,4 @@
-"""Requests to a batch, and what a decoder of batches has to serve them."""
+"""Requests to a batch of sequences."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from stree.common.errors import UsageError
-from stree.drafters import Drafter
 from stree.engine.sequence import SharedPrompt
 from stree.generation import GenerationConfig
 from stree.prompts import one_prompt
 from stree.settings import asked_for, settings_of
-from stree.tree_policy.policy import TreePolicy
 from stree.trees.token_tree import StepTree
-from stree.verifiers import Verifier
 
 
 @dataclass(frozen=True)
@@ -44,38 +41,6 @@ class Request:
     tree: StepTree | str | None = None
     keep_prompt: bool = False
     messages_end: int | None = None
-
-
-class DecoderParts:
-    """Models, caches and limits of a `BatchDecoder`, which sets them all.
-
-    Checks of requests, timings of steps and reports of memory read them.
-
-    Attributes:
-        target: A `HybridModel`, or another model with `new_cache` and `tree_batch_forward`.
-        cache: The target's.
-        drafter: Fills the trees; None decodes without drafts.
-        verifier: Accepts or rejects the drafts.
-        tree_policy: Chooses the trees of requests that name none.
-        num_rows: Sequences at once.
-        max_length: Tokens of the longest sequence.
-        max_nodes: Nodes of the largest tree of any request.
-        num_drafted: Tokens that the drafter chooses among.
-        tokenizer: Finds stop strings, and encodes texts; None takes token ids only.
-        eos_token_ids: Tokens that end an answer.
-    """
-
-    target: Any
-    cache: Any
-    drafter: Drafter | None
-    verifier: Verifier
-    tree_policy: TreePolicy
-    num_rows: int
-    max_length: int
-    max_nodes: int
-    num_drafted: int
-    tokenizer: Any
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

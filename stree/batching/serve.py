@@ -13,7 +13,7 @@ from typing import Any, Protocol, Unpack
 
 from stree.common.threads import one_at_a_time
 
-from stree.batching.sequences import DecoderParts, Request, requests_of
+from stree.batching.sequences import Request, requests_of
 from stree.batching.step_timing import row_counts
 from stree.common.errors import UsageError
 from stree.common.words import counted
@@ -114,12 +114,14 @@ def serve(
             rows.release(row)
 
 
-class RequestServer(DecoderParts, Rows):
+class RequestServer(Rows):
     """Methods of a batch decoder that serve whole requests, by its rows and steps.
 
     A batch decoder inherits them; it brings the attributes and what raises NotImplementedError.
     """
 
+    num_rows: int
+    tokenizer: Any
     lock: RLock
 
     def prepare(self) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stree.batching.sequences import DecoderParts
 from stree.batching.state import BatchState
 from stree.batching.step import StepInputs
 from stree.common.clock import now
@@ -67,38 +66,41 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def measure_step_times(
-    decoder: DecoderParts, worker: Worker, trees: Sequence[StepTree], context: int | None,
-    num_steps: int, counts: Sequence[int] | None, generation: GenerationConfig,
+    worker: Worker, trees: Sequence[StepTree], context: int | None, num_steps: int,
+    counts: Sequence[int] | None, generation: GenerationConfig, max_length: int,
+    eos_token_ids: tuple[int, ...],
 ) -> StepTimes:
-    """Time steps of a decoder with each tree and number of rows.
+    """Time steps of a worker with each tree and number of rows.
 
     The trees have NUM_TIMINGS turns, after one that captures their graphs. A time is the least of
     its turns, so that a short disturbance of the machine does not favour one tree.
 
     Args:
-        decoder: All its rows must be free.
-        worker: The decoder's.
+        worker: All its rows must be free.
         trees: Trees to time.
         context: Committed tokens before the first step, the same ones in all rows; None is
             `context_of` max_length. Each row goes on with a token and a seed of its own.
         num_steps: Steps to time in a turn, after NUM_UNTIMED others.
         counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
         generation: Settings of the rows: sampling takes longer, and top-k or top-p much longer.
+        max_length: Tokens of the longest sequence.
+        eos_token_ids: Tokens that end an answer.
 
     Raises:
-        UsageError: When the decoder's max_length leaves no room for a step.
+        UsageError: When max_length leaves no room for a step.
     """
     worker.prepare_catching_up(0)
     began = time.perf_counter()
-    context = context_of(decoder.max_length) if context is None else context
-    counts = row_counts(decoder.num_rows) if counts is None else counts
-    tokens = torch.tensor(tokens_of_row(0, context, decoder.target.config.vocab_size))
-    tokens = tokens.to(decoder.target.device)
-    decoder.cache.clear(0)
-    decoder.target.prefill(tokens[None], decoder.cache.at(0))
-    prefix = decoder.cache.save(0, context)
+    target, cache = worker.step.target, worker.step.cache
+    context = context_of(max_length) if context is None else context
+    counts = row_counts(len(worker.state.active)) if counts is None else counts
+    tokens = torch.tensor(tokens_of_row(0, context, target.config.vocab_size))
+    tokens = tokens.to(target.device)
+    cache.clear(0)
+    target.prefill(tokens[None], cache.at(0))
+    prefix = cache.save(0, context)
     costs = StepTimes(
-        device=device_name(decoder.target.device), dtype=held_dtype(decoder.target),
+        device=device_name(target.device), dtype=held_dtype(target),
         temperature=generation.temperature,
     )
     for count in counts:
@@ -109,22 +111,24 @@ def measure_step_times(
         seconds: dict[StepTree, list[float]] = {tree: [] for tree in trees}
         read_s = []
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
-            room = room_to_time(tree, decoder.max_length, context)
+            room = room_to_time(tree, max_length, context)
             if room < 1:
                 raise UsageError(
-                    f"max_length {decoder.max_length} leaves no room to time steps of {tree} after "
+                    f"max_length {max_length} leaves no room to time steps of {tree} after "
                     f"{context} tokens: raise it, or lower the context"
                 )
             timed = min(num_steps, room) if turn else 0
-            read_s.append(_begin_after(decoder, worker, count, prefix, tokens, generation))
-            tree_batch = make_tree_batch([tree] * count, decoder.target.device)
+            read_s.append(_begin_after(
+                worker, count, prefix, tokens, generation, generation.eos_ids(eos_token_ids)
+            ))
+            tree_batch = make_tree_batch([tree] * count, target.device)
             rows = worker.state.narrow(0, count, [generation])
-            run = partial(_run_steps, worker, rows, tree_batch, context, decoder.max_length)
+            run = partial(_run_steps, worker, rows, tree_batch, context, max_length)
             run(range(NUM_UNTIMED))
-            started = now(decoder.target.device)
+            started = now(target.device)
             run(range(NUM_UNTIMED, NUM_UNTIMED + timed))
             if timed:
-                seconds[tree].append((now(decoder.target.device) - started) / timed)
+                seconds[tree].append((now(target.device) - started) / timed)
         costs.catch_up = min(read_s)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     worker.state.active.zero_()
@@ -146,21 +150,22 @@ def _run_steps(
 
 
 def _begin_after(
-    decoder: DecoderParts, worker: Worker, count: int, prefix: SavedRow, tokens: Tensor,
-    generation: GenerationConfig,
+    worker: Worker, count: int, prefix: SavedRow, tokens: Tensor, generation: GenerationConfig,
+    eos_ids: frozenset[int],
 ) -> float:
     """Begin `count` rows after `tokens`; return the drafter's seconds to read those of the last."""
-    seconds, vocab_size = 0.0, decoder.target.config.vocab_size
+    target, cache, drafter = worker.step.target, worker.step.cache, worker.step.drafter
+    seconds, vocab_size = 0.0, target.config.vocab_size
     for row in range(count):
-        decoder.cache.clear(row)
-        decoder.cache.load(prefix, row)
-        own, ends = replace(generation, seed=row), decoder.eos_token_ids
-        worker.state.set(row, own, tokens.tolist(), vocab_size, generation.eos_ids(ends))
-        if decoder.drafter is not None:
-            decoder.drafter.clear(row)
-            started = now(decoder.target.device)
+        cache.clear(row)
+        cache.load(prefix, row)
+        own = replace(generation, seed=row)
+        worker.state.set(row, own, tokens.tolist(), vocab_size, eos_ids)
+        if drafter is not None:
+            drafter.clear(row)
+            started = now(target.device)
             worker.let_drafter_read(row, tokens)
-            seconds = now(decoder.target.device) - started
+            seconds = now(target.device) - started
         *_, root = tokens_of_row(row, len(tokens) + 1, vocab_size)
         worker.state.begin(row, len(tokens), root)
     return seconds

@@ -79,6 +79,6 @@ def test_it_is_one_plain_line(monkeypatch):
     )
     target = tiny_model()
     one, other = (BatchDecoder(target, num_rows=rows, max_length=64) for rows in (4, 2))
-    both = MemoryReport.of([one, other])
+    both = MemoryReport.together([one.room, other.room])
     assert both.num_rows == 2 and both.sequence_bytes == 2 * one.room.sequence_bytes
     assert one.room.num_more == 3 * 2**30 // one.room.sequence_bytes

@@ -178,8 +178,9 @@ class Decoders:
     def room(self) -> MemoryReport | None:
         """Memory of the decoders with a row per prompt; None when prompts are answered one at a
         time."""
-        batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
-        return MemoryReport.of(batches) if batches else None
+        decoders = [each for _, each in self._decoders.values()]
+        reports = [each.room for each in decoders if isinstance(each, BatchDecoder)]
+        return MemoryReport.together(reports) if reports else None
 
     def costs(self, job: Job) -> StepTimes | None:
         """Return the step times by which the job's trees are chosen; None without a choice."""
