@@ -299,6 +299,17 @@ def test_the_drafter_s_column_names_its_form(world, done):
     assert all(shown[name] == label for name, (_, label) in more.items())
 
 
+def test_notes_below_a_table_call_plain_decoding_so(done):
+    store = ResultStore(done)
+    place, _ = report.places_of(without_trials(store.results()), store)
+    plain = place.cells[AUTOREGRESSIVE]
+    turns = [turn.model_copy(update={"finish_reason": "eos"}) for turn in plain.samples[0].turns]
+    sample = plain.samples[0].model_copy(update={"turns": tuple(turns)})
+    place.cells[AUTOREGRESSIVE] = replace(plain, seeds=((sample, *plain.samples[1:]),))
+    (note,) = re.findall("Answers that ended by themselves[^.]*", report.table(place).note)
+    assert report.PLAIN in note and AUTOREGRESSIVE not in note
+
+
 def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):
     asked = []
     comparison = comparison_of(tmp_path, content(world, done))

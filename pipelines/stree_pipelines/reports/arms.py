@@ -94,7 +94,7 @@ def table(place: Place) -> Table:
         return 1.0 if arm == AUTOREGRESSIVE else cells[arm][name]
 
     columns: list[Column[str]] = [
-        ("arm", lambda arm: PLAIN if arm == AUTOREGRESSIVE else arm),
+        ("arm", _label),
         ("drafter", lambda arm: drafter_label(rows[arm])),
         ("tree", lambda arm: _tree(rows[arm], place)),
         ("verifier", lambda arm: rows[arm].verifier or ""),
@@ -110,7 +110,7 @@ def table(place: Place) -> Table:
         ("nodes a call", lambda arm: figure(cells[arm]["nodes_per_call"], form=".1f")),
         *((part, partial(_share, cells, part)) for part in metrics.STEP_PARTS),
     ]
-    samples = {name: cell.samples for name, cell in cells.items()}
+    samples = {_label(name): cell.samples for name, cell in cells.items()}
     return Table.of_rows(place.title, rows, columns, 4, below(samples, [*rows.values()]))
 
 
@@ -185,6 +185,10 @@ def _draw_speedups(axes: Axes, place: Place, names: Sequence[str]) -> None:
         axes.plot(cell["speedup"], at, "o", color=plots.MORE_COLOURS[0])
     axes.axvline(1.0, color=plots.PLAIN_COLOUR, lw=1.2)
     axes.set_yticks(range(len(names)), names)
+
+
+def _label(arm: str) -> str:
+    return PLAIN if arm == AUTOREGRESSIVE else arm
 
 
 def _tree(row: ResultRow, place: Place) -> str:
