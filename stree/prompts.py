@@ -92,11 +92,6 @@ def text_prompt(tokenizer: Any, text: Any) -> EncodedPrompt:
     return EncodedPrompt(text_ids(tokenizer, text))
 
 
-def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
-    """Return the ids of `chat_prompt`."""
-    return chat_prompt(tokenizer, messages, **variables).ids
-
-
 def chat_prompt(tokenizer: Any, messages: Any, **variables: Any) -> EncodedPrompt:
     """Encode a conversation up to where the assistant's next turn begins.
 

@@ -16,7 +16,7 @@ from toys import right_now_and_then
 from stree import Decoder, GenerationConfig, TextStream, TokenTree
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.tokenizer import load_tokenizer
-from stree.prompts import chat_ids
+from stree.prompts import chat_prompt
 from stree_pipelines.commands.chat import Chat, main, typed_lines
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
@@ -88,8 +88,8 @@ def test_a_conversation_grows_and_is_forgotten(target, tokenizer):
     assert "nothing was asked yet" in told(chat, shown, "/again")
     assert "decoding is plain anyway" in told(chat, shown, "/plain")
     first = told(chat, shown, "a")
-    goes_on = chat_ids(tokenizer, [*chat.messages, {"role": "user", "content": "b"}])
-    asked = chat_ids(tokenizer, chat.messages[:1])
+    goes_on = chat_prompt(tokenizer, [*chat.messages, {"role": "user", "content": "b"}]).ids
+    asked = chat_prompt(tokenizer, chat.messages[:1]).ids
     assert decoder.num_reusable(goes_on) > len(asked)  # what was read is not read again
     told(chat, shown, "b")
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["a", "b"]

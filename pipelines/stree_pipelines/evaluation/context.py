@@ -25,7 +25,7 @@ from stree.common.words import device_name
 from stree.loading import find_device
 from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.records import Environment
-from stree_pipelines.evaluation.result_store import LOCK_NAME, locked
+from stree_pipelines.resources.folder_locks import LOCK_NAME, locked
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
 # One worker may have much longer answers than another; waiting for it is no failure.

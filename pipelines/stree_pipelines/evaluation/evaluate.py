@@ -61,9 +61,10 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
 )
-from stree_pipelines.evaluation.result_store import LOCK_NAME, ResultStore, locked
+from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.evaluation.sampling import sampling_text
 from stree_pipelines.resources.disk import disk_shortage
+from stree_pipelines.resources.folder_locks import LOCK_NAME, locked
 
 # Bytes in a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the
 # prompt and of a turn, and text, id and acceptance of a token.

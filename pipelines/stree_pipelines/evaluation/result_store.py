@@ -12,15 +12,12 @@ benchmark order, as one samples file and adds their row to `results.jsonl`; both
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import gzip
 import json
 import os
-import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +26,6 @@ from pydantic import BaseModel, ValidationError
 
 from stree.common.errors import BadData
 from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
-from stree.common.locks import take_lock
 from stree.speculation_profile import first_fault
 from stree_pipelines.evaluation.records import Reading, ResultKey, ResultRow, SampleKey, SampleRow
 
@@ -38,7 +34,6 @@ READINGS_NAME = "readings.jsonl"
 SAMPLES_NAME = "samples"
 ARCHIVE_NAME = "samples.parquet"
 JOURNALS_NAME = "journals"
-LOCK_NAME = ".lock"
 # Rows pack to a fifth or a tenth of their size; a file that packs better than this holds no rows.
 MAX_EXPANSION, SMALL_BYTES = 100, 1 << 26
 
@@ -142,30 +137,6 @@ def read_archive(path: Path) -> dict[str, list[SampleRow]]:
             f"{path} cannot be read: {str(error).splitlines()[0]}; restore it, or evaluate again"
         ) from error
     return found
-
-
-@contextmanager
-def locked(
-    path: Path, on_wait: Callable[[], None], shared: bool = False, patience_s: float = 0.0
-) -> Iterator[None]:
-    """Hold a lock file, made with its folder where there is none, inside the block.
-
-    Waits until it is free, after calling `on_wait()` when it was not within `patience_s`; a killed
-    holder's lock is gone. A `shared` lock keeps out those alone that do not share it. Raises
-    CannotWrite when the disk refuses.
-    """
-    with reporting_refusals(path, codes=None):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")  # noqa: SIM115 (closed below)
-    with file:
-        deadline = time.monotonic() + patience_s
-        while not take_lock(file.fileno(), shared):
-            if time.monotonic() >= deadline:
-                on_wait()
-                fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-                break
-            time.sleep(0.1)
-        yield
 
 
 class ResultStore:

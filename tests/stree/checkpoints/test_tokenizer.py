@@ -14,7 +14,7 @@ from stree.checkpoints.tokenizer import (
     tokens_sha256,
 )
 from stree.common.errors import CheckpointRefused, NotFound
-from stree.prompts import chat_ids, text_ids
+from stree.prompts import chat_prompt, text_ids
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "tree", "grows"]
 
@@ -134,7 +134,7 @@ def test_a_regular_expression_that_explodes_is_refused_in_one_line():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     text = "a" * 40 + "!"
-    for encode in (encode_text, text_ids, chat_ids):
+    for encode in (encode_text, text_ids, chat_prompt):
         with pytest.raises(CheckpointRefused, match="the tokenizer cannot encode the text"):
             encode(tokenizer, text)
 
@@ -147,4 +147,5 @@ def test_of_templates_by_name_the_one_for_tools_is_taken_where_tools_are_given()
         "tool_use": "{{ 'tools' if tools else messages }}",
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    assert chat_ids(tokenizer, "x") == [0] and chat_ids(tokenizer, "x", tools=[tool]) == [1]
+    assert chat_prompt(tokenizer, "x").ids == [0]
+    assert chat_prompt(tokenizer, "x", tools=[tool]).ids == [1]

@@ -8,7 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.template_dates import FIXED_DATE, template_date, with_fixed_date
-from stree.prompts import chat_ids
+from stree.prompts import chat_prompt
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MESSAGES = [{"role": "user", "content": "b"}]
@@ -53,9 +53,9 @@ def test_a_chat_with_a_user_has_todays_date(monkeypatch):
     llama = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}"
     for day in (26, 27):
         set_day(monkeypatch, day)
-        said = tokenizer.decode(chat_ids(tokenizer, MESSAGES, chat_template=DATED))
+        said = tokenizer.decode(chat_prompt(tokenizer, MESSAGES, chat_template=DATED).ids)
         assert said.startswith(f"Today is {day} November 2026.")
-        ids = chat_ids(tokenizer, MESSAGES, chat_template=llama)
+        ids = chat_prompt(tokenizer, MESSAGES, chat_template=llama).ids
         assert tokenizer.decode(ids) == f"{day} Nov 2026"
-    ids = chat_ids(tokenizer, MESSAGES, chat_template=llama, date_string="1 May 2001")
+    ids = chat_prompt(tokenizer, MESSAGES, chat_template=llama, date_string="1 May 2001").ids
     assert tokenizer.decode(ids) == "1 May 2001"

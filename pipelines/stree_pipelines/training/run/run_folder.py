@@ -26,7 +26,7 @@ from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.console.config_files import dotted
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
-from stree_pipelines.evaluation.result_store import LOCK_NAME, locked
+from stree_pipelines.resources.folder_locks import LOCK_NAME, locked
 
 # Sections that a resumed run may not change: the curve would be of two different runs.
 FIXED_SECTIONS = ("seed_everything", "model", "data", "tokenizer")
