@@ -16,14 +16,13 @@ from pathlib import Path
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 from stree.common.errors import exit_with_reason
-from stree.loading import DTYPE_HELP
-from stree.tree_policy.names import TREE_POLICIES
 from stree_lab.bench_report import rows_of_file
 from stree_lab.benches.command import require_results_file
-from stree_lab.queue.bench import QueueBench
+from stree_lab.queue.bench import SETTINGS, QueueBench
 from stree_lab.queue.queueing import POLICIES
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
+from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.result_store import append_line
 
@@ -38,26 +37,17 @@ def build_parser() -> CommandParser:
     add("--prompts", type=str, default=DEFAULT_BENCHMARKS[0],
         help="a name in --benchmark_dir, or a JSONL file, whose prompts' first turns are asked in "
         f"turn; {PROMPT_FORMAT}")
-    add("--benchmark_dir", type=str | None, help="where names are looked up")
     add("--methods", type=str, nargs="+", default=[],
         help=f"of {', '.join(METHODS)} (default: the first and, with a drafter, the last)")
     add("--policies", type=str, nargs="+", default=list(POLICIES), help=", ".join(POLICIES))
     add("--rates", type=float, nargs="+", default=[1.0], help="requests a second, on average")
     add("--num_requests", type=int, default=64, help="of a setting")
-    add("--batch_size", type=int, default=8, help="rows: requests decoded at once")
     add("--queue_size", type=int | None,
         help="of clearing: requests that clear the queue (default: as many as rows)")
     add("--max_wait_s", type=float, default=1.0,
         help="of clearing: seconds after which the first request clears it")
-    add("--tree", type=str, default="paper", help=f"of the method tree: {TREE_POLICIES}")
-    add("--num_chain_drafts", type=int, default=4, help="of the method chain")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--max_new_tokens", type=int, default=64, help="a request")
-    add("--ignore_eos", action="store_true", help="go on to max_new_tokens")
-    add("--seed", type=int, default=0, help="of arrivals and of sampling")
-    add("--chat_template", type=str | None, help="name or .jinja file")
-    add("--dtype", type=str, default="auto", help=DTYPE_HELP)
-    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    add_options(parser, {**DEFAULTS, "batch_size": 8, "max_new_tokens": 64}, SETTINGS)
     return parser
 
 

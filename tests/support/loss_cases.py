@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
-    chunked_distillation_loss,
+    chunked_loss,
     counted_rows,
     teacher_of,
 )
@@ -19,9 +19,9 @@ from stree_pipelines.training.losses.distillation_loss import (
 def distillation_loss(
     student_hidden, student_head, teacher, mask, labels=None, normalizer=None, **spec
 ):
-    """Return `chunked_distillation_loss` by a `LossSpec` of the options `spec`."""
+    """Return `chunked_loss` by a `LossSpec` of the options `spec`."""
     rows = counted_rows(mask, student_hidden)
-    return chunked_distillation_loss(
+    return chunked_loss(
         student_hidden, student_head, teacher, rows, LossSpec(**spec), labels, normalizer
     )
 

@@ -41,6 +41,11 @@ from stree_pipelines.evaluation.plan import (
 )
 from stree_pipelines.evaluation.records import config_hash
 
+# Options of an evaluation that the bench has, too
+SETTINGS = (
+    "benchmark_dir", "batch_size", "tree", "num_chain_drafts", "max_new_tokens", "ignore_eos",
+    "seed", "chat_template", "dtype", "device",
+)
 VERSION = 2  # of rows; 1 had a row's seconds in steps for its occupancy
 
 
@@ -182,11 +187,8 @@ def settings_of(options: Any) -> EvaluationSettings:
         policy_of(options, name)
     return EvaluationSettings(
         target=options.target, out=str(Path(options.out).parent), benchmarks=(options.prompts,),
-        methods=methods, temperatures=(options.temperature,), tree=options.tree,
-        num_chain_drafts=options.num_chain_drafts, max_new_tokens=options.max_new_tokens,
-        benchmark_dir=options.benchmark_dir, chat_template=options.chat_template,
-        dtype=options.dtype, device=options.device, seed=options.seed,
-        batch_size=options.batch_size, ignore_eos=options.ignore_eos,
+        methods=methods, temperatures=(options.temperature,),
+        **{name: getattr(options, name) for name in SETTINGS},
     )
 
 

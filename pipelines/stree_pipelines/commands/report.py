@@ -47,7 +47,7 @@ from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import by_length
 from stree_pipelines.reports.tables.by_length import Findings
 from stree_pipelines.reports.tables.lossless import lossless_markdown, lossless_sentence
-from stree_pipelines.reports.tables.table_rows import as_csv, table6_json, table_rows
+from stree_pipelines.reports.tables.table_rows import INTERVALS, as_csv, as_json, table_rows
 from stree_pipelines.reports.tables.tables import in_lines, table6_markdown, to_latex
 
 
@@ -62,7 +62,8 @@ def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Pat
     findings, rows = Findings.of(data), list(table_rows(data))
     ladders = findings.ladders
     files: dict[str, str | bytes] = {
-        "table6.md": table6_markdown(data, findings.tables), "table6.json": table6_json(data, rows),
+        "table6.md": table6_markdown(data, findings.tables),
+        "table6.json": as_json(data.rows, INTERVALS, rows),
         "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
         "lossless.md": lossless_markdown(data.folder),
         **_drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step"),
@@ -88,7 +89,7 @@ def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
                   for kind in (runs_plots.ACCEPTANCE_LENGTH, runs_plots.SPEEDUP))
     files: dict[str, str | bytes] = {
         "table6.md": runs_tables.markdown(runs, findings),
-        "table6.json": runs_tables.rows_json(runs, rows),
+        "table6.json": as_json(runs.rows, runs_tables.INTERVALS, rows),
         "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
         **_drawn("tau_vs_step", tau, "τ against distillation step"),
         **_drawn("speed_vs_step", speed, "Speed-up against distillation step"),

@@ -7,7 +7,7 @@ same prompts on both sides.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stree import metrics
@@ -15,9 +15,8 @@ from stree_pipelines.comparison.answers import HOW
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, method_label
 from stree_pipelines.reports.run_data import Cell, checkpoint_title
 from stree_pipelines.reports.runs import Runs
-from stree_pipelines.reports.settings import common_setting
 from stree_pipelines.reports.tables.by_length import Findings
-from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, gains_of
+from stree_pipelines.reports.tables.table_rows import QUANTILES, gains_of
 from stree_pipelines.reports.tables.table_rows import figures_of as cell_figures
 from stree_pipelines.reports.tables.tables import (
     MISSING,
@@ -131,12 +130,6 @@ def _ranked(cells: Mapping[str, Cell], name: str) -> tuple[str, str]:
     text = f"{best} has {cells[best][name]:.2f}{unit}, {differences}."
     apart = all(gain.interval and gain.interval[0] > none for gain in gains.values())
     return text, best if apart else ""
-
-
-def rows_json(runs: Runs, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format `table_rows` as JSON, like `table6_json`."""
-    setting = common_setting(runs.rows)
-    return as_json({"setting": setting, "intervals": INTERVALS}, rows)
 
 
 def table_rows(runs: Runs) -> Iterator[dict[str, Any]]:

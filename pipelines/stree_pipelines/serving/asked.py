@@ -35,7 +35,6 @@ class Asked:
         marks: What divides the answers' text.
         prompt_end: The prompt's last text, special tokens included.
         tools: That may be called.
-        echoes: Whether the answer begins with the prompt.
         wants_none: Whether no token is wanted but the prompt's log-probabilities.
         wants_drafts: Whether the text of each token is wanted, and whether it was a draft.
     """
@@ -46,7 +45,6 @@ class Asked:
     marks: Marks
     prompt_end: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
-    echoes: bool = False
     wants_none: bool = False
     wants_drafts: bool = False
 
@@ -121,7 +119,7 @@ class Asker:
             grammar, len(ids), self._end_of_thought(end, marks)
         )
         return Asked(
-            ids, request, asked, marks, end, tools, body.echo, most == 0, body.return_drafts
+            ids, request, asked, marks, end, tools, most == 0, body.return_drafts
         )
 
     def _generation(self, body: Body, most: int) -> GenerationConfig:

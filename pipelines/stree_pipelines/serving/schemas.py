@@ -22,7 +22,6 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class JsonSchema(BaseModel):

@@ -36,7 +36,7 @@ from stree_pipelines.training.hidden_states import FeatureConfig, features_of
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
-    chunked_distillation_loss,
+    chunked_loss,
     counted_rows,
     teacher_of,
 )
@@ -207,7 +207,7 @@ class Distillation(Training):
         temperature, head = self.loss_spec.temperature, self.target.head_weight
         rows = counted_rows(mask, hidden)
         teacher = teacher_of(target_hidden, head, rows, hidden, temperature)
-        return chunked_distillation_loss(
+        return chunked_loss(
             hidden, self.exported.head_weight, teacher.over(self.exported.head_ids), rows,
             self.loss_spec, shift_left(batch["tokens"]), normalizer,
         )

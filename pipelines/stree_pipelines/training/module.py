@@ -34,7 +34,7 @@ from stree_pipelines.training.finite_guard import FiniteGuard
 from stree_pipelines.training.losses.distillation_loss import (
     LossSpec,
     LossTerms,
-    chunked_cross_entropy,
+    chunked_loss,
     counted_rows,
 )
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
@@ -125,11 +125,6 @@ class Training(pl.LightningModule):
         return learning_rate(self.trainer.global_step, self.num_decay_steps, self.optimizer_config)
 
     def on_fit_start(self) -> None:
-        if self.num_decay_steps < 1:
-            raise UsageError(
-                f"trainer.max_steps is {self.trainer.max_steps}; give the number of optimiser "
-                "steps, the learning rate depends on it"
-            )
         if self.device.type == "cpu":
             keep_freed_memory()
         self.finite = FiniteGuard(self)
@@ -296,26 +291,21 @@ class TargetTraining(Training):
         )
         hidden = self.exported.head_inputs(hidden)
         mask = shift_left(torch.from_numpy(batch["counted"]))
-        return chunked_cross_entropy(
-            hidden, self.exported.head_weight, shift_left(batch["tokens"]),
-            counted_rows(mask, hidden), self.loss_spec, normalizer,
+        return chunked_loss(
+            hidden, self.exported.head_weight, None, counted_rows(mask, hidden), self.loss_spec,
+            shift_left(batch["tokens"]), normalizer,
         )
 
 
 def _begin_with(model: HybridModel, folder: str) -> None:
     """Give a model the weights of a folder. Raises UsageError for another architecture."""
-    begun = load_model(folder, torch.device("cpu"), torch.float32)
-    sizes, others = (
-        {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
-        for each in (model, begun)
-    )
-    if sizes != others:
-        name = next(name for name in [*sizes, *others] if sizes.get(name) != others.get(name))
+    try:
+        model.load_state_dict(load_model(folder, torch.device("cpu"), torch.float32).state_dict())
+    except RuntimeError as error:
         raise UsageError(
             f"model.start_from {folder} is of another architecture than model.architecture: "
-            f"{name} has the shape {others.get(name)} there, and {sizes.get(name)} here"
-        )
-    model.load_state_dict(begun.state_dict())
+            + str(error).splitlines()[1].strip()
+        ) from error
 
 
 def shift_left(values_BT: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def test_a_target_goes_on_from_another_s_weights(tmp_path, workspace):
     wanted, found = load_model(workspace / "target").state_dict(), module.exported.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
     wider = TINY.replace(intermediate_size=2 * TINY.intermediate_size)
-    with pytest.raises(UsageError, match=r"another architecture .*has the shape"):
+    with pytest.raises(UsageError, match=r"another architecture .*size mismatch for model"):
         TargetTraining(wider, start_from=str(workspace / "target"))
 
 

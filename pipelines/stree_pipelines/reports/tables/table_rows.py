@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,6 +16,7 @@ from stree import metrics
 from stree_pipelines.comparison.answers import Answers, acceptance_length, speedup
 from stree_pipelines.evaluation.answering.stalls import stalled
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports.run_data import Cell, RunData
 from stree_pipelines.reports.settings import common_setting
 from stree_pipelines.reports.tables.answer_notes import without_repeats
@@ -36,14 +37,11 @@ INTERVALS = {
 }
 
 
-def table6_json(data: RunData, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format {setting, intervals, rows} of a run, given its `table_rows`."""
-    head = {"setting": common_setting(data.rows), "intervals": INTERVALS}
-    return as_json(head, rows)
-
-
-def as_json(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format {**head, rows}, with a line per row."""
+def as_json(
+    results: Sequence[ResultRow], intervals: Mapping[str, str], rows: Iterable[Mapping[str, Any]]
+) -> str:
+    """Format {setting, intervals, rows}, with a line per row of a table that results are in."""
+    head = {"setting": common_setting(results), "intervals": intervals}
     text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
     return f'{text},\n "rows": [\n{lines}\n ]\n}}\n'

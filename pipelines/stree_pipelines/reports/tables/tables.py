@@ -284,11 +284,6 @@ class PlainSpread:
     def ratio(self) -> float:
         return self.fastest / self.slowest
 
-    @property
-    def is_noisy(self) -> bool:
-        """True when the machine had other work, so that no speed is to be relied on."""
-        return self.ratio > MAX_SPEED_RATIO
-
     def __str__(self) -> str:
         return (
             f"Plain decoding of {self.benchmark} made {self.slowest:,.0f} to {self.fastest:,.0f} "
@@ -334,23 +329,16 @@ def advise(data: RunData, temperature: float, rows: Sequence[ResultRow] | None =
     rows: those of all checkpoints, by which the machine's noise is judged; None is the run's.
     """
     spread = plain_spread(data.rows if rows is None else rows, temperature)
-    if spread is None:
-        return _advise(data, temperature)
-    if spread.is_noisy:
+    if spread is not None and spread.ratio > MAX_SPEED_RATIO:
         return Advice(
             "", f"{spread}: the machine had other work, so no method is advised. Evaluate again "
             "with --overwrite where nothing else runs."
         )
-    advice = _advise(data, temperature)
-    return advice._replace(reason=f"{advice.reason} {spread}.")
-
-
-def _advise(data: RunData, temperature: float) -> Advice:
-    """Advise as `advise` does, where the machine was quiet."""
     scope = data.scopes[0]
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     trees = {method: data.tree(method) for method in data.methods}
-    return advise_among(cells, trees, scope, data.batch_size)
+    advice = advise_among(cells, trees, scope, data.batch_size)
+    return advice if spread is None else advice._replace(reason=f"{advice.reason} {spread}.")
 
 
 def advise_among(

@@ -87,22 +87,16 @@ def teacher_of(
     """Make the teacher of the rows that count; no gradient flows to it.
 
     teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, rows_M (M,) int64 of `counted_rows`.
-    Products run in the dtype of `student_hidden`'s. Raises UsageError when the student has other
-    rows.
+    Products run in the dtype of `student_hidden`'s.
     """
-    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
-        raise UsageError(
-            f"the teacher has hidden states of rows {tuple(teacher_hidden.shape[:-1])}, the "
-            f"student of {tuple(student_hidden.shape[:-1])}: give both the same tokens"
-        )
     dtype = product_dtype(student_hidden)
     hidden_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
     return Teacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
 
 
-def chunked_distillation_loss(
-    student_hidden: Tensor, student_head: Tensor, teacher: Teacher, rows_M: Tensor, spec: LossSpec,
-    labels: Tensor | None = None, normalizer: Tensor | None = None,
+def chunked_loss(
+    student_hidden: Tensor, student_head: Tensor, teacher: Teacher | None, rows_M: Tensor,
+    spec: LossSpec, labels: Tensor | None = None, normalizer: Tensor | None = None,
 ) -> LossTerms:
     """Average a student's divergence from its teacher over the rows that count, plus CE.
 
@@ -111,13 +105,15 @@ def chunked_distillation_loss(
     with p and q the softmax of the teacher's and the student's logits divided by the temperature
     τ, D as in divergences.py (forward KL: τ² Σ_v p_v (log p_v − log q_v)), and q¹ the student at
     τ = 1. The simulated acceptance is mean_m Σ_v min(p_mv, q_mv): the chance that a token drawn
-    from the student passes speculative sampling (Leviathan et al. 2023, corollary 3.6).
+    from the student passes speculative sampling (Leviathan et al. 2023, corollary 3.6). Without a
+    teacher the loss is CE alone, and p the one-hot data.
 
     Args:
         student_hidden: (…, Ds) float, hidden states that predict the token of the same row.
         student_head: (V, Ds) float.
         teacher: of the same rows in the same order, at the same temperature, restricted
-            (`Teacher.over`) to the tokens of the student's head.
+            (`Teacher.over`) to the tokens of the student's head; None with a `spec` that has no
+            divergence.
         rows_M: (M,) int64, the rows that count (`counted_rows`); the others are not computed at
             all.
         labels: (…) int64, read at these rows; needed when `spec.ce_weight` is not 0.
@@ -127,52 +123,10 @@ def chunked_distillation_loss(
     Logits, softmax and sums are fp32; under autocast the matrix products run in its dtype.
     A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0 to a forward KL,
     so logits of −inf on both sides are fine; p > 0 where q = 0 gives inf, as it should.
-
-    Raises:
-        UsageError: shapes that do not fit, CE without labels.
     """
-    if len(teacher) != len(rows_M):
-        raise UsageError(f"the teacher has {len(teacher)} rows, the student {len(rows_M)}")
-    if teacher.num_tokens != len(student_head):
-        raise UsageError(
-            f"the teacher's head has {teacher.num_tokens} tokens, the student's "
-            f"{len(student_head)}; a drafter needs its target's vocabulary"
-        )
-    if spec.ce_weight and labels is None:
-        raise UsageError(f"ce_weight is {spec.ce_weight} but there are no labels")
-    return _loss_of(student_hidden, student_head, teacher, rows_M, spec, labels, normalizer)
-
-
-def chunked_cross_entropy(
-    hidden: Tensor, head: Tensor, labels: Tensor, rows_M: Tensor, spec: LossSpec,
-    normalizer: Tensor | None = None,
-) -> LossTerms:
-    """Average the cross-entropy to `labels` (nats) over the rows that count.
-
-    hidden (…, D), head (V, D), labels (…) int64, rows_M (M,) int64 of `counted_rows`; `spec` has no
-    divergence and a ce_weight of 1. The simulated acceptance is the mean probability of the label:
-    Σ_v min(p, q) with p the one-hot data. Otherwise as `chunked_distillation_loss`.
-    """
-    return _loss_of(hidden, head, None, rows_M, spec, labels, normalizer)
-
-
-def counted_rows(mask: Tensor, hidden: Tensor) -> Tensor:
-    """Return the indices (M,) int64 of the flattened rows that count, on the device of `hidden`.
-
-    mask (…) bool, hidden (…, D). The host counts the rows of a mask that lies on the CPU; a mask on
-    a GPU costs a host sync. Raises UsageError when the mask has another shape.
-    """
-    if hidden.shape[:-1] != mask.shape:
-        raise UsageError(
-            f"the hidden states have rows {tuple(hidden.shape[:-1])}, the mask {tuple(mask.shape)}"
-        )
-    return to_device(mask.reshape(-1).nonzero().squeeze(1), hidden.device)
-
-
-def _loss_of(
-    student_hidden: Tensor, student_head: Tensor, teacher: Teacher | None, rows_M: Tensor,
-    spec: LossSpec, labels: Tensor | None, normalizer: Tensor | None,
-) -> LossTerms:
+    assert teacher is None or len(teacher) == len(rows_M)
+    assert teacher is None or teacher.num_tokens == len(student_head)
+    assert labels is not None or not spec.ce_weight
     if normalizer is None:
         normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_hidden.device)
     labels_M = labels.reshape(-1)[rows_M] if spec.ce_weight and labels is not None else None
@@ -182,6 +136,16 @@ def _loss_of(
     )
     divergence, cross_entropy, accepted = terms_3.unbind()
     return LossTerms(loss, divergence, cross_entropy, accepted, spec)
+
+
+def counted_rows(mask: Tensor, hidden: Tensor) -> Tensor:
+    """Return the indices (M,) int64 of the flattened rows that count, on the device of `hidden`.
+
+    mask (…) bool, hidden (…, D). The host counts the rows of a mask that lies on the CPU; a mask on
+    a GPU costs a host sync.
+    """
+    assert hidden.shape[:-1] == mask.shape
+    return to_device(mask.reshape(-1).nonzero().squeeze(1), hidden.device)
 
 
 def chunk_rows(vocab_size: int, on_cuda: bool) -> int:
