@@ -7,52 +7,59 @@ rows of the batch.
 
 from __future__ import annotations
 
+import logging
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from threading import RLock
-from typing import Any, Never
+from typing import Any, Never, Unpack
 
 from stree.common.threads import for_decoding, one_at_a_time
 
 import torch
 
 from stree import verifiers
-from stree.batching.checks import (
-    RequestLimits,
-    checked_sequence,
-    not_finite,
-    require_partners,
-    require_target,
-)
+from stree.batching.checks import RequestLimits, checked_sequence, require_partners
 from stree.batching.memory_report import MemoryReport
 from stree.batching.prefillers import LONGEST_CHUNK
-from stree.batching.sequences import Request
-from stree.batching.serve import RequestServer
+from stree.batching.sequences import Request, requests_of
+from stree.batching.serve import Served, serve
 from stree.batching.step import Step
-from stree.batching.step_timing import measure_step_times
+from stree.batching.step_loop import StepLoop
+from stree.batching.step_timing import measure_step_times, row_counts
 from stree.checkpoints.tokenizer import eos_token_ids
 from stree.common.errors import InvariantBroken, UsageError, first_line
 from stree.common.words import counted, described, placed
 from stree.drafters import Drafter, DrafterSpec
 from stree.drafters.model import ModelDrafterSpec
-from stree.engine.plan import Limits, StepPlan
+from stree.engine.plan import Limits
 from stree.engine.plan_log import LoggedScheduler
 from stree.engine.scheduler import Scheduler
 from stree.engine.sequence import StepOutput
 from stree.engine.worker import Worker
-from stree.generation import GenerationConfig, GenerationOutput, require_whole
+from stree.generation import (
+    GenerationConfig,
+    GenerationOptions,
+    GenerationOutput,
+    PromptOptions,
+    require_whole,
+)
 from stree.models.model import HybridModel
+from stree.prompts import EncodedPrompt, chat_prompt, is_several_chats, text_prompt
+from stree.settings import asked_of_texts
 from stree.tree_policy.names import as_tree_policy
 from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import StepTree, TokenTree
 from stree.verifiers import Verifier
 
+LOG = logging.getLogger(__name__)
 
-class BatchDecoder(RequestServer):
+
+class BatchDecoder:
     """Decoder of many sequences: a target, optionally a drafter and a tree, and their caches.
 
     Any thread may admit, step, release and generate: a lock lets one thread in at a time, and
@@ -102,7 +109,6 @@ class BatchDecoder(RequestServer):
         verifier: str | Verifier = "coupled", num_prefixes: int = 0, backtracking: str = "replay",
         prompt_tokens_per_step: int | None = None,
     ) -> None:
-        require_target(target)
         require_whole("max_length", max_length)
         require_whole("num_rows", num_rows)
         require_whole("num_prefixes", num_prefixes, least=0)
@@ -140,10 +146,9 @@ class BatchDecoder(RequestServer):
             prompt_tokens_per_step, num_prefixes, has_drafter=drafter is not None,
             saves_drafter=drafter is not None and drafter.row_store is not None,
         )
-        self.scheduler = Scheduler(limits, self.tree_policy, tree)
+        scheduler = Scheduler(limits, self.tree_policy, tree)
+        self.loop = StepLoop(target, scheduler, self.worker)
         self.lock = RLock()  # held by a thread while it changes anything
-        self.failure: Exception | None = None  # what stopping a freed row has raised
-        self._outputs: list[StepOutput] = []  # of reports that were read between two steps
 
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree_policy)
@@ -162,6 +167,11 @@ class BatchDecoder(RequestServer):
         return MemoryReport.of(self.worker.step, self.num_rows, self.max_length)
 
     @property
+    def scheduler(self) -> Scheduler:
+        """Scheduler of the steps; `log_plans` replaces it."""
+        return self.loop.scheduler
+
+    @property
     def num_free_rows(self) -> int:
         """Number of free rows, which is the number of requests that can be admitted now."""
         return self.scheduler.num_free_rows
@@ -176,18 +186,17 @@ class BatchDecoder(RequestServer):
 
     def require_working(self) -> None:
         """Raise `InvariantBroken` if no row can be freed any more, as after an error of a GPU."""
-        if self.failure is not None:
+        if (failure := self.loop.failure) is not None:
             raise InvariantBroken(
-                f"the decoder has failed and serves no more requests: {first_line(self.failure)}; "
+                f"the decoder has failed and serves no more requests: {first_line(failure)}; "
                 "start the process again"
-            ) from self.failure
+            ) from failure
 
     @one_at_a_time
     def admit(self, request: Request) -> int:
         """Give a request a row, and return the row; later steps read its prompt and decode.
 
         Raises `UsageError` when no row is free, or for a request that cannot be served (`check`).
-
         `step` decodes the row until one of its outputs has a finish_reason; `release` frees it.
         """
         self.require_working()
@@ -195,14 +204,7 @@ class BatchDecoder(RequestServer):
         self.worker.step.require_same_models()
         self._follow_weights()
         sequence.since = time.perf_counter()
-        row = self.scheduler.admit(sequence)
-        try:
-            self._execute_changes()
-        except BaseException:
-            self.scheduler.release(row)
-            self._clean_up()
-            raise
-        return row
+        return self.loop.admit(sequence)
 
     @one_at_a_time
     @torch.no_grad()
@@ -218,70 +220,7 @@ class BatchDecoder(RequestServer):
         own processors or of reading its prompt) ends the row with the finish_reason "error" and
         the error; an error of the step itself ends all rows that decode in it. Other rows go on.
         """
-        scheduler = self.scheduler
-        with for_decoding(self.target):
-            is_told = False
-            while not is_told:
-                for _ in range(scheduler.drop_useless()):
-                    self.worker.drop()
-                reads_alone = False
-                while scheduler.awaits_steps < scheduler.limits.num_in_flight and not reads_alone:
-                    if (plan := scheduler.plan()) is None:
-                        break
-                    try:
-                        self._execute(plan)
-                    except Exception as error:
-                        is_told = self._end(scheduler.abandon(plan), error)
-                        break
-                    reads_alone = not plan.trees  # the first tokens come before any step
-                if is_told or not scheduler.awaits_reports:
-                    break
-                scheduler.look_ahead()
-                is_told = self._take_report()
-                while reads_alone and scheduler.awaits_reports:
-                    is_told |= self._take_report()
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _execute_changes(self) -> None:
-        if (plan := self.scheduler.plan_changes()) is not None:
-            with for_decoding(self.target):
-                try:
-                    self._execute(plan)
-                except Exception:
-                    self.scheduler.abandon(plan)
-                    raise
-
-    def _execute(self, plan: StepPlan) -> None:
-        try:
-            self.worker.execute(plan)
-        except Exception:
-            raise
-        except BaseException:  # the user stops it
-            self.scheduler.abandon(plan)
-            raise
-
-    def _take_report(self) -> bool:
-        """Wait for the oldest report and keep its outputs; return whether it tells of any row."""
-        try:
-            report = self.worker.report()
-        except Exception as error:
-            return self._end(self.scheduler.abandon(), error)
-        for output in self.scheduler.take(report):
-            if output.finish_reason == "error" and output.error is None:
-                sequence = self.scheduler.taken(output.row)
-                output.error = self.worker.error_of(output.row) or not_finite(
-                    output.culprit, self.worker.step.models(), sequence
-                )
-            self._outputs.append(output)
-        return bool(report.rows or report.firsts or report.failed)
-
-    def _end(self, rows: list[int], error: Exception) -> bool:
-        """Keep the outputs of rows that an error has ended; raise it if it has ended none."""
-        if not rows:
-            raise error
-        self._outputs += [StepOutput(row, [], "error", error=error) for row in rows]
-        return True
+        return self.loop.step()
 
     @one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
@@ -294,14 +233,7 @@ class BatchDecoder(RequestServer):
                 not kept, nor is anything with `num_prefixes` = 0, or what cannot be saved, as
                 where it does not fit in memory.
         """
-        sequence = self.scheduler.release(row, keep)
-        self._outputs = [each for each in self._outputs if each.row != row]
-        try:
-            self._execute_changes()
-        except Exception as error:
-            self._clean_up()
-            if keep:
-                warnings.warn(f"no prefix is kept of row {row}: {error}", stacklevel=2)
+        sequence = self.loop.release(row, keep)
         asked = sequence.generation
         return GenerationOutput(
             list(sequence.stop.tokens), sequence.finish_reason or "released", sequence.stats,
@@ -309,12 +241,147 @@ class BatchDecoder(RequestServer):
             logprobs=None if asked.logprobs is None else sequence.logprobs,
         )
 
-    def _clean_up(self) -> None:
-        """Stop the rows that a failed plan was to stop; what fails now, too, fails for good."""
-        try:
-            self._execute_changes()
-        except Exception as error:
-            self.failure = error
+    @one_at_a_time
+    def generate(
+        self, requests: Any = None, generation_config: Any = None, *, attention_mask: Any = None,
+        **options: Unpack[PromptOptions],
+    ) -> list[GenerationOutput]:
+        """Serve requests, as many at once as there are rows; return their outputs in order.
+
+        A request for several answers (`num_return_sequences`) has one output per answer, one after
+        the other. The error of a request ends the others, too, and all rows are free again.
+
+        Args:
+            requests: `Request`s, each with its own settings; or prompts, as `Decoder.generate`
+                takes them.
+            generation_config: Settings for all prompts; None for requests.
+            attention_mask: (B, T), 0 for padding of prompts (B, T); None for none.
+            options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: When rows are taken, or a request cannot be served.
+            StreeError: The error of a request that ends with one.
+        """
+        self.require_free()
+        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
+        answers = {served.number: served for served in self.serve(requests)}
+        return [answers[number].release() for number in range(len(requests))]
+
+    def complete(
+        self, text: str | Sequence[str], generation_config: Any = None,
+        **options: Unpack[GenerationOptions],
+    ) -> list[GenerationOutput]:
+        """Continue a text, or each text of a list, as `generate` continues tokens.
+
+        Args:
+            text: A text or a list of texts, encoded with the tokenizer's special tokens.
+            generation_config: Settings for all texts; None is the defaults.
+            **options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: Without a tokenizer, or for a text that cannot be served.
+        """
+        several = isinstance(text, list | tuple)
+        return self._generate_of(text_prompt, text, several, generation_config, options)
+
+    def chat(
+        self, messages: str | Sequence[Any], generation_config: Any = None, *,
+        tools: Sequence[Any] | None = None, documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> list[GenerationOutput]:
+        """Answer a conversation, or each of several at once, as `Decoder.chat` does.
+
+        Args:
+            messages: A text (one question), a list of messages, or a list of conversations.
+            generation_config: Settings for all conversations; None is the defaults.
+            tools: Functions or JSON schemas, for the template.
+            documents: Mappings, for the template.
+            enable_thinking: For templates that read it.
+            chat_template_kwargs: Other variables of the template, and another `chat_template`.
+            **options: Settings by keyword, such as max_new_tokens.
+
+        Raises:
+            UsageError: Without a tokenizer or a template, or for messages that it refuses.
+        """
+        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
+        encode = partial(chat_prompt, **{**variables, **(chat_template_kwargs or {})})
+        several = is_several_chats(messages)
+        return self._generate_of(encode, messages, several, generation_config, options)
+
+    def _generate_of(
+        self, encode: Callable[[Any, Any], EncodedPrompt], given: Any, several: bool,
+        generation_config: Any, options: Mapping[str, Any],
+    ) -> list[GenerationOutput]:
+        asked, _ = asked_of_texts(
+            encode, given, several, generation_config, options, self.tokenizer
+        )
+        requests = [Request(prompt, generation) for prompt, generation, _ in asked]
+        return self.generate(requests)
+
+    @one_at_a_time
+    def warm_up(self, request: Request) -> None:
+        """Prepare kernels, buffers and graphs for such requests, in any number of rows.
+
+        It serves the request once in each row; nothing is learned or kept of that. Raises
+        `UsageError` while rows are taken.
+        """
+        self.require_free()
+        request = replace(request, keep_prompt=False)
+        with self.forgetting():
+            LOG.info("answering a first request in each of %s", counted(self.num_rows, "row"))
+            self.generate([request] * self.num_rows)
+            for count in row_counts(self.num_rows):
+                LOG.info("preparing steps of %s", counted(count, "row"))
+                rows = [self.admit(request) for _ in range(count)]
+                try:
+                    self.prepare()
+                finally:  # graphs may not fit in memory, and others decode with it then
+                    for row in rows:
+                        self.release(row)
+
+    def serve(
+        self, requests: Iterable[Request | None],
+        on_admitted: Callable[[int], object] = lambda row: None,
+    ) -> Generator[Served, None, None]:
+        """Serve requests, as many at once as there are rows, and yield each one after each report.
+
+        A request is drawn when a row is free. None says that no request is there now: the next is
+        asked for after the next step, or at once where nothing is under way. A finished request is
+        released after it was yielded, unless its `release` was called. All rows are free again when
+        the generator ends, is closed, or raises.
+
+        Args:
+            requests: Any number of them, drawn one by one.
+            on_admitted: Called with each new row, before the step that follows.
+
+        Raises:
+            UsageError: When rows are taken, also by another caller meanwhile, or for a request that
+                cannot be served.
+            StreeError: The error of a request that ends with one, unless the caller released it.
+
+        Example:
+            >>> import stree
+            >>> sizes = dict(attn_layers=(0,), num_heads=2, num_kv_heads=1, head_dim=8)
+            >>> config = stree.HybridConfig(64, d_model=16, num_layers=1, **sizes)
+            >>> batch = stree.BatchDecoder(stree.HybridModel(config), num_rows=2, max_length=64)
+            >>> asked = stree.GenerationConfig(max_new_tokens=2)
+            >>> requests = [stree.Request([5, 3], asked), stree.Request([8], asked)]
+            >>> for served in batch.serve(requests):
+            ...     if served.report.finish_reason:
+            ...         print(served.number, len(served.release().tokens))
+            0 2
+            1 2
+        """
+        self.require_free()
+        yield from serve(self, requests, on_admitted)
+
+    def require_free(self) -> None:
+        """Raise `UsageError` while rows are taken."""
+        if taken := self.num_rows - self.num_free_rows:
+            raise UsageError(
+                f"rows are taken ({taken}): release them, or go on with admit and step"
+            )
 
     @one_at_a_time
     def num_reusable(self, prompt: list[int]) -> int:
@@ -324,7 +391,7 @@ class BatchDecoder(RequestServer):
         """
         self._follow_weights()
         while self.scheduler.prefixes.unsettled:
-            self._take_report()
+            self.loop.take_report()
         return self.scheduler.num_reusable(prompt)
 
     @one_at_a_time
@@ -353,14 +420,12 @@ class BatchDecoder(RequestServer):
         sizes = before.limits, self.tree_policy, self.tree
         scheduler = Scheduler(*sizes) if path is None else LoggedScheduler(path, *sizes)
         before.forget_prefixes()
-        self._execute_changes()
-        while before.awaits_reports:
-            self._take_report()
+        self.loop.settle()
         self.forget()
         scheduler.limit_prefixes(before.prefixes.budget, before.prefixes.bytes_each)
         if isinstance(before, LoggedScheduler):
             before.close()
-        self.scheduler = scheduler
+        self.loop.scheduler = scheduler
 
     def _follow_weights(self) -> None:
         """Drop prefixes and graphs that were made with weights which have changed since."""

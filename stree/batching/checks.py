@@ -174,7 +174,7 @@ def require_room(
             )
 
 
-def require_target(target: Any) -> None:
+def _require_target(target: Any) -> None:
     """Raise `UsageError` for what cannot be decoded with: a name, a model of another library."""
     if not hasattr(target, "tree_batch_forward"):
         raise UsageError(
@@ -191,8 +191,10 @@ def require_target(target: Any) -> None:
 def require_partners(target: Any, drafter: Any) -> int:
     """Return how many tokens a drafter chooses among.
 
-    Raises `UsageError` when its model was not made for this target, or is elsewhere.
+    Raises `UsageError` for a target that cannot be decoded with, and when the drafter's model was
+    not made for this target, or is elsewhere.
     """
+    _require_target(target)
     drafter = drafter.partner if isinstance(drafter, DrafterSpec) else None  # or made already
     if drafter is None:
         return target.config.vocab_size

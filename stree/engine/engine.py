@@ -141,7 +141,7 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """True while its thread serves: until `close`, or until it cannot go on after an error."""
-        return self._thread.is_alive() and self.decoder.failure is None
+        return self._thread.is_alive() and self.decoder.loop.failure is None
 
     @property
     def num_running(self) -> int:
@@ -325,7 +325,7 @@ class Engine:
     def _end_all(self, error: Exception) -> None:
         """End all handles and tasks as the thread ends; rows stay taken."""
         with self._changed:
-            self._is_closed, self.decoder.failure = True, error
+            self._is_closed, self.decoder.loop.failure = True, error
             handles = [*self._running.values(), *self._waiting]
             self._running.clear()
             self._waiting.clear()

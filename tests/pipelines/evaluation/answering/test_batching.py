@@ -8,6 +8,7 @@ from tiny_evaluation import tiny_model
 
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.sequences import Request
+from stree.batching.step_loop import StepLoop
 from stree.engine.worker import Worker
 from stree.generation import GenerationConfig
 from stree_pipelines.evaluation.answering.batching import Share, TimedRows
@@ -42,18 +43,18 @@ def decoded(batch: TimedRows, *requests: Request) -> list[Share]:
 def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch):
     clock = HandMadeClock(monkeypatch)
 
-    class Timed(BatchDecoder):
-        def _take_report(self):
-            clock.now += 10 * bool(self.scheduler.awaits_steps)
-            return super()._take_report()
+    def timed_report(loop):
+        clock.now += 10 * bool(loop.scheduler.awaits_steps)
+        return take_report(loop)
 
     def timed_read(*arguments):
         clock.now += 1
         return read(*arguments)
 
-    read = Worker.read
+    take_report, read = StepLoop.take_report, Worker.read
+    monkeypatch.setattr(StepLoop, "take_report", timed_report)
     monkeypatch.setattr(Worker, "read", timed_read)
-    batch = TimedRows(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
+    batch = TimedRows(BatchDecoder(tiny_model(0, 64), num_rows=2, max_length=32))
     lengths = (GenerationConfig(n, ignore_eos=True) for n in (3, 5))
     shares = decoded(batch, *(Request([1, 2], each) for each in lengths))
     # The first token is the prompt's; two calls side by side, and two of the longer one alone.
@@ -67,11 +68,13 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
     """Keeping a turn counts for its row, waiting for a step for the rows that it decodes."""
     clock = HandMadeClock(monkeypatch)
 
-    class Timed(BatchDecoder):
-        def _take_report(self):
-            clock.now += 10 * bool(self.scheduler.awaits_steps)
-            return super()._take_report()
+    take_report = StepLoop.take_report
 
+    def timed_report(loop):
+        clock.now += 10 * bool(loop.scheduler.awaits_steps)
+        return take_report(loop)
+
+    class Timed(BatchDecoder):
         def num_reusable(self, prompt):
             clock.now += 3 * bool(self.scheduler.sequences[0].stop.tokens)
             return super().num_reusable(prompt)
@@ -80,6 +83,7 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
             clock.now += 5
             return super().release(row, keep)
 
+    monkeypatch.setattr(StepLoop, "take_report", timed_report)
     batch = TimedRows(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
     first = batch.admit(Request([1, 2], GenerationConfig(4, ignore_eos=True)))
     assert len(batch.step()) == 1  # the first token
