@@ -30,7 +30,8 @@ class ScaledTensor(NamedTuple):
 def scaled_tensor(values: Tensor, scale: Tensor, block: tuple[int, int]) -> ScaledTensor:
     """Return a weight (…, E, D) with its scale spread over rows and groups of inputs.
 
-    The scale is one number, (E,), (E, 1), or one for each block; `scale_grid` takes its shape.
+    The scale is one number, one for each matrix, (E,), (E, 1), or one for each block: a shape that
+    `scale_grid` takes.
     """
     grid = scale_grid(tuple(values.shape), tuple(scale.shape), block)
     assert grid is not None
@@ -38,7 +39,7 @@ def scaled_tensor(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Scal
     scale = scale.float().reshape(grid)
     if grid == (1, 1):
         return ScaledTensor(values, scale.expand(*values.shape[:-1], 1))
-    by_rows = 1 if grid[-2] == outputs else block[0]
+    by_rows = 1 if grid[-2] == outputs else outputs if grid[-2] == 1 else block[0]
     by_columns = inputs if grid[-1] == 1 else block[1]
     group = math.gcd(inputs, by_columns)
     scale = scale.repeat_interleave(by_rows, dim=-2)[..., :outputs, :]

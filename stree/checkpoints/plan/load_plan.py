@@ -23,6 +23,7 @@ from stree.models.config.weights import EMBEDDING, HEAD, HEAD_IDS, UNKNOWN, weig
 
 READABLE_FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _READABLE_IDS = ("I64", "I32")
+_READABLE_SCALES = (*READABLE_FORMATS, "F8_E8M0")
 _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
 _SAME = "use weights and config of the same checkpoint"
 
@@ -204,6 +205,11 @@ def _require_format(
     if (scale := tensor.scale) is None:
         return
     assert checkpoint.quantisation is not None
+    if scale.number_format not in _READABLE_SCALES:
+        raise CheckpointRefused(
+            f"{scale.name} in {where} is stored as {scale.number_format}, wanted one of "
+            f"{', '.join(_READABLE_SCALES)}: use a checkpoint in one of the formats of FP8"
+        )
     block = checkpoint.quantisation.block
     if scale_grid(tensor.shape, scale.shape, block) is None:
         raise CheckpointRefused(

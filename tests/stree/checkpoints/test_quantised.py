@@ -19,6 +19,8 @@ from watched import watch
 
 import stree
 from stree.checkpoints.heads.mtp import plan_mtp
+from stree.checkpoints.layouts.quantisation import scale_grid
+from stree.checkpoints.layouts.quantised import scaled_tensor
 from stree.checkpoints.load_save import load_model
 from stree.checkpoints.plan import build as building
 from stree.checkpoints.plan.build import build
@@ -244,6 +246,17 @@ OTHER_FORMATS = {
         CONFIG, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes",
     ),
     "mlx": ("quantization", {"group_size": 64, "bits": 4}, "MLX"),
+    "text model's": ("text_config", {CONFIG: {"quant_method": "mxfp4"}}, "MXFP4"),
+    "nested": (
+        CONFIG, {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}},
+        "NVFP4 (modelopt)",
+    ),
+    "lists": (
+        CONFIG, compressed("channel", num_bits=[8]), "float-quantized (compressed-tensors)",
+    ),
+    "ragged": (
+        CONFIG, {"quant_method": "modelopt", "quantized_layers": {"a": "FP8"}}, "None (modelopt)",
+    ),
     "unnamed": (CONFIG, {"bits": 4}, "an unnamed format"),
     "no table": (CONFIG, [1], "an unnamed format"),
 }
@@ -257,11 +270,13 @@ def test_other_formats_are_named_before_any_weight_is_read(form, tmp_path):
     if place.endswith(".json"):
         (tmp_path / place).write_text(json.dumps(table))
     else:
-        config.write_text(json.dumps({**json.loads(config.read_text()), place: table}))
+        as_mlx = {CONFIG: table} if form == "mlx" else {}  # which writes both keys
+        values = {**json.loads(config.read_text()), place: table, **as_mlx}
+        config.write_text(json.dumps(values))
     with pytest.raises(CheckpointRefused) as refused:
         load_model(tmp_path)
-    line = str(refused.value)
-    where = place if place.endswith(".json") else f"config.json, by its {place},"
+    line, key = str(refused.value), place.replace("text_config", CONFIG)
+    where = place if place.endswith(".json") else f"config.json, by its {key},"
     assert f"{where} says that the weights are quantised to {name}, which is not read" in line
     assert "load the model's checkpoint in FP8, or the one in BF16" in line and "\n" not in line
 
@@ -272,6 +287,11 @@ def _without_a_scale(tensors):
 
 def _with_another_scale(tensors):
     tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(7, 3)
+
+
+def _with_a_scale_in_bytes(tensors):
+    name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    tensors[name] = torch.full_like(tensors[name], 127, dtype=torch.uint8)
 
 
 def _with_another_scale_of_a_tied_head(tensors):
@@ -286,6 +306,7 @@ def _with_another_scale_of_a_tied_head(tensors):
     [
         (_without_a_scale, "has no scale of model.layers.0.self_attn.q_proj.weight, which is in 8"),
         (_with_another_scale, r"weight_scale_inv in .* has shape \(7, 3\), which is neither a s"),
+        (_with_a_scale_in_bytes, "weight_scale_inv in .* is stored as U8, wanted one of F64, F32"),
         (_with_another_scale_of_a_tied_head, r"lm_head\..* has shape \(5,\), which is neither a s"),
     ],
 )
@@ -305,8 +326,56 @@ def test_blocks_are_two_whole_numbers(size, tmp_path):
     config = tmp_path / "config.json"
     table = {**FP8, "weight_block_size": size}
     config.write_text(json.dumps({**json.loads(config.read_text()), CONFIG: table}))
-    with pytest.raises(CheckpointRefused, match=r"blocks of .* weights, wanted"):
+    with pytest.raises(CheckpointRefused, match=r"config.json, .* has blocks of .*: copy"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"bits": 8}},
+    ],
+    ids=["modelopt", "compressed-tensors"],
+)
+@torch.no_grad()
+def test_a_cache_in_8_bits_leaves_the_weights_as_they_are(table, tmp_path):
+    random_reference("llama", 2).float().save_pretrained(tmp_path)
+    tokens = torch.randint(VOCAB, (2, 9))
+    wanted, path = load_model(tmp_path)(tokens), tmp_path / "model.safetensors"
+    scales = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
+    save_file(load_file(path) | scales, path, metadata={"format": "pt"})
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), CONFIG: table}))
+    assert torch.equal(load_model(tmp_path)(tokens), wanted)
+
+
+@torch.no_grad()
+def test_scales_may_be_powers_of_two_in_a_byte(tmp_path):
+    """DeepSeek's `scale_fmt: ue8m0`; groups without weights quantise a cache alone."""
+    write(random_reference("llama", 2).float().save_pretrained, tmp_path, "channel")
+    folder, tokens = tmp_path / "stored", torch.randint(VOCAB, (2, 9))
+    path, config = folder / "model.safetensors", folder / "config.json"
+    values = json.loads(config.read_text())
+    values[CONFIG]["config_groups"]["cache"] = {"weights": None, "targets": ["k_proj"]}
+    config.write_text(json.dumps(values))
+    outputs = []
+    for dtype in (torch.float32, torch.float8_e8m0fnu):
+        tensors = {
+            name: each.float().log2().round().exp2().to(dtype) if name.endswith("_scale") else each
+            for name, each in load_file(path).items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
+        outputs.append(load_model(folder)(tokens))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)], ids=str)
+def test_a_scale_of_each_of_joined_experts(shape):
+    values, scale = torch.ones(3, 300, 4).to(FLOAT8), torch.tensor([1.0, 2.0, 4.0]).view(shape)
+    assert scale_grid(tuple(values.shape), shape, (128, 128)) == (3, 1, 1)
+    wanted = scale.view(3, 1, 1).expand(3, 300, 4)
+    assert torch.equal(scaled_tensor(values, scale, (128, 128)).numbers(), wanted)
 
 
 @torch.no_grad()
