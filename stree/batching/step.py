@@ -41,7 +41,7 @@ class Step:
     Attributes:
         target: A model with `tree_batch_forward`, as `HybridModel` has.
         cache: The target's.
-        drafter: Fills the trees; None for autoregressive decoding.
+        drafter: Fills the trees; None for plain decoding.
         verifier: Accepts or rejects the drafts.
         is_joint: Whether the target feeds accepted paths again (`stree.models.joint`).
     """

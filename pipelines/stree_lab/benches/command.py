@@ -82,7 +82,7 @@ def measure_when_green(
     require_green(tests)
     with ops.current(device), naming_what_does_not_fit(less):
         if not write_rows(out, rows, device):
-            raise UsageError("these shapes have nothing of what is to be measured")
+            raise UsageError("no measurement applies to these shapes: give others")
 
 
 def require_green(tests: Iterable[str]) -> None:

@@ -219,7 +219,9 @@ class ConversationDataModule(pl.LightningDataModule):
                 "each of two or more"
             )
         if any(share <= 0 for share in mix or ()):
-            raise UsageError(f"mix is {mix}, wanted shares above 0: leave out what is to have none")
+            raise UsageError(
+                f"mix is {mix}, wanted shares above 0: leave a source without a share out of train"
+            )
         self.mix = mix
         self.hardest = hardest
         self.train_sources = [train] if isinstance(train, str) else list(train)

@@ -218,4 +218,4 @@ def _cut(prompt: TextPrompt, length: int, tokenizer: Any, plain: bool) -> str:
         if excess <= 0:
             return text
         kept -= excess
-    raise BadData(f"a prompt of {length} tokens has no room for what it asks: {prompt.before:.99}")
+    raise BadData(f"{length} tokens are too few for the question of a prompt: {prompt.before:.99}")

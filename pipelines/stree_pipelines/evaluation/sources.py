@@ -53,7 +53,7 @@ class Source:
             lines = enumerate(_unpacked(content).splitlines())
             prompts = [self.prompt_of(parse_json(line), n) for n, line in lines if line.strip()]
         except (ValueError, TypeError, KeyError, OSError, EOFError, zlib.error) as error:
-            raise BadData(f"{self.path} is not what it was: {error!r}") from error
+            raise BadData(f"{self.path} has another format than expected: {error!r}") from error
         return "".join(json.dumps(each) + "\n" for each in prompts)
 
 

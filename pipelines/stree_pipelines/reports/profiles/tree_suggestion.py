@@ -196,7 +196,9 @@ class MeasuredTimes:
             if tree.num_nodes > 1 and not tree.grows:
                 levels.append(row.time_ms["draft"] / tree.max_depth)
         if not levels:
-            raise UsageError("no row of a tree of one shape says what drafting takes: evaluate one")
+            raise UsageError(
+                "no row has the drafting time of a static tree: evaluate a tree of one shape"
+            )
         return cls(fmean(levels), {nodes: fmean(each) for nodes, each in sorted(calls.items())})
 
     @property

@@ -203,7 +203,7 @@ def test_what_a_step_takes_by_hand():
     assert times.level == pytest.approx(0.6)
     assert times.calls == pytest.approx({1: 1.0, 5: 1.4, 13: 2.2, 32: 3.0})
     assert times.step_ms(TokenTree.chain(8)) == pytest.approx(8 * 0.6 + 1.8)
-    with pytest.raises(UsageError, match="tree of one shape says what drafting takes"):
+    with pytest.raises(UsageError, match="no row has the drafting time of a static tree"):
         MeasuredTimes.of([grown])
 
 
