@@ -343,7 +343,8 @@ def test_a_cache_in_8_bits_leaves_the_weights_as_they_are(table, tmp_path):
     random_reference("llama", 2).float().save_pretrained(tmp_path)
     tokens = torch.randint(VOCAB, (2, 9))
     wanted, path = load_model(tmp_path)(tokens), tmp_path / "model.safetensors"
-    scales = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
+    names = ("self_attn.k_proj.k_scale", "mlp.experts.down_proj_input_scale")  # passed over
+    scales = {f"model.layers.0.{name}": torch.tensor(1.0) for name in names}
     save_file(load_file(path) | scales, path, metadata={"format": "pt"})
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), CONFIG: table}))
