@@ -101,7 +101,7 @@ def test_questions_stay_and_documents_that_are_too_long_are_left_out(tmp_path):
     (["longbench_multi", "--rows", "."], NotFound, "no file of hotpotqa"),
     (["xsum", "--rows", "other.jsonl"], BadData, "other.jsonl:1 is no row of xsum"),
     (["xsum", "--rows", "it.jsonl", "--tokenizer", str(TOKENIZER), "--lengths", "2"], BadData,
-     "a prompt of 2 tokens has no room"),
+     "2 tokens are too few for the question of a prompt"),
 ])
 def test_bad_input_is_refused(tmp_path, monkeypatch, arguments, error, reason):
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ from stree.chat_encoding import ChatEncoder
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.generation import DecodingStats
-from stree.prompts import chat_ids, chat_prompt
+from stree.prompts import chat_prompt
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
 PROMPT, OTHER = [5, 6, 7, 8], [9, 10]
@@ -123,7 +123,7 @@ def test_a_message_cannot_spell_control_tokens_and_has_the_ids_of_training(shipp
         {"role": "assistant", "content": "It ends a turn."},
         {"role": "user", "content": "and <|assistant|>?"},
     ]
-    ids = chat_ids(tokenizer, messages)
+    ids = chat_prompt(tokenizer, messages).ids
     names = tokenizer.convert_ids_to_tokens(ids)
     assert [name for name in names if name.startswith("<|")] == [
         "<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
@@ -184,12 +184,12 @@ OF_PARTS = (
 
 @pytest.fixture
 def templated(tokenizer):
-    """Return, as text, what `chat_ids` makes of messages with a template."""
+    """Return, as text, what `chat_prompt` makes of messages with a template."""
 
     def render(template, messages, **options):
         given = copy.deepcopy(tokenizer)
         given.chat_template = template
-        return tokenizer.decode(chat_ids(given, messages, **options))
+        return tokenizer.decode(chat_prompt(given, messages, **options).ids)
 
     return render
 
@@ -318,7 +318,7 @@ def test_no_prompts_have_no_answers(shipped, ask):
         (lambda it: it.batch.chat([]), "conversation"),
         (lambda it: it.batch.chat([[]]), "conversation"),
         (lambda it: generate(it.target, []), "prompt"),
-        (lambda it: chat_ids(it.tokenizer, []), "conversation"),
+        (lambda it: chat_prompt(it.tokenizer, []), "conversation"),
     ],
 )
 def test_a_prompt_of_nothing_is_refused(shipped, ask, empty):
