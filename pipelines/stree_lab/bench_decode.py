@@ -230,6 +230,18 @@ def require_possible(shapes: list[str], options: Any, device: torch.device) -> N
     if device.type != "cuda" and captured:
         names = " and ".join(captured)
         raise UsageError(f"{names} need CUDA graphs: leave {names} out of --what")
+    if "profiles" in options.what and not set(options.nodes) & set(PROFILED_NODES):
+        profiled = ", ".join(map(str, PROFILED_NODES))
+        raise UsageError(f"profiles are of {profiled} nodes, and --nodes has none of them")
+    without = [each for each in shapes if not target_config(each).attn_layers]
+    if without and options.what == ["orders"]:
+        raise UsageError(f"orders time attention, which {', '.join(without)} has none of")
+    if options.what == ["parts"] and len(without) < len(shapes):
+        attend = ", ".join(each for each in shapes if each not in without)
+        raise UsageError(
+            f"parts are of joint attainment by rows, which needs a shape without attention layers: "
+            f"leave out {attend}"
+        )
     if "steps" in options.what and (not options.taus or min(options.taus) < 1):
         raise UsageError(f"--taus: wanted numbers of at least 1, got {options.taus}")
 

@@ -202,6 +202,12 @@ def require_possible(options: Any) -> None:
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
         if any(name in each for each in options.more):
             raise UsageError(f"--more may not set {name}: --steps decides it")
+    if "processes" not in options.what and len(_of_model(options.more)) < len(options.more):
+        raise UsageError(
+            f"--more {' '.join(options.more)}: a step alone has the options of --model only"
+        )
+    if options.recipe and "step" not in options.what:
+        raise UsageError('--recipe is the recipe of a step: add --what "[step]", or leave it out')
     require_results_file(options.out)
     if "step" in options.what:
         recipe(options)

@@ -420,7 +420,7 @@ def measured(tmp_path, monkeypatch):
         ("--device", "nope"), ("--device", "meta"), ("--shape", "nope"), ("--what", "[]"),
         ("--what", "[nope]"), ("--what", "[steps]"), ("--nodes", "[]"), ("--nodes", "[0]"),
         ("--nodes", "[3000]"), ("--context", "-5"), ("--lengths", "[0]"), ("--repeats", "0"),
-        ("--trees", "[]"), ("--drafters", "[]"),
+        ("--what", "[orders]", "--shape", "mamba2-2.7b"), ("--trees", "[]"), ("--drafters", "[]"),
         ("--processes", "[]"), ("--processes", "[0]"), ("--batch_size", "0"),
         ("--sequence_length", "-5"),
         ("--steps", "2"), ("--strategies", "[nope]"), ("--more", "[--trainer.max_steps=2]"),
@@ -436,7 +436,9 @@ def test_bad_options_are_refused_before_anything_runs(benchmark, options, measur
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
+        (("--what", "[profiles]", "--nodes", "[5]"), "profiles are of 1, 16, 64 nodes"),
         (("--what", "[steps]", "--taus", "[0.5]"), "--taus: wanted numbers of at least 1"),
+        (("--what", "[parts]", "--shape", "tiny"), "leave out tiny"),
         (("--what", "[calls]", "--taus", "[0.5]"), None),
     ],
 )

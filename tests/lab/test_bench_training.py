@@ -109,15 +109,19 @@ def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, mon
 
 
 def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
+    out = str(tmp_path / "o.jsonl")
     with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
         training_step.step_row(bench_training.TINY, 1, 200, 1, CPU)
+    recipe = ["--recipe", "configs/distill/quickstart.yaml"]
+    tiny = [out, "--shape", "tiny", "--device", "cpu", *recipe]
+    with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
+        bench_training.main(tiny)
+    with pytest.raises(UsageError, match="a step alone has the options of --model only"):
+        bench_training.main([*tiny, "--what", "[step]", "--more", "[--trainer.precision=32-true]"])
     data = tmp_path / "data.yaml"
     data.write_text("data: {train: x}")
     with pytest.raises(UsageError, match="has no section `model`"):
-        bench_training.main([
-            str(tmp_path / "o.jsonl"), "--shape", "tiny", "--device", "cpu",
-            "--recipe", str(data), "--what", "[step]",
-        ])
+        bench_training.main([*tiny[:-1], str(data), "--what", "[step]"])
 
 
 @pytest.mark.costly

@@ -348,7 +348,11 @@ class ConversationDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         trainer = self.trainer
         assert trainer is not None
-        assert trainer.max_steps >= 1, "the data has no epochs: max_steps says how long to train"
+        if trainer.max_steps < 1:
+            raise UsageError(
+                f"trainer.max_steps must say how long to train, got {trainer.max_steps}; the data "
+                "has no epochs (set max_epochs to -1)"
+            )
         length = trainer.max_steps * trainer.accumulate_grad_batches
         return TrainLoader(self.micro_batches(*self._sharing), length, trainer)
 

@@ -251,7 +251,7 @@ def test_a_template_that_prints_the_date_lets_a_run_go_on_the_next_day(
 
 
 def test_training_without_an_end_is_refused(paths):
-    with pytest.raises(AssertionError, match="max_steps says how long"):
+    with pytest.raises(UsageError, match=r"trainer\.max_steps must say"):
         fit(module(paths), Recorder(), -1, max_time="00:00:01:00")
 
 

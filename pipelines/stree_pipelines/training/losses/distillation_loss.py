@@ -87,8 +87,14 @@ def teacher_of(
     """Make the teacher of the rows that count; no gradient flows to it.
 
     teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, rows_M (M,) int64 of `counted_rows`.
-    Products run in the dtype of `student_hidden`'s.
+    Products run in the dtype of `student_hidden`'s. Raises UsageError when the student has other
+    rows.
     """
+    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
+        raise UsageError(
+            f"the teacher has hidden states of rows {tuple(teacher_hidden.shape[:-1])}, the "
+            f"student of {tuple(student_hidden.shape[:-1])}: give both the same tokens"
+        )
     dtype = product_dtype(student_hidden)
     hidden_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
     return Teacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
@@ -123,10 +129,19 @@ def chunked_loss(
     Logits, softmax and sums are fp32; under autocast the matrix products run in its dtype.
     A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0 to a forward KL,
     so logits of −inf on both sides are fine; p > 0 where q = 0 gives inf, as it should.
+
+    Raises:
+        UsageError: shapes that do not fit, CE without labels.
     """
-    assert teacher is None or len(teacher) == len(rows_M)
-    assert teacher is None or teacher.num_tokens == len(student_head)
-    assert labels is not None or not spec.ce_weight
+    if teacher is not None and len(teacher) != len(rows_M):
+        raise UsageError(f"the teacher has {len(teacher)} rows, the student {len(rows_M)}")
+    if teacher is not None and teacher.num_tokens != len(student_head):
+        raise UsageError(
+            f"the teacher's head has {teacher.num_tokens} tokens, the student's "
+            f"{len(student_head)}; a drafter needs its target's vocabulary"
+        )
+    if spec.ce_weight and labels is None:
+        raise UsageError(f"ce_weight is {spec.ce_weight} but there are no labels")
     if normalizer is None:
         normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_hidden.device)
     labels_M = labels.reshape(-1)[rows_M] if spec.ce_weight and labels is not None else None
@@ -142,9 +157,12 @@ def counted_rows(mask: Tensor, hidden: Tensor) -> Tensor:
     """Return the indices (M,) int64 of the flattened rows that count, on the device of `hidden`.
 
     mask (…) bool, hidden (…, D). The host counts the rows of a mask that lies on the CPU; a mask on
-    a GPU costs a host sync.
+    a GPU costs a host sync. Raises UsageError when the mask has another shape.
     """
-    assert hidden.shape[:-1] == mask.shape
+    if hidden.shape[:-1] != mask.shape:
+        raise UsageError(
+            f"the hidden states have rows {tuple(hidden.shape[:-1])}, the mask {tuple(mask.shape)}"
+        )
     return to_device(mask.reshape(-1).nonzero().squeeze(1), hidden.device)
 
 
