@@ -40,6 +40,7 @@ class PromptReads:
                     continue  # until the report tells what was saved
                 if each.tree is None:
                     each.is_behind = not self.tree_policy.drafts
+                    each.is_timed = self.tree_policy.times_reads
                 else:  # the drafter reads nothing while no request wants drafts
                     each.is_behind = all(other.is_plain for other in sequences.values())
             for read in self._reads_of(row, each, whole):
@@ -75,7 +76,7 @@ class PromptReads:
             sequence.has_begun = stop == len(prompt)
             yield Read(
                 row, start, stop, drafted, load, with_drafter, self._saved_after(row, sequence),
-                sequence.has_begun, sequence.tree is None,
+                sequence.has_begun, sequence.is_timed,
             )
             load = None
 
@@ -103,7 +104,7 @@ class PromptReads:
         sequence.has_begun = True
         return Read(
             row, length, length, drafted if drafts else None, prefix, with_drafter,
-            begins=True, is_timed=sequence.tree is None,
+            begins=True, is_timed=sequence.is_timed,
         )
 
     def _saved_after(self, row: int, sequence: RunningSequence) -> Save | None:

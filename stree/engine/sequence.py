@@ -83,6 +83,7 @@ class RunningSequence:
         num_read: Tokens of the prompt that are in the target's cache.
         num_drafted_from: Tokens that the drafter has read.
         is_behind: Whether the drafter has missed the prompt or a block.
+        is_timed: Whether the drafter's reads of its prompt are timed, for the tree policy.
         has_begun: Whether its first token was chosen by a plan that is not reported yet.
         longest_block: The most tokens that the row's last block has.
         in_flight: The most tokens that steps without a report commit, a block each.
@@ -103,6 +104,7 @@ class RunningSequence:
     num_read: int = 0
     num_drafted_from: int = 0
     is_behind: bool = False
+    is_timed: bool = False
     has_begun: bool = False
     longest_block: int = 1
     in_flight: int = 0

@@ -19,6 +19,7 @@ from stree.trees.token_tree import PLAIN, StepTree
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
 REVISED_AFTER = 8  # steps between revisions, whose time on the host shows with small models
 FIRST_ANSWERS = 16  # after each of which the choice is considered
+READS_TIMED = 8  # after the first answers, prompts are timed until the end of each 8th answer
 
 
 @dataclass
@@ -75,6 +76,12 @@ class AdaptiveTrees(TreePolicy):
     def drafts(self) -> bool:
         """True if drafters have to read the prompts of new requests."""
         return self.state.current != PLAIN
+
+    @property
+    def times_reads(self) -> bool:
+        """True for the first answers, and later for some: timing takes the host's time."""
+        num_answers = self.state.num_answers
+        return num_answers < FIRST_ANSWERS or num_answers % READS_TIMED == 0
 
     @property
     def speeds(self) -> Speeds:

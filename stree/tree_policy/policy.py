@@ -68,6 +68,11 @@ class TreePolicy:
         """True if drafters have to read the prompts of new requests."""
         return True
 
+    @property
+    def times_reads(self) -> bool:
+        """True if the drafter's reads of prompts are to be timed now, for `learn_answer`."""
+        return True
+
     def learn_paths(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
         """Learn from rows' steps of `tree`, given the accepted nodes of each, the root first.
 

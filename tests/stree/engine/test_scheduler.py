@@ -185,6 +185,21 @@ def test_the_drafter_reads_no_prompt_while_no_request_wants_drafts(trees, starts
     assert [read.drafter_start for read in scheduler.plan().reads] == starts
 
 
+def test_prompts_of_the_first_answers_are_timed_and_later_those_of_every_eighth():
+    policy = AdaptiveTrees([TREES[1]], StepTimes({(1, PLAIN): 2.0, (1, TREES[1]): 1.0}))
+    scheduler = Scheduler(Limits(1, chunk=2, has_drafter=True), policy, TREES[1])
+    timed = []
+    for _ in range(33):
+        row = scheduler.admit(sequence([1, 2, 3]))
+        reads = scheduler.plan().reads
+        timed.append({read.is_timed for read in reads})
+        scheduler.abandon()
+        scheduler.release(row)
+        policy.learn_answer()
+    assert all(len(each) == 1 for each in timed)
+    assert [number for number, each in enumerate(timed) if True in each] == [*range(16), 16, 24, 32]
+
+
 def test_a_shared_prompt_is_saved_until_its_last_request_has_it_or_is_gone():
     scheduler = Scheduler(Limits(2), FixedTree(PLAIN), PLAIN)
     asked = GenerationConfig(2, temperature=1.0, seed=0, num_return_sequences=4)
