@@ -13,7 +13,7 @@ from typing import Any
 
 from stree.trees.token_tree import balanced
 from stree_lab.bench_report import fit, in_words, read_rows
-from stree_lab.benches.models import ATTENTION, OWN
+from stree_lab.benches.models import ATTENTION, EAGLE, OWN
 from stree_lab.papers.node_order import num_blocks
 from stree_lab.papers.order_bench import BLOCK, ORDERS, random_tree
 from stree_lab.papers.tables import LABELS, OURS, Cells, Rows, of_paper
@@ -306,7 +306,7 @@ def drafters_figure_1(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells]
         drafted = row["shape"], row["drafter"], row["level_nodes"], row["tree"]
         lengths.setdefault(drafted, {})[row["context"]] = row
     for (_, drafter, nodes, _), found in lengths.items():
-        called = {OWN: "Mamba-2", ATTENTION: "Transformer"}.get(drafter, drafter)
+        called = {OWN: "Mamba-2", ATTENTION: "Transformer", EAGLE: "EAGLE-3"}.get(drafter, drafter)
         name = f"{called}, {nodes} a level, {OURS}"
         for what, key, unit, form in (
             ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
