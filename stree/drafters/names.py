@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stree.checkpoints.configs import load_config
+from stree.checkpoints.configs import CheckpointConfig, load_config, read_checkpoint_config
 from stree.checkpoints.heads.eagle import plan_eagle, read_eagle_config
 from stree.checkpoints.heads.mtp import plan_mtp, read_mtp_config
 from stree.checkpoints.plan.load_plan import LoadPlan, plan_model
@@ -223,12 +223,21 @@ class DrafterName:
 
     def config(self, target: str | os.PathLike[str]) -> HybridConfig | None:
         """Return the config of the model of `plan`, that of an MTP head with a single token."""
-        if self.mtp:  # embedding and head are the target's
-            return read_mtp_config(target).model.replace(vocab_size=1)
+        checkpoint = self.checkpoint(target)
+        if checkpoint is None:
+            return None
+        # Embedding and head are the target's
+        return checkpoint.model.replace(vocab_size=1) if self.mtp else checkpoint.model
+
+    def checkpoint(self, target: str | os.PathLike[str]) -> CheckpointConfig | None:
+        """Return the checkpoint's config of the model of `plan`; None without one."""
+        if self.mtp:
+            return read_mtp_config(target)
+        if self.folder is None:
+            return None
         if self.eagle:
-            assert self.folder is not None
-            return read_eagle_config(self.folder, load_config(target)).model
-        return None if self.folder is None else load_config(self.folder)
+            return read_eagle_config(self.folder, load_config(target))
+        return read_checkpoint_config(Path(self.folder))
 
     def make(
         self, model: HybridModel | None, tokenizer: Any, target: HybridModel | None = None

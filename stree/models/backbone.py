@@ -131,9 +131,11 @@ class Backbone(nn.Module):
             segment_ids, bounds = first_apart(tokens, segment_ids), None
         positions, mask = positions_of(tokens, segment_ids), None
         if segment_ids is not None:
-            bounds = sample_bounds(segment_ids) if bounds is None else bounds
-            # A compiled layer is not compiled again for another number of samples.
-            torch._dynamo.maybe_mark_dynamic(bounds, 0)
+            if bounds is None and segment_ids.is_cuda:  # nothing reads them on a CPU
+                bounds = sample_bounds(segment_ids)
+            if bounds is not None:
+                # A compiled layer is not compiled again for another number of samples.
+                torch._dynamo.maybe_mark_dynamic(bounds, 0)
             has_window = 0 < self.config.sliding_window < tokens.shape[1]
             if self.config.attn_layers and (has_window or not self._attends_packed()):
                 same = segment_ids[:, :, None] == segment_ids[:, None, :]

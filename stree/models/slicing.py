@@ -16,7 +16,7 @@ from stree.common.errors import UsageError
 from stree.models.backbone import initialise
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateProjection
-from stree.models.in_8_bits import plain_state
+from stree.models.in_8_bits import plain_state, scale_name, weights_for_8_bits
 from stree.models.layers.part import Part
 from stree.models.model import HybridModel
 
@@ -114,6 +114,16 @@ def head_with_ends_of(target: HybridModel, layers: tuple[int, ...]) -> HybridMod
     copies = {name: each.float() for name, each in source.items() if name.startswith(ends)}
     head.load_state_dict(copies, strict=False)
     return head
+
+
+def without_8_bits(model: HybridModel) -> HybridModel:
+    """Return the model, or if it holds weights in 8 bits, an fp32 copy that holds none."""
+    if not any(name in model.state_dict() for name in map(scale_name, weights_for_8_bits(model))):
+        return model
+    copy = HybridModel(model.config).to(model.device)
+    copy.load_state_dict(plain_state(model))
+    copy.lacks_embedding, copy.tokens_sha256 = model.lacks_embedding, model.tokens_sha256
+    return copy
 
 
 def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> HybridConfig:

@@ -44,7 +44,8 @@ def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> lis
         "disk": partial(machine.check_disk, Path(run_dir), config),
     }
     if config is not None:
-        checks["memory"] = partial(machine.check_memory, config)
+        in_8_bits = 0 if plan.checkpoint.quantisation is None else plan.num_in_8_bits
+        checks["memory"] = partial(machine.check_memory, config, in_8_bits)
     needed = {"torch", "disk", "memory", *need, *(["triton"] if machine.HAS_CUDA else [])}
     failed = []
     for name, look in checks.items():

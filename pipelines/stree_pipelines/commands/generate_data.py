@@ -264,7 +264,7 @@ def describe(
         trees["plain"] = 1
     parts = decoding_memory(
         target, drafters, dtype, options["max_length"], trees, options["num_rows"],
-        in_8_bits=bool(options["target_dtype"]),
+        in_8_bits=bool(options["target_dtype"]), folder=options["target"],
     )
     memory = MemoryEstimate(parts, on_cuda)
     print(memory)

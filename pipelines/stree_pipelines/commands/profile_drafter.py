@@ -16,6 +16,7 @@ from stree.checkpoints.identity import CURVE_NAME, checkpoint_sha256
 from stree.checkpoints.partners import partner_remarks
 from stree.common.errors import CheckpointRefused, StreeError, UsageError, shown
 from stree.common.files import add_files, sweep_leftovers
+from stree.drafters.names import DrafterName
 from stree.speculation_profile import PROFILE_NAME, SpeculationProfile, load_profile
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.reports.plots import tau_vs_step, to_svg
@@ -67,6 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     options = parser.parse_args(arguments)
     run = Path(options.run)
+    for name in options.drafter:
+        if DrafterName.parse(name).folder is None:
+            raise UsageError(
+                f"{name} has no folder to write a profile into: name the folders of exported "
+                "drafters"
+            )
     drafters = [Path(name) for name in options.drafter] or sorted(run.glob("drafter/step-????????"))
     if not drafters:
         raise UsageError(f"{run}/drafter holds no step-* folder: name folders with --drafter")

@@ -203,7 +203,7 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:
     trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in methods.items()}
     parts = decoding_memory(
         target, drafters, decoders.dtype, decoders.max_length, trees, settings.batch_size,
-        in_8_bits=bool(settings.target_dtype),
+        in_8_bits=bool(settings.target_dtype), folder=settings.target,
     )
 
     def of_caches(*configs: HybridConfig) -> int:

@@ -20,6 +20,8 @@ import yaml
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stree.checkpoints.configs import read_checkpoint_config
+from stree.checkpoints.plan.load_plan import plan_model
 from stree.common.device_memory import free_memory_bytes
 from stree.common.errors import OutOfMemory
 from stree.common.words import counted, size
@@ -103,11 +105,13 @@ class ModelPlan:
     """Architectures of a training, and the options that decide its memory.
 
     `target` runs with the trained model; `passes` is how often the trained model reads each token.
+    `target_in_8_bits` is `numbers_in_8_bits` of its checkpoint.
     """
 
     trained: HybridConfig
     target: HybridConfig | None = None
     target_dtype: torch.dtype = torch.float32
+    target_in_8_bits: int = 0
     activation_checkpointing: bool = False
     passes: int = 1
     compiled: bool = False  # whether the trained model's layers are compiled
@@ -143,14 +147,17 @@ def training_memory(
     if target is not None:
         in_8_bits = plan.target_dtype.itemsize == 1
         held = torch.bfloat16 if in_8_bits else plan.target_dtype
-        always["target"] = held_bytes(target, held, in_8_bits, head=False)
+        always["target"] = held_bytes(
+            target, held, in_8_bits, head=False, stored_in_8_bits=plan.target_in_8_bits
+        )
         # Without gradients one layer's activations live at a time.
         moments.insert(0, {"target's activations": _one_layer_bytes(target, shape, precision)})
     return always | max(moments, key=lambda parts: sum(parts.values()))
 
 
 def held_bytes(
-    target: HybridConfig, dtype: torch.dtype, in_8_bits: bool = False, head: bool = True
+    target: HybridConfig, dtype: torch.dtype, in_8_bits: bool = False, head: bool = True,
+    stored_in_8_bits: int = 0,
 ) -> int:
     """Count the bytes of a frozen target's weights.
 
@@ -159,10 +166,12 @@ def held_bytes(
         dtype: Dtype of the weights.
         in_8_bits: Whether the weights of products are held in 8 bits instead.
         head: Whether the head is, too, then; of a tied one there is a copy.
+        stored_in_8_bits: `numbers_in_8_bits` of its checkpoint, which stay so (their scales are
+            left out).
     """
     model = _without_data(target)
     if not in_8_bits:
-        return dtype.itemsize * model.num_parameters()
+        return dtype.itemsize * model.num_parameters() - (dtype.itemsize - 1) * stored_in_8_bits
     put_in_8_bits(model.to(dtype), head)
     weights = [*model.parameters(), *model.buffers()]
     if (copy := model.head_in_8_bits) is not None:
@@ -180,15 +189,21 @@ def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
 def decoding_memory(
     target: HybridConfig, drafters: Mapping[DrafterName, HybridConfig], dtype: torch.dtype,
     max_length: int, trees: Mapping[str, int], num_rows: int = 1, in_8_bits: bool = False,
+    folder: str = "",
 ) -> dict[str, int]:
     """Estimate the bytes by part of decoding `num_rows` sequences.
 
     drafters: models that draft, of which caches are there for one at a time. trees: nodes that each
-    method verifies per call. in_8_bits: whether the target's products are.
+    method verifies per call. in_8_bits: whether the target's products are. folder: the target's.
     """
-    parts = {"target": held_bytes(target, dtype, in_8_bits)}
+    stored_in_8_bits = numbers_in_8_bits(folder)
+    parts = {"target": held_bytes(target, dtype, in_8_bits, stored_in_8_bits=stored_in_8_bits)}
     if drafters:
-        weights = dtype.itemsize * sum(map(num_parameters, drafters.values()))
+        weights = sum(
+            dtype.itemsize * num_parameters(config)
+            - (dtype.itemsize - 1) * numbers_in_8_bits(folder, name)
+            for name, config in drafters.items()
+        )
         parts["drafters" if len(drafters) > 1 else "drafter"] = weights
     heads = [target if name.mtp else config for name, config in drafters.items() if name.float8]
     if heads:
@@ -201,6 +216,22 @@ def decoding_memory(
             cache_bytes(each, max_length, num_nodes, dtype) for each in models
         )
     return parts
+
+
+def numbers_in_8_bits(folder: str, drafter: DrafterName | None = None) -> int:
+    """Count the numbers of a checkpoint's weights that are stored in 8 bits, and stay so.
+
+    With `drafter` the checkpoint is that of a drafter for the target in the folder. Only headers
+    of files are read; "" is no checkpoint.
+    """
+    if not folder:
+        return 0
+    of = read_checkpoint_config(Path(folder)) if drafter is None else drafter.checkpoint(folder)
+    if of is None or of.quantisation is None:
+        return 0
+    plan = plan_model(folder) if drafter is None else drafter.plan(folder)
+    assert plan is not None
+    return plan.num_in_8_bits
 
 
 def largest_of(drafters: Mapping[DrafterName, HybridConfig]) -> list[HybridConfig]:

@@ -146,12 +146,15 @@ def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
     return found
 
 
-def check_memory(target: HybridConfig) -> str:
+def check_memory(target: HybridConfig, in_8_bits: int = 0) -> str:
     """Estimate a distillation's memory on one device for a micro-batch of one row, and per further
-    row."""
+    row.
+
+    in_8_bits: numbers of the target's weights that its checkpoint stores in 8 bits.
+    """
     drafter, dtype = _drafter_of(target), torch.bfloat16 if HAS_CUDA else torch.float32
     precision = "bf16-mixed" if HAS_CUDA else "32-true"
-    plan = ModelPlan(drafter, target, dtype)
+    plan = ModelPlan(drafter, target, dtype, in_8_bits)
     wanted, of_two = (
         sum(training_memory(plan, (rows, ROW_TOKENS), precision, HAS_CUDA).values())
         for rows in (1, 2)
@@ -159,7 +162,8 @@ def check_memory(target: HybridConfig) -> str:
     free = free_memory_bytes(HAS_CUDA)
     found = (
         f"{size(free)} free; the target ({num_parameters(target) / 1e6:,.0f} M parameters in "
-        f"{str(dtype).removeprefix('torch.')}) and its two-layer drafter "
+        f"{str(dtype).removeprefix('torch.')}{' and 8 bits' * (in_8_bits > 0)}) and its two-layer "
+        "drafter "
         f"({num_parameters(drafter) / 1e6:,.0f} M) take about {size(wanted)} with a row of "
         f"{ROW_TOKENS:,} tokens, {size(of_two - wanted)} more for each other row of a batch"
     )

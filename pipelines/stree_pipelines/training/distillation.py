@@ -29,8 +29,9 @@ from stree.models.slicing import (
     slice_drafter,
     take_head,
     with_random_head,
+    without_8_bits,
 )
-from stree_pipelines.resources.estimates import ModelPlan
+from stree_pipelines.resources.estimates import ModelPlan, numbers_in_8_bits
 from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.hidden_states import FeatureConfig, features_of
 from stree_pipelines.training.losses.distillation_loss import (
@@ -85,7 +86,7 @@ class Distillation(Training):
             start_from: folder of a drafter of this target to go on from, with new optimiser state;
                 mtp begins with the target's own head for multi-token prediction.
             features: hidden states of the target that the drafter reads with the tokens
-                (docs/features.md); null is none.
+                (docs/features.md); null is none, or with start_from those that the drafter reads.
             head: tokens and rank of the drafter's head (docs/losses.md).
             loss: the divergence from the target (docs/losses.md).
             ce_weight: weight of the cross-entropy to the data, added to the divergence.
@@ -106,6 +107,7 @@ class Distillation(Training):
         loss_spec = LossSpec(loss.divergence, ce_weight, temperature, chunk_tokens, compile_layers)
         super().__init__(optimizer, loss_spec, activation_checkpointing)
         self.target_config = load_config(target) if _target is None else _target.config
+        self._target_folder = target
         self.target_dtype = held_dtype(target_dtype)
         load = load_model if _load is None else _load
         config = drafter_config_of(
@@ -121,9 +123,10 @@ class Distillation(Training):
         elif start_from == MTP:
             own = build(plan_mtp(target))
             share_ends(own, model)
-            whole = copy.deepcopy(own).float().train()  # the target's embedding and head stay
+            own = without_8_bits(copy.deepcopy(own))  # the target's embedding and head stay
+            whole = own.float().train()
         elif start_from is not None:
-            whole = load(start_from).train()
+            whole = without_8_bits(load(start_from)).train()
         elif is_sliced and config.eagle_inputs:
             whole = head_with_ends_of(model, config.feature_layers)
         elif is_sliced:
@@ -157,6 +160,7 @@ class Distillation(Training):
         num_ahead = 0 if self.features is None else self.features.ahead
         return replace(
             super().plan(), target=self.target_config, target_dtype=self.target_dtype,
+            target_in_8_bits=numbers_in_8_bits(self._target_folder),
             passes=1 + num_ahead, compiled=self.loss_spec.compiled and not num_ahead,
         )
 
@@ -298,11 +302,12 @@ def drafter_config_of(
             "name a drafter distilled from this target",
         )
         require_features_of(config, target)
-        if features is not None and features.layers_of(target) != config.feature_layers:
+        named = None if features is None else features.layers
+        if named is not None and tuple(named) != config.feature_layers:
             raise UsageError(
-                f"model.features asks for layers {list(features.layers_of(target))}, the drafter "
-                f"of model.start_from reads {list(config.feature_layers)}: name those, or begin a "
-                "new drafter"
+                f"model.features asks for layers {named}, the drafter of model.start_from reads "
+                f"{list(config.feature_layers)}: leave model.features.layers out, or begin a new "
+                "drafter"
             )
         return headed(config, head.vocab_size, head.rank)
     if features is not None and features.eagle and drafter is None and layers is None:

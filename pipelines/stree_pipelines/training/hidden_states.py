@@ -20,6 +20,8 @@ from stree.common.errors import UsageError, require_fitting
 from stree.models.config import HybridConfig
 from stree.models.multi_step import require_ahead
 
+AHEAD = 3  # passes for a drafter to go on from that reads its own states: trees of four levels
+
 
 @dataclass(frozen=True)
 class FeatureConfig:
@@ -27,7 +29,7 @@ class FeatureConfig:
 
     Args:
         layers: the target's layers whose outputs are read, in order; null takes an early, a middle
-            and the last one.
+            and the last one, or those that the drafter of model.start_from reads.
         own: further down a draft the drafter reads its own last hidden state.
         eagle: the drafter is an EAGLE-3 head: its first attention reads [embedding, hidden state].
             Without model.drafter it has one layer of the target's dimensions.
@@ -150,7 +152,10 @@ def features_of(
     """
     if not drafter.feature_layers:
         return None
-    features = given or FeatureConfig()
+    own = drafter.own_features
+    features = given or FeatureConfig(
+        list(drafter.feature_layers), own, drafter.eagle_inputs, AHEAD if own else 0
+    )
     features.require_sensible()
     if features.ahead:
         require_ahead(drafter)

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from stree.checkpoints.load_save import load_model
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
+from stree.models.in_8_bits import plain_state
 from stree.models.model import HybridModel
 from stree_kernels.segments import sample_bounds
 from stree_pipelines.resources.estimates import ModelPlan
@@ -300,7 +301,8 @@ class TargetTraining(Training):
 def _begin_with(model: HybridModel, folder: str) -> None:
     """Give a model the weights of a folder. Raises UsageError for another architecture."""
     try:
-        model.load_state_dict(load_model(folder, torch.device("cpu"), torch.float32).state_dict())
+        begun = load_model(folder, torch.device("cpu"), torch.float32)
+        model.load_state_dict(plain_state(begun))
     except RuntimeError as error:
         raise UsageError(
             f"model.start_from {folder} is of another architecture than model.architecture: "

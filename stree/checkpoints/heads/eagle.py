@@ -20,6 +20,7 @@ from stree.checkpoints.checked_json import CheckedJson
 from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_family
 from stree.checkpoints.configs import CheckpointConfig
 from stree.checkpoints.layouts import llama
+from stree.checkpoints.layouts.quantisation import read_quantisation
 from stree.checkpoints.names import Names, Table
 from stree.checkpoints.plan.load_plan import LoadPlan, plan_head
 from stree.checkpoints.plan.stored import stored_tensors
@@ -94,6 +95,7 @@ def read_eagle_config(path: str | os.PathLike[str], target: HybridConfig) -> Che
         raise NotFound(f"no folder {directory}: give the path of an EAGLE-3 head")
     require_own_files(directory)
     values = CheckedJson.load(directory / "config.json")
+    quantisation = read_quantisation(directory, values)
     if not any(key in values for key in EAGLE_KEYS):
         values.refuse(
             "describes no EAGLE-3 head (draft_vocab_size or speculators_model_type)",
@@ -116,7 +118,8 @@ def read_eagle_config(path: str | os.PathLike[str], target: HybridConfig) -> Che
         "EAGLE-3", (kind,), _LAYOUTS[kind].spec, _rename,
         dropped=re.compile("[dt]2[td]|verifier_.*"),
     )
-    return CheckpointConfig(layout, model, model.vocab_size, partial(_rename, values, model))
+    rename = partial(_rename, values, model)
+    return CheckpointConfig(layout, model, model.vocab_size, rename, quantisation=quantisation)
 
 
 def _of_target(values: CheckedJson, head: HybridConfig, target: HybridConfig) -> HybridConfig:

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dry_runs import CONFIG, bytes_under, evaluation_of, options_of
+from families import random_reference
+from in_8_bits import write
 from tiny_run import ARCHITECTURE
 
-from stree.checkpoints.load_save import save_model
+from stree.checkpoints.load_save import load_model, save_model
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.drafters.names import DrafterName
 from stree.models.cache import HybridCache
@@ -199,6 +201,29 @@ def test_one_kind_of_layer_is_enough(layers):
     trees = {"vanilla": 5, "tree": 13}
     drafters = {DrafterName.parse("drafter"): config}
     assert estimates.decoding_memory(config, drafters, torch.float32, 100, trees)["caches"] > 0
+
+
+def test_what_is_stored_in_8_bits_is_counted_so(tmp_path):
+    write(random_reference("llama", 0).save_pretrained, tmp_path, "channel")
+    folder = str(tmp_path / "stored")
+    model, numbers = load_model(folder, dtype=torch.bfloat16), estimates.numbers_in_8_bits(folder)
+    held = [each for name, each in model.state_dict().items() if not name.endswith(".scale")]
+    counted = estimates.held_bytes(model.config, torch.bfloat16, stored_in_8_bits=numbers)
+    assert counted == sum(each.nbytes for each in held) < 2 * model.num_parameters()
+    drafter = DrafterName.parse(folder)
+    assert estimates.numbers_in_8_bits(folder, drafter) == numbers
+    both = estimates.decoding_memory(
+        model.config, {drafter: model.config}, torch.bfloat16, 100, {}, folder=folder
+    )
+    assert both["target"] == both["drafter"] == counted
+    assert estimates.numbers_in_8_bits(str(tmp_path / "plain")) == 0
+
+
+def test_a_drafter_whose_first_tokens_are_apart_keeps_activations():
+    """As MTP and EAGLE heads do, whose first token has no hidden state before it."""
+    head = CONFIG.eagle_head((0, 1, 2))
+    kept = estimates.activation_bytes(head, (2, 48), "32-true")
+    assert kept > estimates.activation_bytes(head.replace(intermediate_size=8), (2, 48), "32-true")
 
 
 def test_of_a_hybrid_the_larger_layer_counts():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_8_bits import write
 from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
@@ -19,6 +20,7 @@ from stree.checkpoints.tokenizer import load_tokenizer
 from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import HiddenStateTap
+from stree.models.in_8_bits import plain_state
 from stree.models.model import HybridModel
 from stree_pipelines.commands import distill
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
@@ -263,21 +265,28 @@ def test_an_eagle_head_is_trained_for_trees(workspace, tmp_path):
 
 
 @pytest.mark.costly
-def test_an_mtp_head_is_trained_on_for_trees(workspace, tmp_path):
-    save_with_head(tmp_path / "target", "qwen3_5", 0, vocab=TARGET.vocab_size)
-    load_tokenizer(workspace / "target").save_pretrained(tmp_path / "target")
-    num_layers = load_config(tmp_path / "target").num_layers
+@pytest.mark.parametrize("form", ["", "fp8", "modelopt"])
+def test_an_mtp_head_is_trained_on_for_trees(form, workspace, tmp_path):
+    """Without options it reads what the head reads; in 8 bits its numbers are trained, too."""
+
+    def save(folder: Path) -> None:
+        save_with_head(folder, "qwen3_5", 0, vocab=TARGET.vocab_size)
+        load_tokenizer(workspace / "target").save_pretrained(folder)
+
+    folder = tmp_path / "stored"
+    if form:
+        write(save, tmp_path, form)
+    else:
+        save(folder)
     distill.main(distill_arguments(
-        workspace, tmp_path / "run", "--model.target", str(tmp_path / "target"),
-        "--model.start_from", "mtp", "--model.features.ahead", "2", "--model.features.own", "true",
-        "--model.features.layers", f"[{num_layers - 1}]",
+        workspace, tmp_path / "run", "--model.target", str(folder), "--model.start_from", "mtp",
         "--model.optimizer.lr", "0.01", steps=12,
     ))
     losses = losses_of(tmp_path / "run")
     assert losses[-1] < 0.95 * losses[0]
-    target, drafter = in_fp64(tmp_path / "target", tmp_path / "run")
-    begun = build(plan_mtp(tmp_path / "target"), dtype=torch.float64)
+    target, drafter = in_fp64(folder, tmp_path / "run")
+    begun = plain_state(build(plan_mtp(folder), dtype=torch.float64))
     assert drafter.config.fused_inputs
-    moved = drafter.model.features.proj.weight - begun.model.features.proj.weight
+    moved = drafter.model.features.proj.weight - begun["model.features.proj.weight"]
     assert 0 < moved.abs().max() < 0.3  # it began with the head
     require_plain_tokens(target, drafter, "paper")

@@ -10,6 +10,8 @@ import pytest
 import torch
 import yaml
 from dry_runs import architecture_options
+from families import random_reference
+from in_8_bits import write
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, metric_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -76,6 +78,11 @@ def test_a_target_goes_on_from_another_s_weights(tmp_path, workspace):
     module = TargetTraining(TINY, start_from=str(workspace / "target"))
     wanted, found = load_model(workspace / "target").state_dict(), module.exported.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    stored, plain = (tmp_path / name for name in ("stored", "plain"))
+    write(random_reference("llama", 0).save_pretrained, tmp_path, "fp8-small-blocks")
+    module = TargetTraining(load_config(stored), start_from=str(stored))
+    wanted, found = load_model(plain).state_dict(), module.exported.state_dict()
+    assert all(torch.allclose(tensor, wanted[name]) for name, tensor in found.items())
     wider = TINY.replace(intermediate_size=2 * TINY.intermediate_size)
     with pytest.raises(UsageError, match=r"another architecture .*size mismatch for model"):
         TargetTraining(wider, start_from=str(workspace / "target"))
