@@ -118,7 +118,7 @@ def head_with_ends_of(target: HybridModel, layers: tuple[int, ...]) -> HybridMod
 
 def without_8_bits(model: HybridModel) -> HybridModel:
     """Return the model, or if it holds weights in 8 bits, an fp32 copy that holds none."""
-    if not any(name in model.state_dict() for name in map(scale_name, weights_for_8_bits(model))):
+    if model.state_dict().keys().isdisjoint(map(scale_name, weights_for_8_bits(model))):
         return model
     copy = HybridModel(model.config).to(model.device)
     copy.load_state_dict(plain_state(model))
