@@ -86,10 +86,10 @@ def put_in_8_bits(model: HybridModel, head: bool = True, rounds_inputs: bool = F
         model.put_head_in_8_bits()
 
 
-def plain_state(model: HybridModel) -> dict[str, Tensor]:
-    """Return the state dict, weights in 8 bits as numbers of the model's dtype."""
+def plain_state(model: HybridModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the state dict, weights in 8 bits as numbers of a dtype; None is the model's."""
     state = model.state_dict()
     for name in weights_for_8_bits(model):
         if (scale := state.pop(scale_name(name), None)) is not None:
-            state[name] = naive.dequantised(Scaled(state[name], scale), model.dtype)
+            state[name] = naive.dequantised(Scaled(state[name], scale), dtype or model.dtype)
     return state

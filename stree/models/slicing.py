@@ -121,7 +121,7 @@ def without_8_bits(model: HybridModel) -> HybridModel:
     if model.state_dict().keys().isdisjoint(map(scale_name, weights_for_8_bits(model))):
         return model
     copy = HybridModel(model.config).to(model.device)
-    copy.load_state_dict(plain_state(model))
+    copy.load_state_dict(plain_state(model, torch.float32))
     copy.lacks_embedding, copy.tokens_sha256 = model.lacks_embedding, model.tokens_sha256
     return copy
 

@@ -18,6 +18,7 @@ from stree.common.errors import UsageError
 from stree.common.words import counted
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.resources import machine_checks as machine
+from stree_pipelines.resources.estimates import numbers_in_8_bits
 
 OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 
@@ -43,9 +44,8 @@ def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> lis
         "slurm": machine.check_slurm,
         "disk": partial(machine.check_disk, Path(run_dir), config),
     }
-    if config is not None:
-        in_8_bits = 0 if plan.checkpoint.quantisation is None else plan.num_in_8_bits
-        checks["memory"] = partial(machine.check_memory, config, in_8_bits)
+    if target is not None and config is not None:
+        checks["memory"] = partial(machine.check_memory, config, numbers_in_8_bits(target))
     needed = {"torch", "disk", "memory", *need, *(["triton"] if machine.HAS_CUDA else [])}
     failed = []
     for name, look in checks.items():

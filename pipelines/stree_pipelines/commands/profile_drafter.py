@@ -69,10 +69,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     run = Path(options.run)
     for name in options.drafter:
-        if DrafterName.parse(name).folder is None:
+        if str(DrafterName.parse(name).folder) != name:
             raise UsageError(
-                f"{name} has no folder to write a profile into: name the folders of exported "
-                "drafters"
+                f"--drafter is {name}, wanted the folder of an exported drafter, which its profile "
+                "is written into"
             )
     drafters = [Path(name) for name in options.drafter] or sorted(run.glob("drafter/step-????????"))
     if not drafters:

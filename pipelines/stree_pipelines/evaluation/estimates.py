@@ -100,8 +100,11 @@ class Work:
         settings = self.evaluation.settings
         yield config_lines(config)
         yield model_line("target", load_config(settings.target))
-        for path in drafter_paths(self.jobs.values()):
-            yield model_line(path, load_config(path))
+        names = (job.drafter.name for job in self.jobs.values() if job.drafter)
+        drafters = {str(name.folder or name): name for name in names}
+        for called, name in drafters.items():
+            if (drafter := name.config(settings.target)) is not None:
+                yield model_line(called, drafter)
         yield from facts
         if sampling := sampling_text(settings):
             yield f"sampling: {sampling}, at every temperature and by every method"
@@ -183,12 +186,6 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
     ]
     content = {name: value for name, value in asdict(settings).items() if name not in DRAFTING}
     yield from work.describe({**content, "arms": list(map(asdict, comparison.arms))}, facts)
-
-
-def drafter_paths(jobs: Iterable[Job]) -> list[str]:
-    """Return the folders of the models that draft."""
-    names = (job.drafter.name for job in jobs if job.drafter)
-    return list(dict.fromkeys(str(name.folder) for name in names if name.folder is not None))
 
 
 def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryEstimate:

@@ -8,6 +8,7 @@ activations are counted on PyTorch's own path and a guide only (another kernel k
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -28,8 +29,9 @@ from stree.common.words import counted, size
 from stree.drafters.names import DrafterName
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
-from stree.models.in_8_bits import put_in_8_bits
+from stree.models.in_8_bits import put_in_8_bits, weights_for_8_bits
 from stree.models.layer_caches import AttentionCache
+from stree.models.layers.part import has_products_in_8_bits
 from stree.models.layers.rotary import rotary_angles
 from stree.models.model import HybridModel
 from stree_pipelines.resources.disk import itemised
@@ -222,16 +224,21 @@ def numbers_in_8_bits(folder: str, drafter: DrafterName | None = None) -> int:
     """Count the numbers of a checkpoint's weights that are stored in 8 bits, and stay so.
 
     With `drafter` the checkpoint is that of a drafter for the target in the folder. Only headers
-    of files are read; "" is no checkpoint.
+    of files are read; "" is no checkpoint. Where a GPU has no products in 8 bits, none stay so.
     """
-    if not folder:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not folder or not has_products_in_8_bits(device):
         return 0
     of = read_checkpoint_config(Path(folder)) if drafter is None else drafter.checkpoint(folder)
     if of is None or of.quantisation is None:
         return 0
     plan = plan_model(folder) if drafter is None else drafter.plan(folder)
     assert plan is not None
-    return plan.num_in_8_bits
+    taken = weights_for_8_bits(_without_data(plan.config))
+    return sum(
+        math.prod(weight.shape) for name, weight in plan.weights.items()
+        if weight.is_in_8_bits and name in taken
+    )
 
 
 def largest_of(drafters: Mapping[DrafterName, HybridConfig]) -> list[HybridConfig]:

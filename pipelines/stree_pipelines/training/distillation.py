@@ -303,6 +303,11 @@ def drafter_config_of(
         )
         require_features_of(config, target)
         named = None if features is None else features.layers
+        if features is not None and not config.feature_layers:
+            raise UsageError(
+                "model.features is given, the drafter of model.start_from reads no hidden states: "
+                "leave model.features out, or begin a new drafter"
+            )
         if named is not None and tuple(named) != config.feature_layers:
             raise UsageError(
                 f"model.features asks for layers {named}, the drafter of model.start_from reads "

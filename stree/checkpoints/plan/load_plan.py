@@ -6,7 +6,6 @@ is read. `stree.checkpoints.plan.build` reads the numbers.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -75,11 +74,6 @@ class LoadPlan:
     def config(self) -> HybridConfig:
         """Config of the model."""
         return self.checkpoint.model
-
-    @property
-    def num_in_8_bits(self) -> int:
-        """Count of the numbers of weights whose stored tensors are all in 8 bits."""
-        return sum(math.prod(each.shape) for each in self.weights.values() if each.is_in_8_bits)
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -8,7 +8,9 @@ import shutil
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import eagle_heads
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from dry_runs import (
 )
 from tiny_run import ARCHITECTURE, VOCAB_SIZE
 
+from stree.checkpoints.configs import load_config
 from stree.common.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
 from stree.models.model import HybridModel
 from stree_lab import study
@@ -194,6 +197,23 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     printed = capsys.readouterr().out
     assert "rows: 3 (2 checkpoints, 2 methods" in printed and "acceptance_length=-3%" in printed
     assert everything_under(workspace, finished, tmp_path) == before
+
+
+def test_an_evaluation_of_an_eagle_head_says_what_it_takes(workspace, tmp_path, capsys):
+    config, head = load_config(workspace / "target"), tmp_path / "head"
+    sizes = SimpleNamespace(
+        hidden_size=config.d_model, num_hidden_layers=config.num_layers,
+        vocab_size=config.vocab_size,
+    )
+    target = SimpleNamespace(config=sizes, get_input_embeddings=lambda: None)
+    eagle_heads.save_head(head, target, layers=[1, 2], whole_head=True)
+    eval_spec.main([
+        "--target", str(workspace / "target"), "--checkpoint", f"eagle:{head}", "--out",
+        str(tmp_path / "rows"), "--benchmarks", str(workspace / "prompts.jsonl"), "--device", "cpu",
+        "--dry_run",
+    ])
+    printed = capsys.readouterr().out
+    assert re.search(rf"{head}: .* 1 layer", printed) and "each process: memory" in printed
 
 
 def test_a_finished_run_says_so(workspace, finished, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,13 @@ import pytest
 import torch
 from dry_runs import CONFIG, bytes_under, evaluation_of, options_of
 from families import random_reference
-from in_8_bits import write
+from in_8_bits import FLOAT8, write
+from mtp_heads import save_with_head
 from tiny_run import ARCHITECTURE
 
+from stree.checkpoints.heads.mtp import plan_mtp
 from stree.checkpoints.load_save import load_model, save_model
+from stree.checkpoints.plan.build import build
 from stree.checkpoints.tokenizer import load_tokenizer
 from stree.drafters.names import DrafterName
 from stree.models.cache import HybridCache
@@ -217,6 +221,16 @@ def test_what_is_stored_in_8_bits_is_counted_so(tmp_path):
     )
     assert both["target"] == both["drafter"] == counted
     assert estimates.numbers_in_8_bits(str(tmp_path / "plain")) == 0
+
+
+def test_of_an_mtp_head_in_8_bits_counts_what_stays_so(tmp_path):
+    """Its projection of embedding and hidden state is written out."""
+    write(partial(save_with_head, family="qwen3_5", seed=0), tmp_path, "fp8")
+    with pytest.warns(UserWarning, match=r"model\.features\.proj\.weight for one, cannot be"):
+        head = build(plan_mtp(tmp_path / "stored"))
+    held = [each for each in head.state_dict().values() if each.dtype == FLOAT8]
+    counted = estimates.numbers_in_8_bits(str(tmp_path / "stored"), DrafterName.parse("mtp"))
+    assert counted == sum(each.numel() for each in held) > 0
 
 
 def test_a_drafter_whose_first_tokens_are_apart_keeps_activations():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,13 @@ def test_a_drafter_goes_on_reading_what_it_read(workspace, trained, tmp_path):
         drafter_config_of(
             load_config(workspace / "target"), None, None, latest, FeatureConfig([0, 1])
         )
+
+
+def test_features_of_a_drafter_that_reads_none_are_refused(workspace):
+    folder = workspace / "target"
+    for features in (FeatureConfig(), FeatureConfig(own=True, ahead=2), FeatureConfig([0])):
+        with pytest.raises(UsageError, match="reads no hidden states: leave"):
+            drafter_config_of(load_config(folder), None, None, str(folder), features)
 
 
 def test_a_sliced_drafter_begins_as_one_without_features(workspace):
@@ -262,6 +270,18 @@ def test_an_eagle_head_is_trained_for_trees(workspace, tmp_path):
     moved = drafter.model.embed_tokens.weight - target.model.embed_tokens.weight
     assert 0 < moved.abs().max() < 0.3
     require_plain_tokens(target, drafter, "paper", "beam-3-3-8")
+
+
+def test_training_begins_with_an_mtp_head_s_own_numbers_whatever_the_target_s_dtype(tmp_path):
+    write(partial(save_with_head, family="qwen3_5", seed=0), tmp_path, "channel")
+    stored, plain = (str(tmp_path / name) for name in ("stored", "plain"))
+    wanted = Distillation(plain, start_from="mtp").exported.state_dict()
+    begun = Distillation(stored, start_from="mtp", target_dtype="bfloat16").exported.state_dict()
+    assert begun.keys() == wanted.keys()
+    for name, weight in begun.items():
+        shared = name.startswith(("model.embed_tokens.", "lm_head.", "model.features.target_norm."))
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if shared else {"rtol": 0.0, "atol": 1e-6}
+        torch.testing.assert_close(weight, wanted[name], **tolerance)
 
 
 @pytest.mark.costly

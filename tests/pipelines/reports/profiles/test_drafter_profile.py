@@ -337,8 +337,9 @@ def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_their
         (new / "model.safetensors").write_bytes(b"other")
     with pytest.raises(UsageError, match="1 of 1"):
         main([str(run), "--drafter", str(run / "other")])
-    with pytest.raises(UsageError, match="mtp has no folder to write a profile into"):
-        main([str(run), "--drafter", "mtp"])
+    for name in ("mtp", f"eagle:{run / 'other'}"):
+        with pytest.raises(UsageError, match=f"--drafter is {name}, wanted the folder of an exp"):
+            main([str(run), "--drafter", name])
     assert "no row of" in capsys.readouterr().out
 
 
