@@ -108,7 +108,9 @@ def assert_all_kinds(plans: list[StepPlan]) -> None:
     assert any(not read.begins and read.start < read.stop for read in reads)
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "graphs", [pytest.param(False, marks=pytest.mark.costly), True], ids=["eager", "graphs"]
+)
 def test_the_same_plans_give_the_same_launches(graphs, request, monkeypatch, tmp_path):
     if graphs and not ON_GPU:
         request.getfixturevalue("captured_on_cpu")

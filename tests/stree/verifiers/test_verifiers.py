@@ -214,7 +214,7 @@ def improbable(verifier: str, tree: TokenTree, count: int = 1000) -> float:
 TREES = {"block": TokenTree.chain(3), "traversal": balanced([2, 1, 1])}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verifier", TREES)
 def test_answers_of_several_steps_follow_the_targets_distribution(verifier):
     """The bound's false-alarm rate is about one in a million."""
