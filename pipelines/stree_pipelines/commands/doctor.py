@@ -18,7 +18,7 @@ from stree.common.errors import UsageError
 from stree.common.words import counted
 from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.resources import machine_checks as machine
-from stree_pipelines.resources.estimates import numbers_in_8_bits
+from stree_pipelines.resources.estimates import held_in_8_bits
 
 OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 
@@ -28,10 +28,9 @@ def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> lis
 
     Raises the target's own errors when it cannot be loaded (`plan_model`).
     """
-    config = None
-    if target is not None:
-        plan = plan_model(target)
-        config, files = plan.config, counted(len(plan.files), "file")
+    plan = None if target is None else plan_model(target)
+    if plan is not None:
+        files = counted(len(plan.files), "file")
         weights = counted(len(plan.weights), "weight")
         print(f"ok    target     {weights} made of {files}, as its config describes them")
     checks: dict[str, Callable[[], str]] = {
@@ -42,10 +41,10 @@ def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> lis
         "nccl": partial(machine.check_backend, "nccl"),
         "gloo": partial(machine.check_backend, "gloo"),
         "slurm": machine.check_slurm,
-        "disk": partial(machine.check_disk, Path(run_dir), config),
+        "disk": partial(machine.check_disk, Path(run_dir), None if plan is None else plan.config),
     }
-    if target is not None and config is not None:
-        checks["memory"] = partial(machine.check_memory, config, numbers_in_8_bits(target))
+    if plan is not None:
+        checks["memory"] = partial(machine.check_memory, plan.config, held_in_8_bits(plan))
     needed = {"torch", "disk", "memory", *need, *(["triton"] if machine.HAS_CUDA else [])}
     failed = []
     for name, look in checks.items():

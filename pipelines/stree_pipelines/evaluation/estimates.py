@@ -101,10 +101,9 @@ class Work:
         yield config_lines(config)
         yield model_line("target", load_config(settings.target))
         names = (job.drafter.name for job in self.jobs.values() if job.drafter)
-        drafters = {str(name.folder or name): name for name in names}
-        for called, name in drafters.items():
-            if (drafter := name.config(settings.target)) is not None:
-                yield model_line(called, drafter)
+        by_folder = {name.folder or name: name for name in names}
+        for name, drafter in models_of(by_folder.values(), settings.target).items():
+            yield model_line(str(name.folder or name), drafter)
         yield from facts
         if sampling := sampling_text(settings):
             yield f"sampling: {sampling}, at every temperature and by every method"

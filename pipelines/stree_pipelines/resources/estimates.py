@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stree.checkpoints.configs import read_checkpoint_config
-from stree.checkpoints.plan.load_plan import plan_model
+from stree.checkpoints.plan.load_plan import LoadPlan, plan_model
 from stree.common.device_memory import free_memory_bytes
 from stree.common.errors import OutOfMemory
 from stree.common.words import counted, size
@@ -221,19 +221,29 @@ def decoding_memory(
 
 
 def numbers_in_8_bits(folder: str, drafter: DrafterName | None = None) -> int:
-    """Count the numbers of a checkpoint's weights that are stored in 8 bits, and stay so.
+    """Return `held_in_8_bits` of a checkpoint, of which only headers of files are read.
 
-    With `drafter` the checkpoint is that of a drafter for the target in the folder. Only headers
-    of files are read; "" is no checkpoint. Where a GPU has no products in 8 bits, none stay so.
+    With `drafter` the checkpoint is that of a drafter for the target in the folder. "" is no
+    checkpoint.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not folder or not has_products_in_8_bits(device):
+    if not folder:
         return 0
     of = read_checkpoint_config(Path(folder)) if drafter is None else drafter.checkpoint(folder)
     if of is None or of.quantisation is None:
         return 0
     plan = plan_model(folder) if drafter is None else drafter.plan(folder)
     assert plan is not None
+    return held_in_8_bits(plan)
+
+
+def held_in_8_bits(plan: LoadPlan) -> int:
+    """Count the numbers of the weights that are stored in 8 bits, and stay so.
+
+    Where a GPU has no products in 8 bits, none stay so.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not has_products_in_8_bits(device):
+        return 0
     taken = weights_for_8_bits(_without_data(plan.config))
     return sum(
         math.prod(weight.shape) for name, weight in plan.weights.items()
