@@ -16,8 +16,7 @@ from stree_lab.bench_report import fit, in_words, read_rows
 from stree_lab.benches.models import ATTENTION, EAGLE, OWN
 from stree_lab.papers.node_order import num_blocks
 from stree_lab.papers.order_bench import BLOCK, ORDERS, random_tree
-from stree_lab.papers.tables import LABELS, OURS, Cells, Rows, of_paper
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_lab.papers.tables import OURS, Cells, Rows, of_paper
 from stree_pipelines.reports.tables.tables import MISSING, figure
 
 CHAIN_NODES, TREE_NODES = 5, 13  # of the paper's chain and tree, roots included
@@ -26,7 +25,6 @@ STREE_1_SHAPES = {
     "8b": "MambaInLlama-8B's shape",
 }
 ORDER_TREES = 10  # of which blocks are counted, for each size
-STREE_5_SHAPES = ("8b", "8b-25", "8b-0")
 SNAKES_4_SHAPES = ("mamba2-1.3b", "mamba2-2.7b", "mamba2-7b", "mamba2-13b")
 PNG = re.compile(r"png-(\d+)-(\d+)|chain-(\d+)")  # speculations and drafts; a chain is one draft
 
@@ -132,31 +130,6 @@ def _sum(parts: Iterable[float | None]) -> float | None:
     """Return the sum of the parts, None when one is missing."""
     found = list(parts)
     return None if None in found else sum(part for part in found if part is not None)
-
-
-def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    rows = {
-        (row["shape"], row["method"]): row
-        for row in bench_rows(folder, what="graphs", temperature=1.0, num_rows=1)
-        if row["shape"] in STREE_5_SHAPES and row["verifier"] == "multi_step"
-    }
-    shapes = [shape for shape in STREE_5_SHAPES if (shape, AUTOREGRESSIVE) in rows]
-    lines: list[Cells] = [paper[0]]
-    for (method, label), line in zip(LABELS.items(), paper[1:], strict=True):
-        assert line[0] == label
-        cells = []
-        for at, shape in enumerate(STREE_5_SHAPES):
-            tau = line[2 + 3 * at]
-            us, us_plain = (_step_us(rows.get((shape, each))) for each in (method, AUTOREGRESSIVE))
-            if us is None or us_plain is None:
-                cells += [MISSING] * 3
-                continue
-            speed, per_tau = 1e6 * float(tau) / us, us_plain / us
-            over = "" if method == AUTOREGRESSIVE else f" ({float(tau) * per_tau:.2f}×)"
-            cells += [f"{speed:.1f}{over}", tau, f"{per_tau:.2f}" if over else "-"]
-        lines += [*of_paper([line]), (f"{label}, {OURS}", *cells)]
-    used = [row for (shape, _), row in rows.items() if shape in shapes]
-    return lines, used if len(shapes) > 1 else []
 
 
 def stree_figure_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
@@ -357,12 +330,6 @@ def _us(row: Row | None, key: str) -> float | None:
 def _ms(row: Row | None, key: str) -> float | None:
     us = _us(row, key)
     return None if us is None else us / 1000
-
-
-def _step_us(row: Row | None) -> float | None:
-    """Return the µs of a step's graphs."""
-    target = _us(row, "us_target")
-    return None if target is None else target + (_us(row, "us_draft") or 0.0)
 
 
 def _gb(row: Row | None, key: str) -> float | None:

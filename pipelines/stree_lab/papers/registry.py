@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree.common.errors import NotFound
-from stree_lab.papers import benches, figures, tables
+from stree_lab.papers import benches, comparisons, tables
 from stree_lab.papers.tables import Builder, Cells, Made
 from stree_pipelines.console.command_line import input_path
 from stree_pipelines.console.config_files import read_yaml
@@ -21,7 +21,7 @@ BUILDERS: dict[str, Builder] = {
     "stree-table-3": tables.speeds,
     "stree-figure-4": tables.stree_figure_4,
     "stree-table-4": tables.stree_4,
-    "stree-table-5": benches.stree_5,
+    "stree-table-5": comparisons.stree_5,
     "stree-table-6": tables.stree_6,
     "stree-table-7": tables.speeds,
     "stree-table-8": tables.stree_8,
@@ -31,9 +31,9 @@ BUILDERS: dict[str, Builder] = {
     "snakes-table-4": benches.snakes_4,
     "snakes-table-5": tables.snakes_5,
     "snakes-figure-4": benches.snakes_figure_4,
-    "snakes-figure-4-text": figures.snakes_figure_4_text,
+    "snakes-figure-4-text": comparisons.snakes_figure_4_text,
     "drafters-figure-1": benches.drafters_figure_1,
-    "drafters-figure-2": figures.drafters_figure_2,
+    "drafters-figure-2": comparisons.drafters_figure_2,
     "drafters-table-3": tables.drafters_3,
     "drafters-table-4": tables.drafters_4,
     "drafters-table-5": tables.drafters_5,
@@ -115,7 +115,7 @@ PAPERS = _read_papers()
 ENTRIES = {entry.name: entry for entries in PAPERS.values() for entry in entries}
 INDEX = """# The papers' tables
 
-For readers of the papers that this project follows: each of their tables and figures with our
+For readers of the papers that this project follows: each of their tables and comparisons with our
 numbers beside theirs, the command that makes ours and what differs, or why there is none. One page
 a paper:
 

@@ -1,20 +1,48 @@
-"""Make tables of the papers' figures from rows of `compare.py`."""
+"""Make more of the papers' tables and figures from rows of `compare.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from stree_lab.papers.tables import (
     BENCHMARKS,
+    LABELS,
+    MISSING,
+    OURS,
     Cells,
     Rows,
     arm_rows,
+    of_paper,
     speed_and_tau,
     tree_name,
 )
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports.tables.tables import figure
+
+SHARES = ("50", "25", "0")  # of attention layers in percent, as targets' folders name them
+METHODS = {None: AUTOREGRESSIVE, "chain-4": CHAIN, "paper": TREE}  # by tree
+
+
+def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table of targets that differ in their share of attention (`runs/attention-50`)."""
+    rows: dict[tuple[str, str], ResultRow] = {}
+    for row in arm_rows(folder):
+        share, method = re.search(r"attention-(\d+)", row.target), METHODS.get(tree_name(row))
+        if share is not None and method is not None:
+            rows[share[1], LABELS[method]] = row
+    lines: list[Cells] = [paper[0]]
+    for line in paper[1:]:
+        cells = []
+        for share in SHARES:
+            row = rows.get((share, line[0]))
+            speed, tau = speed_and_tau(row)
+            per_tau = MISSING if row is None or row.tree is None else figure(row.speedup_per_tau)
+            cells += [speed, tau, per_tau]
+        lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *cells)]
+    return lines, rows.values() if len({share for share, _ in rows}) > 1 else []
 
 
 def snakes_figure_4_text(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
