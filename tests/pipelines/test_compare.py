@@ -175,6 +175,7 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
     world, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("stree_pipelines.evaluation.plan.NUM_FIRST_PROMPTS", 1)
+    monkeypatch.setattr("stree_pipelines.evaluation.arms.TRIAL_PROMPTS", 1)
     asked = []
     choose = AdaptiveTrees.choose
     monkeypatch.setattr(

@@ -38,6 +38,7 @@ _TYPES = get_type_hints(EvaluationSettings)
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm with the fastest length of chain
 TRIED_CHAINS = tuple(f"chain-{length}" for length in range(1, 7))
+TRIAL_PROMPTS = 16  # of each place; four were too few (docs/results/h200-papers)
 
 
 @dataclass(frozen=True)
@@ -255,11 +256,12 @@ class Comparison(Evaluation):
     @cached_property
     def _trials(self) -> dict[tuple[str, str, float], list[Job]]:
         """Trial jobs by arm, benchmark and temperature, grouped by benchmark and temperature."""
+        most = max(TRIAL_PROMPTS, self.settings.batch_size)
         return {
             (arm.name, benchmark.name, float(temperature)): [
                 self._arm_job(
                     arm, _trial(arm.name, tree), tree,
-                    replace(benchmark, prompts=self.settings.first_prompts(benchmark)), temperature,
+                    replace(benchmark, prompts=benchmark.prompts[:most]), temperature,
                 )
                 for tree in arm.trees
             ]

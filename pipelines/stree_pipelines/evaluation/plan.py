@@ -152,7 +152,7 @@ class EvaluationSettings(Sampling):
         return self.target_dtype or self.dtype
 
     def first_prompts(self, benchmark: Benchmark) -> tuple[BenchmarkPrompt, ...]:
-        """Return the prompts that tune a chain's length or teach a choice among trees.
+        """Return the prompts that teach a choice among trees.
 
         They are answered before any answer is timed, and again when timed: a server runs for hours
         and has learnt, an evaluation lasts for seconds. They fill a batch.
