@@ -307,6 +307,8 @@ class Scheduler:
         """
         self.look_ahead()  # the choice rests on what was known while the step ran
         planned = self._forget_first()
+        if planned.rows:
+            self.choice.begin_report(planned.plan.num_rows)
         self._learn_time(planned, report)
         for number, lengths in report.saved.items():
             self.prefixes.settle(number, *lengths)
@@ -329,6 +331,8 @@ class Scheduler:
         """Let the tree policy learn what a step took that did nothing but decode one tree."""
         plan, (number, ended) = planned.plan, self._before
         self._before = plan.number, report.ended
+        if not self.choice.learns:
+            return
         trees = list(plan.trees.values())
         is_alone = trees and not (plan.reads or plan.admits or plan.saves or plan.catch_ups)
         if number == plan.number - 1 and is_alone and trees.count(trees[0]) == len(trees):

@@ -40,9 +40,10 @@ class Acceptance:
             )
         self.of_rows(1)
 
-    def of_rows(self, num_rows: int) -> None:
-        """Let observations fade by one step, in which `num_rows` rows were observed."""
-        self.num_rows, self._memory = num_rows, MEMORY ** (1 / num_rows)
+    def of_rows(self, num_rows: int, every: int = 1) -> None:
+        """Let observations fade by a step of `num_rows` rows, of which each `every`-th is observed.
+        """
+        self.num_rows, self._memory = num_rows, MEMORY ** (every / num_rows)
 
     def learn(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
         """Learn from rows' steps of a tree with drafts, given the accepted nodes of each."""

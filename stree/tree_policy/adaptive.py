@@ -17,7 +17,9 @@ from stree.tree_policy.step_times import Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
-REVISED_AFTER = 8  # steps between revisions, whose time on the host shows with small models
+REVISED_AFTER = 8  # observed steps between revisions: their time shows with small models
+OBSERVED_ROWS = 4  # of twice as many rows each second step is observed, and so on
+MAX_PASSED = 4  # of any number of rows each fourth step is observed, at least
 FIRST_ANSWERS = 16  # after each of which the choice is considered
 READS_TIMED = 8  # after the first answers, prompts are timed until the end of each 8th answer
 
@@ -33,6 +35,7 @@ class AdaptiveState:
         explorer: Tries of other trees.
         missed_s: Seconds that drafting would have saved since it seems to be best.
         num_steps: Steps since the choice was considered last.
+        num_passed: Steps since one was observed.
         num_answers: Answers that have ended.
         is_settled: False if the next step's choice must be considered: it is one of a try or a
             probe, drafting is about to begin, or one of the first answers has ended.
@@ -44,6 +47,7 @@ class AdaptiveState:
     explorer: Explorer
     missed_s: float = 0.0
     num_steps: int = 0
+    num_passed: int = 0
     num_answers: int = 0
     is_settled: bool = False
 
@@ -94,11 +98,12 @@ class AdaptiveTrees(TreePolicy):
     def choose(self, num_rows: int) -> StepTree:
         """Return the tree of the next step of `num_rows` rows.
 
-        It stays for REVISED_AFTER steps, but for tries and probes: the host's time counts.
+        It stays for REVISED_AFTER observed steps, but for tries and probes: the host's time counts.
         """
         state = self.state
         state.num_steps += 1
-        is_due = state.num_steps >= REVISED_AFTER or num_rows != state.acceptance.num_rows
+        due = REVISED_AFTER * _every(num_rows)
+        is_due = state.num_steps >= due or num_rows != state.acceptance.num_rows
         if state.is_settled and not is_due and state.speeds.costs is self.costs:
             return state.current
         tree = self._consider(num_rows)
@@ -112,7 +117,7 @@ class AdaptiveTrees(TreePolicy):
         state, speeds = self.state, self.speeds
         acceptance, explorer = state.acceptance, state.explorer
         if num_rows != acceptance.num_rows:
-            acceptance.of_rows(num_rows)
+            acceptance.of_rows(num_rows, _every(num_rows))
         if explorer.probing == 1 or acceptance.num_new >= REVISED_AFTER * num_rows:
             speeds.expect(acceptance.revise())  # by a probe, or by recent steps
         for tree in explorer.untried:
@@ -156,6 +161,18 @@ class AdaptiveTrees(TreePolicy):
         state.missed_s += plain_s * (1 - speed[PLAIN] / speed[tree])
         return state.missed_s >= num_rows * state.speeds.catch_up_s
 
+    def observes(self, num_rows: int) -> bool:
+        """Return whether the step that is reported now is learned from (`TreePolicy.observes`).
+
+        With many rows one step of several tells enough, and learning takes the host's time.
+        """
+        state = self.state
+        state.num_passed += 1
+        if state.is_settled and state.num_passed < _every(num_rows):
+            return False
+        state.num_passed = 0
+        return True
+
     def learn_paths(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
         """Learn from rows' steps of `tree`; plain decoding shows nothing."""
         if tree.num_nodes > 1:
@@ -165,7 +182,7 @@ class AdaptiveTrees(TreePolicy):
     def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken (`TreePolicy.learn_step`)."""
         if tree is self.state.current or tree in self.trees:  # not one that a request has named
-            self.speeds.learn_step(num_rows, tree, seconds)
+            self.speeds.learn_step(num_rows, tree, seconds, _every(num_rows))
 
     def learn_tokens(self, num_tokens: int) -> None:
         """Count new tokens of a request towards the length of the next answer that ends."""
@@ -181,3 +198,8 @@ class AdaptiveTrees(TreePolicy):
         state.num_answers += 1
         if state.num_answers <= FIRST_ANSWERS:
             state.is_settled = False
+
+
+def _every(num_rows: int) -> int:
+    """Return N where each N-th step of that many rows is observed."""
+    return min(max(1, num_rows // OBSERVED_ROWS), MAX_PASSED)

@@ -73,6 +73,13 @@ class TreePolicy:
         """True if the drafter's reads of prompts are to be timed now, for `learn_answer`."""
         return True
 
+    def observes(self, num_rows: int) -> bool:
+        """Return whether the step of `num_rows` rows that is reported now is to be learned from.
+
+        It is asked once for each step. Of other steps neither paths nor times are learned.
+        """
+        return True
+
     def learn_paths(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
         """Learn from rows' steps of `tree`, given the accepted nodes of each, the root first.
 
@@ -168,6 +175,10 @@ class FixedTree(TreePolicy):
         """Return the tree."""
         return self.trees[0]
 
+    def observes(self, num_rows: int) -> bool:
+        """Return False: there is nothing to learn."""
+        return False
+
     @property
     def name(self) -> str:
         return self.trees[0].name
@@ -182,11 +193,12 @@ class TreeChoice:
     Attributes:
         policy: Chooses the trees.
         is_open: True if steps may have different trees.
+        learns: True if the policy learns from the step that is reported now.
         num_tokens: New tokens of which the policy is still to be told.
     """
 
     def __init__(self, policy: TreePolicy) -> None:
-        self.policy, self.is_open = policy, len(policy.trees) > 1
+        self.policy, self.is_open, self.learns = policy, len(policy.trees) > 1, False
         self._next: tuple[int, StepTree] | None = None  # rows, and the tree chosen for them
         # What the policy is still to be told, of many rows at once: the host's time counts
         self._tree: StepTree = policy.trees[0]
@@ -221,12 +233,17 @@ class TreeChoice:
             return max(longest_block, self.policy.deepest.max_depth + 1)
         return longest_block
 
+    def begin_report(self, num_rows: int) -> None:
+        """Ask the policy whether it learns from the step of `num_rows` rows that is reported."""
+        self.learns = self.policy.observes(num_rows)
+
     def note(self, tree: StepTree, path: Sequence[int], calls: Counter[str]) -> None:
         """Note the accepted path of a row's step, and count the tree in `calls`, by its name."""
-        if tree is not self._tree:
-            self.tell()
-            self._tree = tree
-        self._paths.append(path)
+        if self.learns:
+            if tree is not self._tree:
+                self.tell()
+                self._tree = tree
+            self._paths.append(path)
         if self.is_open:
             calls[tree.name] = calls.get(tree.name, 0) + 1  # in half the time of Counter's +=
 

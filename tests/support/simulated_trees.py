@@ -24,6 +24,7 @@ def simulated(
     for _ in range(steps):
         tree = policy.choose(num_rows)
         used.append(tree)
+        is_observed = policy.observes(num_rows)
         for _ in range(num_rows):
             node, wanted = 0, None
             while tree.children[node]:
@@ -37,9 +38,10 @@ def simulated(
                 if wanted is None:
                     break
                 node = wanted
-            policy.learn_paths(tree, [tree.path_to(node)])
+            if is_observed:
+                policy.learn_paths(tree, [tree.path_to(node)])
             tokens += tree.depths[node] + 1
-        if takes is not None:
+        if takes is not None and is_observed:
             policy.learn_step(num_rows, tree, takes.of(num_rows, tree) * rng.uniform(0.95, 1.05))
     return used, tokens
 

@@ -52,6 +52,7 @@ def served(
     seconds, tokens, left, read = 0.0, 0, [0] * rows, [-1.0] * rows
     for _ in range(steps):
         tree = PLAIN if policy is None else policy.choose(rows)
+        is_observed = policy is not None and policy.observes(rows)
         for row in range(rows):
             if left[row] <= 0:
                 if read[row] >= 0 and policy is not None:
@@ -67,7 +68,7 @@ def served(
             end = 0
             while end < tree.max_depth and rng.random() < 0.7:
                 end += 1
-            if policy is not None and tree != PLAIN:
+            if is_observed and tree != PLAIN:
                 policy.learn_paths(tree, [range(end + 1)])
             left[row] -= end + 1
             tokens += end + 1
@@ -236,3 +237,38 @@ def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():
             decoder.step()
     assert {took for _, took in launched} == {1, 2}
     assert all(told == took for told, took in launched)
+
+
+@pytest.mark.parametrize(("rows", "every"), [(1, 1), (7, 1), (8, 2), (16, 4), (64, 4)])
+def test_of_many_rows_one_step_of_several_is_observed(rows, every):
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0, rows))
+    assert policy.observes(rows) and policy.observes(rows)  # while nothing is known
+    takes = StepTimes({(rows, PLAIN): 1.0, (rows, CHAIN): 1.4})
+    simulated(policy, rows, 400, [0.7], takes=takes)
+    assert policy.state.current == CHAIN
+    seen = []
+    for _ in range(320):
+        policy.choose(rows)
+        if policy.state.is_settled:
+            seen.append(policy.observes(rows))
+    assert len(seen) > 300 and abs(sum(seen) - len(seen) / every) <= 1
+
+
+def test_a_step_that_is_not_observed_teaches_nothing():
+    learned, reported = [], []
+
+    class Even(AdaptiveTrees):
+        def observes(self, num_rows):
+            reported.append(num_rows)
+            return len(reported) % 2 == 0
+
+        def learn_paths(self, tree, paths):
+            learned.append(len(reported))
+
+        def learn_step(self, num_rows, tree, seconds):
+            learned.append(len(reported))
+
+    decoder = decoder_of(Even([CHAIN], costs(1.0, 1.4, 9.0, 2)), num_rows=2)
+    requests = [Request([1, 2, 3], GenerationConfig(9, ignore_eos=True)) for _ in range(4)]
+    tokens = [len(output.tokens) for output in decoder.generate(requests)]
+    assert tokens == [9] * 4 and learned and all(number % 2 == 0 for number in learned)
