@@ -356,7 +356,7 @@ class DecodingStats:
         decode_s: Seconds of decoding, after the prefill.
         time_ms: Milliseconds of all calls by phase.
         num_reused_tokens: Tokens of the prompt that were taken from a kept prefix.
-        calls_by_tree: Number of calls with each tree; empty unless trees were chosen by step.
+        tree_per_call: Tree of each call; empty unless trees were chosen by step.
     """
 
     num_new_tokens: int = 0
@@ -370,7 +370,12 @@ class DecodingStats:
     decode_s: float = 0.0
     time_ms: dict[str, float] = field(default_factory=dict)
     num_reused_tokens: int = 0
-    calls_by_tree: Counter[str] = field(default_factory=Counter)
+    tree_per_call: list[StepTree] = field(default_factory=list)
+
+    @property
+    def calls_by_tree(self) -> Counter[str]:
+        """Number of calls with each tree, by its name; empty unless trees were chosen by step."""
+        return Counter(tree.name for tree in self.tree_per_call)
 
     @property
     def acceptance_length(self) -> float:

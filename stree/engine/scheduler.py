@@ -371,7 +371,9 @@ class Scheduler:
         stats = sequence.stats
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
-        self.choice.note(tree, given.path, stats.calls_by_tree)
+        self.choice.note(tree, given.path)
+        if self.choice.is_open:
+            stats.tree_per_call.append(tree)
         output = self._keep(row, sequence, given.tokens, given.scores)
         if output.error is not None:
             return output

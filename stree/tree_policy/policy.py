@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -237,15 +236,13 @@ class TreeChoice:
         """Ask the policy whether it learns from the step of `num_rows` rows that is reported."""
         self.learns = self.policy.observes(num_rows)
 
-    def note(self, tree: StepTree, path: Sequence[int], calls: Counter[str]) -> None:
-        """Note the accepted path of a row's step, and count the tree in `calls`, by its name."""
+    def note(self, tree: StepTree, path: Sequence[int]) -> None:
+        """Note the accepted path of a row's step if the policy learns from the step."""
         if self.learns:
             if tree is not self._tree:
                 self.tell()
                 self._tree = tree
             self._paths.append(path)
-        if self.is_open:
-            calls[tree.name] = calls.get(tree.name, 0) + 1  # in half the time of Counter's +=
 
     def tell(self) -> None:
         """Let the policy learn the paths that were noted, and the new tokens."""
