@@ -39,7 +39,9 @@ def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         for share in SHARES:
             row = rows.get((share, line[0]))
             speed, tau = speed_and_tau(row)
-            per_tau = MISSING if row is None or row.tree is None else figure(row.speedup_per_tau)
+            per_tau = MISSING
+            if row is not None and row.tree is not None and row.speedup is not None:
+                per_tau = figure(row.speedup / row.acceptance_length)
             cells += [speed, tau, per_tau]
         lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *cells)]
     return lines, rows.values() if len({share for share, _ in rows}) > 1 else []

@@ -16,7 +16,7 @@ from typing import Any
 from stree.drafters import SiblingSampling
 from stree.drafters.names import DrafterName
 from stree.tree_policy.names import BANDIT, UCB
-from stree_pipelines.evaluation.answering.stalls import MAX_WAITING_SHARE, waiting_share
+from stree_pipelines.evaluation.answering.stalls import waiting_share
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
@@ -77,7 +77,7 @@ def with_notes(made: Made, folder: Path) -> Made:
     every = [sample for rows in samples.values() for sample in rows]
     reasons = (each[0].upper() + each[1:] for each in doubts(samples))  # cells have no marks
     note = " ".join([*endings({"": every}), *reasons])
-    if _waited(measured.values()):
+    if any(map(_waiting, measured.values())):
         note += f" {WAITED_NOTE}"
     return replace(made, table=replace(made.table, note=note))
 
@@ -395,18 +395,12 @@ def _results(folder: Path) -> list[ResultRow]:
 
 
 def without_waiting(rows: list[ResultRow]) -> list[ResultRow]:
-    """Take plain decoding's waiting out of all speed-ups, if it is marked in one of the rows."""
-    if not _waited(rows):
-        return rows
+    """Take plain decoding's waiting, where it is known, out of all speed-ups."""
     return [
         row.model_copy(update={"speedup": row.speedup * (1 - _waiting(row))})
         if row.speedup is not None else row
         for row in rows
     ]
-
-
-def _waited(rows: Iterable[ResultRow]) -> bool:
-    return any(_waiting(row) > MAX_WAITING_SHARE for row in rows)
 
 
 def _waiting(row: ResultRow) -> float:
