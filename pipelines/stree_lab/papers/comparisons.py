@@ -30,21 +30,24 @@ def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table of targets that differ in their share of attention (`runs/attention-50`)."""
     rows: dict[tuple[str, str], ResultRow] = {}
     for row in arm_rows(folder):
-        share, method = re.search(r"attention-(\d+)", row.target), METHODS.get(tree_name(row))
-        if share is not None and method is not None:
-            rows[share[1], LABELS[method]] = row
+        found, method = re.search(r"attention-(\d+)", row.target), METHODS.get(tree_name(row))
+        if found is not None and method is not None:
+            rows[found[1], LABELS[method]] = row
     lines: list[Cells] = [paper[0]]
     for line in paper[1:]:
-        cells = []
+        cells: list[str] = []
         for share in SHARES:
-            row = rows.get((share, line[0]))
-            speed, tau = speed_and_tau(row)
-            per_tau = MISSING
-            if row is not None and row.tree is not None and row.speedup is not None:
-                per_tau = figure(row.speedup / row.acceptance_length)
-            cells += [speed, tau, per_tau]
+            of_share = rows.get((share, line[0]))
+            cells += [*speed_and_tau(of_share), _over_tau(of_share)]
         lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *cells)]
     return lines, rows.values() if len({share for share, _ in rows}) > 1 else []
+
+
+def _over_tau(row: ResultRow | None) -> str:
+    """Return the speed-up of a row with drafts over its τ."""
+    if row is None or row.tree is None or row.speedup is None or row.acceptance_length is None:
+        return MISSING
+    return figure(row.speedup / row.acceptance_length)
 
 
 def snakes_figure_4_text(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
