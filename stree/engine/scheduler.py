@@ -30,12 +30,14 @@ class _Planned:
         rows: Sequences and trees of the rows that decode.
         reads: Sequences of the rows whose prompts are read.
         drafted: Whether the drafter ran.
+        is_observed: Whether the tree policy learns the paths.
     """
 
     plan: StepPlan
     rows: dict[int, tuple[RunningSequence, StepTree]]
     reads: dict[int, RunningSequence]
     drafted: bool
+    is_observed: bool = False
 
 
 class Scheduler:
@@ -261,7 +263,8 @@ class Scheduler:
             self._number, *changes, tuple(catch_ups), trees, *step, tuple(reads), drops
         )
         if plan.is_reported:
-            self._planned.append(_Planned(plan, rows, self._reading(plan), drafted))
+            is_observed = bool(rows) and self.tree_policy.observes(len(rows))
+            self._planned.append(_Planned(plan, rows, self._reading(plan), drafted, is_observed))
         return plan
 
     def _reading(self, plan: StepPlan) -> dict[int, RunningSequence]:
@@ -307,8 +310,6 @@ class Scheduler:
         """
         self.look_ahead()  # the choice rests on what was known while the step ran
         planned = self._forget_first()
-        if planned.rows:
-            self.choice.begin_report(planned.plan.num_rows)
         self._learn_time(planned, report)
         for number, lengths in report.saved.items():
             self.prefixes.settle(number, *lengths)
@@ -320,7 +321,7 @@ class Scheduler:
             if row in report.failed and self._is_there(row, each)
         ]
         blocks = [
-            self._account(row, each, tree, planned.drafted, report)
+            self._account(row, each, tree, planned, report)
             for row, (each, tree) in planned.rows.items() if self._is_there(row, each)
         ]
         begun = [self._begin(row, self.sequences[row], report) for row in self._beginning(planned)]
@@ -331,8 +332,6 @@ class Scheduler:
         """Let the tree policy learn what a step took that did nothing but decode one tree."""
         plan, (number, ended) = planned.plan, self._before
         self._before = plan.number, report.ended
-        if not self.choice.learns:
-            return
         trees = list(plan.trees.values())
         is_alone = trees and not (plan.reads or plan.admits or plan.saves or plan.catch_ups)
         if number == plan.number - 1 and is_alone and trees.count(trees[0]) == len(trees):
@@ -362,16 +361,17 @@ class Scheduler:
         return self._keep(row, sequence, [token], [scores])
 
     def _account(
-        self, row: int, sequence: RunningSequence, tree: StepTree, drafted: bool, report: Report
+        self, row: int, sequence: RunningSequence, tree: StepTree, planned: _Planned, report: Report
     ) -> StepOutput:
         """Take the block that a step gave a row."""
         given: RowReport = report.rows[row]
         if given.finite != 1:
             return self._fail(row, sequence, "drafter" if given.finite == -1 else "target")
         stats = sequence.stats
-        if drafted:  # up to the root, with which the draft began
+        if planned.drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
-        self.choice.note(tree, given.path)
+        if planned.is_observed:
+            self.choice.note(tree, given.path)
         if self.choice.is_open:
             stats.tree_per_call.append(tree)
         output = self._keep(row, sequence, given.tokens, given.scores)

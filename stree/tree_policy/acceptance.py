@@ -24,7 +24,7 @@ class Acceptance:
         trees: The trees of the expectations.
 
     Attributes:
-        num_new: Observations since the last revision.
+        num_new: Observed steps since the last revision.
     """
 
     def __init__(self, trees: Sequence[StepTree]) -> None:
@@ -40,10 +40,10 @@ class Acceptance:
             )
         self.of_rows(1)
 
-    def of_rows(self, num_rows: int, every: int = 1) -> None:
-        """Let observations fade by a step of `num_rows` rows, of which each `every`-th is observed.
+    def of_rows(self, num_rows: int, num_steps: int = 1) -> None:
+        """Let observations fade by `num_steps` steps, in the last of which `num_rows` are observed.
         """
-        self.num_rows, self._memory = num_rows, MEMORY ** (every / num_rows)
+        self.num_rows, self._memory = num_rows, MEMORY ** (num_steps / num_rows)
 
     def learn(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
         """Learn from rows' steps of a tree with drafts, given the accepted nodes of each."""
@@ -53,7 +53,7 @@ class Acceptance:
                 rates.learn(tree, path, self._memory)
         else:
             self.rates.learn(tree.shape, [path[-1] for path in paths], self._memory)
-        self.num_new += len(paths)
+        self.num_new += 1
 
     def revise(self) -> dict[StepTree, float]:
         """Return the expected tokens of a step with each tree, by all observations so far."""

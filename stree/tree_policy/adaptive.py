@@ -17,8 +17,8 @@ from stree.tree_policy.step_times import Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
 HYSTERESIS = 0.01  # least relative gain for which the tree is changed
-REVISED_AFTER = 8  # observed steps between revisions: their time shows with small models
-OBSERVED_ROWS = 4  # of twice as many rows each second step is observed, and so on
+REVISED_AFTER = 8  # observed steps between revisions, whose time shows with small models
+OBSERVED_ROWS = 4  # of a step whose rows are twice as many only each second one is observed
 MAX_PASSED = 4  # of any number of rows each fourth step is observed, at least
 FIRST_ANSWERS = 16  # after each of which the choice is considered
 READS_TIMED = 8  # after the first answers, prompts are timed until the end of each 8th answer
@@ -117,8 +117,8 @@ class AdaptiveTrees(TreePolicy):
         state, speeds = self.state, self.speeds
         acceptance, explorer = state.acceptance, state.explorer
         if num_rows != acceptance.num_rows:
-            acceptance.of_rows(num_rows, _every(num_rows))
-        if explorer.probing == 1 or acceptance.num_new >= REVISED_AFTER * num_rows:
+            acceptance.of_rows(num_rows)
+        if explorer.probing == 1 or acceptance.num_new >= REVISED_AFTER:
             speeds.expect(acceptance.revise())  # by a probe, or by recent steps
         for tree in explorer.untried:
             if speeds.might_pay(num_rows, tree):
@@ -162,14 +162,16 @@ class AdaptiveTrees(TreePolicy):
         return state.missed_s >= num_rows * state.speeds.catch_up_s
 
     def observes(self, num_rows: int) -> bool:
-        """Return whether the step that is reported now is learned from (`TreePolicy.observes`).
+        """Return whether the paths of the step that is planned now are learned.
 
-        With many rows one step of several tells enough, and learning takes the host's time.
+        With many rows one step of several tells enough, and learning takes the host's time. All
+        steps of tries and probes are observed.
         """
         state = self.state
         state.num_passed += 1
         if state.is_settled and state.num_passed < _every(num_rows):
             return False
+        state.acceptance.of_rows(state.acceptance.num_rows, state.num_passed)
         state.num_passed = 0
         return True
 
@@ -182,7 +184,7 @@ class AdaptiveTrees(TreePolicy):
     def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
         """Learn what a step has taken (`TreePolicy.learn_step`)."""
         if tree is self.state.current or tree in self.trees:  # not one that a request has named
-            self.speeds.learn_step(num_rows, tree, seconds, _every(num_rows))
+            self.speeds.learn_step(num_rows, tree, seconds)
 
     def learn_tokens(self, num_tokens: int) -> None:
         """Count new tokens of a request towards the length of the next answer that ends."""

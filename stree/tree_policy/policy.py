@@ -73,9 +73,9 @@ class TreePolicy:
         return True
 
     def observes(self, num_rows: int) -> bool:
-        """Return whether the step of `num_rows` rows that is reported now is to be learned from.
+        """Return whether the paths of the step that is planned now are to be learned.
 
-        It is asked once for each step. Of other steps neither paths nor times are learned.
+        It is asked once for each step, after the step's tree was chosen. `num_rows` rows decode.
         """
         return True
 
@@ -174,10 +174,6 @@ class FixedTree(TreePolicy):
         """Return the tree."""
         return self.trees[0]
 
-    def observes(self, num_rows: int) -> bool:
-        """Return False: there is nothing to learn."""
-        return False
-
     @property
     def name(self) -> str:
         return self.trees[0].name
@@ -192,12 +188,11 @@ class TreeChoice:
     Attributes:
         policy: Chooses the trees.
         is_open: True if steps may have different trees.
-        learns: True if the policy learns from the step that is reported now.
         num_tokens: New tokens of which the policy is still to be told.
     """
 
     def __init__(self, policy: TreePolicy) -> None:
-        self.policy, self.is_open, self.learns = policy, len(policy.trees) > 1, False
+        self.policy, self.is_open = policy, len(policy.trees) > 1
         self._next: tuple[int, StepTree] | None = None  # rows, and the tree chosen for them
         # What the policy is still to be told, of many rows at once: the host's time counts
         self._tree: StepTree = policy.trees[0]
@@ -232,17 +227,12 @@ class TreeChoice:
             return max(longest_block, self.policy.deepest.max_depth + 1)
         return longest_block
 
-    def begin_report(self, num_rows: int) -> None:
-        """Ask the policy whether it learns from the step of `num_rows` rows that is reported."""
-        self.learns = self.policy.observes(num_rows)
-
     def note(self, tree: StepTree, path: Sequence[int]) -> None:
-        """Note the accepted path of a row's step if the policy learns from the step."""
-        if self.learns:
-            if tree is not self._tree:
-                self.tell()
-                self._tree = tree
-            self._paths.append(path)
+        """Note the accepted path of a row's step, for the policy to learn."""
+        if tree is not self._tree:
+            self.tell()
+            self._tree = tree
+        self._paths.append(path)
 
     def tell(self) -> None:
         """Let the policy learn the paths that were noted, and the new tokens."""

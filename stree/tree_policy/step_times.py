@@ -217,16 +217,14 @@ class Speeds:
         """Rest on other expected tokens of steps, and on what steps have taken until now."""
         self._expected, self._by_rows, self._step_s = expected, {}, {}
 
-    def learn_step(
-        self, num_rows: int, tree: StepTree, seconds: float, num_steps: int = 1
-    ) -> None:
-        """Learn what a step has taken, the host's work included, the last of `num_steps` steps."""
+    def learn_step(self, num_rows: int, tree: StepTree, seconds: float) -> None:
+        """Learn what a step has taken, the host's work included."""
         seen = self._seen.get((num_rows, tree))
         if seen is None or self._is_old(seen, tree):
             self.forget_steps(num_rows, tree)
             seen = self._seen[num_rows, tree] = _Seen()
         if tree.num_nodes > 1:
-            self._num_steps += num_steps
+            self._num_steps += 1
         seen.number = self._num_steps
         seen.seconds.append(seconds)
         count = len(seen.seconds)

@@ -1,10 +1,16 @@
 """Simulate steps of adaptive trees with known rates of acceptance and costs."""
 
 import random
+from collections import deque
 
 from toys import right_now_and_then, tiny_model
 
-from stree import BatchDecoder, TokenTree
+from stree import BatchDecoder, GenerationConfig, TokenTree
+from stree.engine.plan import Limits, Report, RowReport
+from stree.engine.scheduler import Scheduler
+from stree.engine.sequence import RunningSequence
+from stree.engine.stop_rule import StopRule
+from stree.generation import DecodingStats
 from stree.tree_policy.adaptive import PLAIN, AdaptiveTrees
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import balanced
@@ -24,7 +30,7 @@ def simulated(
     for _ in range(steps):
         tree = policy.choose(num_rows)
         used.append(tree)
-        is_observed = policy.observes(num_rows)
+        is_observed, paths = policy.observes(num_rows), []
         for _ in range(num_rows):
             node, wanted = 0, None
             while tree.children[node]:
@@ -38,12 +44,41 @@ def simulated(
                 if wanted is None:
                     break
                 node = wanted
-            if is_observed:
-                policy.learn_paths(tree, [tree.path_to(node)])
+            paths.append(tree.path_to(node))
             tokens += tree.depths[node] + 1
-        if takes is not None and is_observed:
+        if is_observed:
+            policy.learn_paths(tree, paths)
+        if takes is not None:
             policy.learn_step(num_rows, tree, takes.of(num_rows, tree) * rng.uniform(0.95, 1.05))
     return used, tokens
+
+
+def scheduled(policy: AdaptiveTrees, num_rows: int, steps: int, num_in_flight: int):
+    """Let a scheduler plan steps of that policy, `num_in_flight` at once; yield the trees.
+
+    The reports are made up: each row accepts one draft, if there is one.
+    """
+    scheduler = Scheduler(
+        Limits(num_rows, num_in_flight=num_in_flight, has_drafter=True), policy, CHAIN
+    )
+    for _ in range(num_rows):
+        settings = GenerationConfig(10**6, ignore_eos=True)
+        stop = StopRule(settings, [], None)
+        scheduler.admit(RunningSequence([1, 2], settings, None, 0, stop, DecodingStats()))
+    plans, number = deque(), 0
+    while number < steps:
+        while len(plans) < num_in_flight and (plan := scheduler.plan()) is not None:
+            plans.append(plan)
+        scheduler.look_ahead()
+        plan = plans.popleft()
+        number += bool(plan.trees)
+        rows = {
+            row: RowReport(1, [7, 7][: tree.num_nodes], [0, 1][: tree.num_nodes])
+            for row, tree in plan.trees.items()
+        }
+        firsts = {row: (7, True, []) for row in plan.begins}
+        yield from list(plan.trees.values())[:1]
+        scheduler.take(Report(plan.number, float(number), rows, firsts))
 
 
 def decoder_of(policy: AdaptiveTrees, num_rows: int = 1, seed: int = 1, **options) -> BatchDecoder:

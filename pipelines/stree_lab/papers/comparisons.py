@@ -14,6 +14,7 @@ from stree_lab.papers.tables import (
     Cells,
     Rows,
     arm_rows,
+    is_model,
     of_paper,
     speed_and_tau,
     tree_name,
@@ -22,6 +23,7 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports.tables.tables import figure
 
+MULTI_STEP = "multi_step"
 SHARES = ("50", "25", "0")  # of attention layers in percent, as targets' folders name them
 METHODS = {None: AUTOREGRESSIVE, "chain-4": CHAIN, "paper": TREE}  # by tree
 
@@ -30,8 +32,11 @@ def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table of targets that differ in their share of attention (`runs/attention-50`)."""
     rows: dict[tuple[str, str], ResultRow] = {}
     for row in arm_rows(folder):
+        where = row.benchmark, row.temperature, row.batch_size, row.verifier or MULTI_STEP
         found, method = re.search(r"attention-(\d+)", row.target), METHODS.get(tree_name(row))
-        if found is not None and method is not None:
+        if found is None or found[1] not in SHARES or method is None:
+            continue
+        if where == ("mt_bench", 1.0, 1, MULTI_STEP) and (row.tree is None or is_model(row)):
             rows[found[1], LABELS[method]] = row
     lines: list[Cells] = [paper[0]]
     for line in paper[1:]:

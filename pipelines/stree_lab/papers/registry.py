@@ -115,7 +115,7 @@ PAPERS = _read_papers()
 ENTRIES = {entry.name: entry for entries in PAPERS.values() for entry in entries}
 INDEX = """# The papers' tables
 
-For readers of the papers that this project follows: each of their tables and comparisons with our
+For readers of the papers that this project follows: each of their tables and figures with our
 numbers beside theirs, the command that makes ours and what differs, or why there is none. One page
 a paper:
 

@@ -198,7 +198,7 @@ def stree_8(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     beams = BEAM_SEARCH if BEAM_SEARCH in named else ALL_BEAMS
     kinds = [
         [row for row in rows if row.tree is None],
-        *([row for row in rows if _is_model(row) and tree_name(row) == tree]
+        *([row for row in rows if is_model(row) and tree_name(row) == tree]
           for tree in ("chain-4", "paper", beams)),
     ]
     return _columns(paper, [_fastest(kind) for kind in kinds])
@@ -231,7 +231,7 @@ def stree_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], R
         (name, row.temperature): row
         for name, (*way, siblings) in ways.items()
         for row in arm_rows(folder)
-        if row.benchmark == "mt_bench" and _is_model(row, siblings)
+        if row.benchmark == "mt_bench" and is_model(row, siblings)
         and [tree_name(row), row.verifier] == way
     }
     names = [name for name in ways if name in {each for each, _ in found}]
@@ -418,7 +418,7 @@ def _of_models(folder: Path, benchmark: str, temperature: float) -> list[ResultR
     wanted = benchmark, temperature
     return [
         row for row in arm_rows(folder)
-        if (row.benchmark, row.temperature) == wanted and _is_model(row)
+        if (row.benchmark, row.temperature) == wanted and is_model(row)
     ]
 
 
@@ -434,7 +434,7 @@ def tree_name(row: ResultRow) -> str | None:
     return row.tree.name if row.tree else None
 
 
-def _is_model(
+def is_model(
     row: ResultRow, siblings: SiblingSampling = SiblingSampling.WITHOUT_REPLACEMENT
 ) -> bool:
     """Return True when a model alone drafts, with these siblings and the usual backtracking."""
@@ -446,7 +446,7 @@ def _is_model(
 def _drafting(row: ResultRow) -> str | None:
     """Return in words how a model drafts, "" for as usual; None where more than a model does."""
     name = DrafterName.parse(row.checkpoint or "ngram")
-    if _is_model(row):
+    if is_model(row):
         return ""
     if row.backtracking == "joint" or not name.draws or name.context or name.float8:
         return None

@@ -338,8 +338,12 @@ def test_shares_of_attention_are_told_by_the_targets_folders(tmp_path, capsys):
             told = [speed, f"{row.acceptance_length:.2f}", per_tau]
             assert cells[3 * at : 3 * at + 3] == told
     assert line_of(text, "Autoregressive, ours")[2::3] == ["–"] * 3
-    lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "results.jsonl").write_text("".join(lines[:3]))  # of one target
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    others = [
+        json.dumps({**json.loads(lines[-1]), **each})
+        for each in ({"temperature": 0.0}, {"verifier": "coupled"}, {"checkpoint": "ngram:6"})
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join([*lines[:3], *others]))  # of one target
     with pytest.raises(NotFound, match="several shares of attention"):
         printed(capsys, "stree-table-5", "--rows", tmp_path)
 
