@@ -77,6 +77,7 @@ def still_well(running):
     assert running.post(messages=HELLO, max_tokens=2).status_code == 200
 
 
+@pytest.mark.costly
 def test_each_gets_one_clear_error(running):
     assert len(BODIES) >= 200
     headers = {"content-type": "application/json"}

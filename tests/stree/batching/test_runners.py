@@ -310,6 +310,7 @@ def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_c
         assert Decoder(target, max_length=64).generate([1, 2], each.generation).tokens == tokens
 
 
+@pytest.mark.costly
 def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
     before, generation = living_captures(), GenerationConfig(6)
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())

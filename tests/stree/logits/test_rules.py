@@ -26,6 +26,7 @@ def by_hand(target, prompt: list[int], words: list[list[int]]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.costly
 def test_a_word_that_begins_in_an_accepted_block_is_barred_behind_it():
     """Bar every three and four tokens in a row of an answer whose drafts are mostly accepted."""
     target, rng = tiny_model(1), random.Random(7)
