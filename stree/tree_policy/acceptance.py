@@ -40,10 +40,14 @@ class Acceptance:
             )
         self.of_rows(1)
 
-    def of_rows(self, num_rows: int, num_steps: int = 1) -> None:
-        """Let observations fade by `num_steps` steps, in the last of which `num_rows` are observed.
-        """
-        self.num_rows, self._memory = num_rows, MEMORY ** (num_steps / num_rows)
+    def of_rows(self, num_rows: int) -> None:
+        """Let observations fade by one step, in which `num_rows` rows were observed."""
+        self.num_rows = num_rows
+        self.after(1)
+
+    def after(self, num_steps: int) -> None:
+        """Let observations fade by `num_steps` steps, of which the last one is observed."""
+        self._memory = MEMORY ** (num_steps / self.num_rows)
 
     def learn(self, tree: StepTree, paths: Sequence[Sequence[int]]) -> None:
         """Learn from rows' steps of a tree with drafts, given the accepted nodes of each."""

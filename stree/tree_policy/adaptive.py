@@ -171,7 +171,7 @@ class AdaptiveTrees(TreePolicy):
         state.num_passed += 1
         if state.is_settled and state.num_passed < _every(num_rows):
             return False
-        state.acceptance.of_rows(state.acceptance.num_rows, state.num_passed)
+        state.acceptance.after(state.num_passed)
         state.num_passed = 0
         return True
 

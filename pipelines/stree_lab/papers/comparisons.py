@@ -23,36 +23,34 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports.tables.tables import figure
 
-MULTI_STEP = "multi_step"
 SHARES = ("50", "25", "0")  # of attention layers in percent, as targets' folders name them
-METHODS = {None: AUTOREGRESSIVE, "chain-4": CHAIN, "paper": TREE}  # by tree
+STREE_5_WAYS = {  # tree and verifier
+    (None, None): AUTOREGRESSIVE, ("chain-4", "multi_step"): CHAIN, ("paper", "multi_step"): TREE,
+}
 
 
 def stree_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
     """Build the table of targets that differ in their share of attention (`runs/attention-50`)."""
     rows: dict[tuple[str, str], ResultRow] = {}
     for row in arm_rows(folder):
-        where = row.benchmark, row.temperature, row.batch_size, row.verifier or MULTI_STEP
-        found, method = re.search(r"attention-(\d+)", row.target), METHODS.get(tree_name(row))
+        found = re.search(r"attention-(\d+)", row.target)
+        method = STREE_5_WAYS.get((tree_name(row), row.verifier))
         if found is None or found[1] not in SHARES or method is None:
             continue
-        if where == ("mt_bench", 1.0, 1, MULTI_STEP) and (row.tree is None or is_model(row)):
+        is_there = (row.benchmark, row.temperature, row.batch_size) == ("mt_bench", 1.0, 1)
+        if is_there and (method == AUTOREGRESSIVE or is_model(row)):
             rows[found[1], LABELS[method]] = row
     lines: list[Cells] = [paper[0]]
     for line in paper[1:]:
         cells: list[str] = []
         for share in SHARES:
             of_share = rows.get((share, line[0]))
-            cells += [*speed_and_tau(of_share), _over_tau(of_share)]
+            per_tau = MISSING if of_share is None or of_share.tree is None else figure(
+                of_share.speedup_per_tau
+            )
+            cells += [*speed_and_tau(of_share), per_tau]
         lines += [*of_paper([line]), (f"{line[0]}, {OURS}", *cells)]
     return lines, rows.values() if len({share for share, _ in rows}) > 1 else []
-
-
-def _over_tau(row: ResultRow | None) -> str:
-    """Return the speed-up of a row with drafts over its τ."""
-    if row is None or row.tree is None or row.speedup is None or row.acceptance_length is None:
-        return MISSING
-    return figure(row.speedup / row.acceptance_length)
 
 
 def snakes_figure_4_text(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:

@@ -397,8 +397,10 @@ def _results(folder: Path) -> list[ResultRow]:
 def without_waiting(rows: list[ResultRow]) -> list[ResultRow]:
     """Take plain decoding's waiting, where it is known, out of all speed-ups."""
     return [
-        row.model_copy(update={"speedup": row.speedup * (1 - _waiting(row))})
-        if row.speedup is not None else row
+        row.model_copy(update={
+            name: value * (1 - _waiting(row))
+            for name in ("speedup", "speedup_per_tau") if (value := getattr(row, name)) is not None
+        })
         for row in rows
     ]
 

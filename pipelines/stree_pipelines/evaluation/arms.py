@@ -256,12 +256,14 @@ class Comparison(Evaluation):
     @cached_property
     def _trials(self) -> dict[tuple[str, str, float], list[Job]]:
         """Trial jobs by arm, benchmark and temperature, grouped by benchmark and temperature."""
-        most = max(TRIAL_PROMPTS, self.settings.batch_size)
         return {
             (arm.name, benchmark.name, float(temperature)): [
                 self._arm_job(
                     arm, _trial(arm.name, tree), tree,
-                    replace(benchmark, prompts=benchmark.prompts[:most]), temperature,
+                    replace(
+                        benchmark, prompts=self.settings.first_prompts(benchmark, TRIAL_PROMPTS)
+                    ),
+                    temperature,
                 )
                 for tree in arm.trees
             ]

@@ -151,13 +151,13 @@ class EvaluationSettings(Sampling):
         """Dtype of the weights of the target's products."""
         return self.target_dtype or self.dtype
 
-    def first_prompts(self, benchmark: Benchmark) -> tuple[BenchmarkPrompt, ...]:
-        """Return the prompts that teach a choice among trees.
+    def first_prompts(self, benchmark: Benchmark, least: int = 0) -> tuple[BenchmarkPrompt, ...]:
+        """Return the prompts that tune a chain's length or teach a choice among trees.
 
         They are answered before any answer is timed, and again when timed: a server runs for hours
-        and has learnt, an evaluation lasts for seconds. They fill a batch.
+        and has learnt, an evaluation lasts for seconds. They fill a batch, and are `least` or more.
         """
-        return benchmark.prompts[: max(NUM_FIRST_PROMPTS, self.batch_size)]
+        return benchmark.prompts[: max(NUM_FIRST_PROMPTS, least, self.batch_size)]
 
     def method(self, name: str) -> Method:
         """Return one of METHODS with its tree. Raises as `Method`."""

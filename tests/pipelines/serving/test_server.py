@@ -200,7 +200,7 @@ def test_a_call_of_a_tool_comes_as_one(running, client, streams, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "count", [8, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
+    "count", [12, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
 )
 def test_many_clients_at_once_get_what_each_would_get_alone(running, count):
     draw = random.Random(3)
