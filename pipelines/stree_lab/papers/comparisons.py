@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from stree_lab.bench_report import rows_of_file
 from stree_lab.papers.tables import (
     BENCHMARKS,
     LABELS,
@@ -21,8 +22,12 @@ from stree_lab.papers.tables import (
 )
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.result_store import RESULTS_NAME
+from stree_pipelines.reports.run_data import load_run
+from stree_pipelines.reports.tables import by_length
 from stree_pipelines.reports.tables.tables import figure
 
+MEMORY = "memory.jsonl"  # rows of prompt_memory.py
 SHARES = ("50", "25", "0")  # of attention layers in percent, as targets' folders name them
 STREE_5_WAYS = {  # tree and verifier
     (None, None): AUTOREGRESSIVE, ("chain-4", "multi_step"): CHAIN, ("paper", "multi_step"): TREE,
@@ -78,3 +83,39 @@ def drafters_figure_2(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells]
         drafting = figure(row.time_ms.get("draft"))
         lines.append((row.method, f"{row.temperature:g}", tau, drafting, speed))
     return lines, rows
+
+
+def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
+    """Build the table; our columns are prompt lengths to the nearest 1,024 tokens, also further
+    ones. Peaks of memory are of `prompt_memory.py`'s rows of the same benchmarks, if any."""
+    data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
+    ladders = by_length.ladders(data) if data is not None else []
+    if data is None or not ladders:
+        return [], []
+    found = {f"{round(rung.num_tokens / 1024)}k": rung.benchmark for rung in ladders[0]}
+    head, *lines_of_paper = paper
+    lengths = [*head[1:], *(length for length in found if length not in (*head, "0k"))]
+    missing = [MISSING] * (len(lengths) - len(head) + 1)
+    lines: list[Cells] = [("Method", *lengths)]
+    lines += [(*cells, *missing) for cells in of_paper(lines_of_paper)]
+    used = {  # of each method the row of the drafter that was trained longest
+        (row.method, row.benchmark): row
+        for row in sorted(data.rows, key=lambda row: row.step or 0)
+        if row.temperature == 0 and row.benchmark in found.values()
+    }
+    methods = dict.fromkeys(method for method, _ in used)
+    for method in methods:
+        cells = []
+        for length in lengths:
+            row = used.get((method, found[length])) if length in found else None
+            drafted = row is not None and method != AUTOREGRESSIVE
+            tau = f" ({figure(row.acceptance_length)})" if row and drafted else ""
+            cells.append(figure(row.tokens_per_second if row else None) + tau)
+        lines.append((f"{LABELS.get(method, method)}, {OURS}", *cells))
+    measured = rows_of_file(folder / MEMORY) if (folder / MEMORY).is_file() else ()
+    peaks = {(row["method"], row["benchmark"]): row for row in measured}
+    for method in methods if peaks else ():
+        rows = [peaks.get((method, found.get(length))) for length in lengths]
+        cells = [figure(row["peak_bytes"] / 2**30 if row else None) for row in rows]
+        lines.append((f"Peak memory, GiB, {LABELS.get(method, method)}, {OURS}", *cells))
+    return lines, [*used.values(), *peaks.values()]

@@ -34,7 +34,7 @@ BUILDERS: dict[str, Builder] = {
     "snakes-figure-4-text": comparisons.snakes_figure_4_text,
     "drafters-figure-1": benches.drafters_figure_1,
     "drafters-figure-2": comparisons.drafters_figure_2,
-    "drafters-table-3": tables.drafters_3,
+    "drafters-table-3": comparisons.drafters_3,
     "drafters-table-4": tables.drafters_4,
     "drafters-table-5": tables.drafters_5,
     "drafters-table-6": tables.drafters_6,

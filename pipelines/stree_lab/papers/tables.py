@@ -20,9 +20,7 @@ from stree_pipelines.evaluation.answering.stalls import waiting_share
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.result_store import RESULTS_NAME, ResultStore
-from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.settings import require_one_ending
-from stree_pipelines.reports.tables import by_length
 from stree_pipelines.reports.tables.answer_notes import doubts, endings
 from stree_pipelines.reports.tables.tables import MISSING, Table, figure
 
@@ -157,36 +155,6 @@ def stree_6(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
         mine = [speed_and_tau(found.get((step, method)))[at % 2] for step in steps]
         lines.append((*cells, *mine))
     return lines, rows
-
-
-def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
-    """Build the table; our columns are prompt lengths to the nearest 1,024 tokens, also further
-    ones."""
-    data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
-    ladders = by_length.ladders(data) if data is not None else []
-    if data is None or not ladders:
-        return [], []
-    found = {f"{round(rung.num_tokens / 1024)}k": rung.benchmark for rung in ladders[0]}
-    head, *lines_of_paper = paper
-    lengths = [*head[1:], *(length for length in found if length not in (*head, "0k"))]
-    missing = [MISSING] * (len(lengths) - len(head) + 1)
-    lines: list[Cells] = [("Method", *lengths)]
-    lines += [(*cells, *missing) for cells in of_paper(lines_of_paper)]
-    used = {
-        (row.method, row.benchmark): row
-        for row in data.rows
-        if row.temperature == 0 and row.step in (None, data.steps.get(data.last))
-        and row.benchmark in found.values()
-    }
-    for method, label in LABELS.items():
-        cells = []
-        for length in lengths:
-            row = used.get((method, found[length])) if length in found else None
-            drafted = row is not None and method != AUTOREGRESSIVE
-            tau = f" ({figure(row.acceptance_length)})" if row and drafted else ""
-            cells.append(figure(row.tokens_per_second if row else None) + tau)
-        lines.append((f"{label}, {OURS}", *cells))
-    return lines, used.values()
 
 
 # From rows of `compare.py`

@@ -29,6 +29,7 @@ from stree_lab import (
     grown_trees,
     paper_tables,
     project_speed,
+    prompt_memory,
     study,
 )
 from stree_lab.benches import trees_pay
@@ -94,6 +95,7 @@ COMMANDS = {
     bench_report: ["o"],
     calibration: ["t", "d", "o"],
     grown_trees: ["t", "d", "o"],
+    prompt_memory: ["c", "o"],
     paper_tables: ["stree-table-1"],
     trees_pay: [],
 }

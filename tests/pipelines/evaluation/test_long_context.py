@@ -17,6 +17,7 @@ from stree.checkpoints.load_save import load_model, save_model
 from stree.common.errors import BadData, UsageError
 from stree.models.hidden_states import HiddenStateTap
 from stree_lab import paper_tables
+from stree_lab.papers import comparisons
 from stree_pipelines.commands.ask_conversations import main as ask
 from stree_pipelines.commands.report import write_records, write_report
 from stree_pipelines.data.tokenizer_training import train_tokenizer
@@ -27,6 +28,7 @@ from stree_pipelines.evaluation.records import Reading, ReadingKey
 from stree_pipelines.evaluation.result_store import ResultStore
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.tables import by_length
+from stree_pipelines.reports.tables.tables import MISSING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (60, 200)
@@ -202,6 +204,25 @@ def test_a_report_has_a_table_by_length(evaluated, tmp_path, capsys):
     assert ResultStore(tmp_path).readings() == ResultStore(evaluated).readings()
     paper_tables.main(["drafters-table-3", "--rows", str(evaluated)])
     assert "55.09 (2.91)" in capsys.readouterr().out
+
+
+def test_table_3_has_lengths_and_peaks_of_memory(tmp_path):
+    """The ladder's plain rows and tree, and the memory of the tree's prompts of the longer one."""
+    make_ladder(tmp_path, (20, 30))
+    paper = [("Method", "1k", "2k"), ("Mamba", "55", "45")]
+    lines, rows = comparisons.drafters_3(tmp_path, paper)
+    assert lines[:2] == [("Method", "1k", "2k", "16k"), ("Mamba, paper", "55", "45", MISSING)]
+    assert [line[0] for line in lines[2:]] == ["Autoregressive, ours", "STree, ours"]
+    assert lines[3][2] == MISSING and len(list(rows)) == 4
+    peak = {
+        "what": "prompt_memory", "method": "stree", "benchmark": "long-16000",
+        "peak_bytes": 3 * 2**29, "environment": {"git_sha": "0"},
+    }
+    (tmp_path / "memory.jsonl").write_text(json.dumps(peak) + "\n")
+    with_peaks, rows = comparisons.drafters_3(tmp_path, paper)
+    assert with_peaks[:4] == lines and peak in list(rows)
+    assert with_peaks[4] == ("Peak memory, GiB, Autoregressive, ours", *[MISSING] * 3)
+    assert with_peaks[5] == ("Peak memory, GiB, STree, ours", MISSING, MISSING, "1.50")
 
 
 def make_ladder(folder, calls, target_loss=(2.0, 2.0), overlap=(0.8, 0.8), anew=(0.8, 0.8)):
