@@ -2,24 +2,28 @@
 
     python pipelines/stree_lab/prompt_memory.py configs/compare/documents-75m.yaml OUT/memory.jsonl
 
-The file is one of compare.py. For each benchmark, plain decoding and each arm load their models
-anew, and read the longest prompt up to its first new token. A row has the most bytes that PyTorch
-held at once, weights and caches included (Mamba Drafters' Table 3); on a CPU they are not counted.
+The file is one of compare.py. For each benchmark, plain decoding and each arm load their models in
+a process of their own, and read the longest prompt up to its first new token. A row has the most
+bytes that PyTorch held at once there, the workspaces of libraries among them (Mamba Drafters' Table
+3). On a CPU they are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import stree.common.threads  # noqa: F401  (before torch is loaded)
+
+import torch
 
 from stree.common.errors import exit_with_reason, naming_what_does_not_fit
 from stree.decoder import Decoder
 from stree.generation import GenerationConfig
 from stree_kernels import ops
 from stree_lab.benches.command import require_results_file
-from stree_lab.benches.timing import Row, peak_field, write_rows
+from stree_lab.benches.timing import Row, write_rows
 from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.arms import Arm, read_comparison
@@ -32,36 +36,47 @@ LESS = "benchmarks with shorter prompts need less"
 
 def peaks(settings: EvaluationSettings, arms: Sequence[Arm]) -> Iterator[Row]:
     """Yield a row for each benchmark of plain decoding, and one of each arm."""
-    for name in settings.benchmarks:
-        benchmark = load_benchmark(name, settings.benchmark_dir, settings.limit)
-        prompts = Decoders(settings, [benchmark])
-        longest = max(benchmark.prompts, key=lambda prompt: len(prompts.prompt_ids(prompt)))
-        alone = Benchmark(benchmark.name, (longest,))
-        for arm in (None, *arms):
-            yield {
-                "what": "prompt_memory", "method": arm.name if arm else AUTOREGRESSIVE,
-                "drafter": arm.drafter if arm else None, "benchmark": benchmark.name,
-                "num_tokens": len(prompts.prompt_ids(longest)),
-                **peak_field("peak_bytes", partial(_read, settings, alone, arm), prompts.device, 0),
-            }
+    # What a process has loaded before, and the workspaces of its libraries, would count or not
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as anew:
+        for name in settings.benchmarks:
+            benchmark = load_benchmark(name, settings.benchmark_dir, settings.limit)
+            prompts = Decoders(settings, [benchmark])
+            longest = max(benchmark.prompts, key=lambda prompt: len(prompts.prompt_ids(prompt)))
+            alone = Benchmark(benchmark.name, (longest,))
+            for arm in (None, *arms):
+                peak = anew.submit(read_alone, settings, alone, arm).result()
+                yield {
+                    "what": "prompt_memory", "method": arm.name if arm else AUTOREGRESSIVE,
+                    "drafter": arm.drafter if arm else None, "benchmark": benchmark.name,
+                    "num_tokens": len(prompts.prompt_ids(longest)),
+                    **({} if peak is None else {"peak_bytes": peak}),
+                }
 
 
-def _read(settings: EvaluationSettings, benchmark: Benchmark, arm: Arm | None) -> None:
-    """Load an arm's models, and read the benchmark's only prompt."""
+def read_alone(settings: EvaluationSettings, benchmark: Benchmark, arm: Arm | None) -> int | None:
+    """Load an arm's models, and read the benchmark's only prompt.
+
+    Returns the most bytes that PyTorch has held at once in this process; None on a CPU.
+    """
     made = Decoders(settings, [benchmark])
     (prompt,) = benchmark.prompts
-    given = {}
-    if arm is not None:
-        name, method = DrafterIdentity.at(arm.drafter).name, arm.method(arm.trees[0])
-        model = name.load(settings.target, made.device, made.dtype)
-        given = {
-            "drafter": name.make(model, made.tokenizer, made.target), "tree": method.tree,
-            "verifier": method.verifier, "backtracking": method.backtracking,
-        }
-    decoder = Decoder(
-        made.target, max_length=made.max_length, tokenizer=made.tokenizer, **given
-    )
-    decoder.generate(made.prompt_ids(prompt), GenerationConfig(max_new_tokens=1))
+    with ops.current(made.device):
+        given = {}
+        if arm is not None:
+            name, method = DrafterIdentity.at(arm.drafter).name, arm.method(arm.trees[0])
+            model = name.load(settings.target, made.device, made.dtype)
+            given = {
+                "drafter": name.make(model, made.tokenizer, made.target), "tree": method.tree,
+                "verifier": method.verifier, "backtracking": method.backtracking,
+            }
+        decoder = Decoder(
+            made.target, max_length=made.max_length, tokenizer=made.tokenizer, **given
+        )
+        decoder.generate(made.prompt_ids(prompt), GenerationConfig(max_new_tokens=1))
+    if made.device.type == "cpu":
+        return None
+    return torch.cuda.max_memory_allocated(made.device)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,9 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.pop("out")
     settings, arms = read_comparison(options.pop("config"), options)
     require_results_file(out)
-    device = pick_device(settings.device)
-    with ops.current(device), naming_what_does_not_fit(LESS):
-        write_rows(out, peaks(settings, arms), device)
+    with naming_what_does_not_fit(LESS):
+        write_rows(out, peaks(settings, arms), pick_device(settings.device))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The memory of reading a prompt, of plain decoding and of each arm of a comparison."""
+"""The memory of reading a prompt, by plain decoding and by each arm of a comparison."""
 
 from __future__ import annotations
 
@@ -9,40 +9,52 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree.common.errors import CannotWrite
+from stree.decoder import Decoder
 from stree_lab import prompt_memory
+from stree_lab.prompt_memory import read_alone
+from stree_pipelines.evaluation.arms import comparison_of
+from stree_pipelines.evaluation.benchmarks import Benchmark, load_benchmark
 
 
-def test_each_arm_reads_the_longest_prompt_of_each_benchmark(tmp_path, monkeypatch):
-    """A stand-in for CUDA's counter says how often each pair was loaded and read."""
-    root, read = make_world(tmp_path), []
+@pytest.mark.costly
+def test_each_arm_reads_the_longest_prompt_of_each_benchmark(tmp_path):
+    """Each row is of a process of its own, which counts no bytes on a CPU."""
+    root = make_world(tmp_path)
     turns = ["short", "A longer question than the other, which has more tokens."]
     lines = [json.dumps({"id": str(at), "turns": [turn]}) for at, turn in enumerate(turns)]
     (root / "long.jsonl").write_text("\n".join(lines))
-    arms = [
-        {"name": "model", "drafter": str(export(root, 10)), "tree": "chain-tuned"},
-        {"name": "text", "drafter": "ngram:3", "tree": "chain-3", "verifier": "block"},
-    ]
     config, out = tmp_path / "compare.yaml", tmp_path / "memory.jsonl"
+    arm = {"name": "model", "drafter": str(export(root, 10)), "tree": "chain-tuned"}
     config.write_text(yaml.safe_dump({
-        "target": str(root / "target"), "out": str(tmp_path / "o"), "arms": arms,
+        "target": str(root / "target"), "out": str(tmp_path / "o"), "arms": [arm],
         "benchmarks": [str(root / "talk.jsonl"), str(root / "long.jsonl")],
     }))
-
-    def counted(name, run, device, held):
-        run()
-        read.append((name, device.type, held))
-        return {name: len(read)}
-
-    monkeypatch.setattr(prompt_memory, "peak_field", counted)
     prompt_memory.main([str(config), str(out), "--device", "cpu"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    methods = ["autoregressive", "model", "text"]
     assert [(row["benchmark"], row["method"]) for row in rows] == [
-        (name, method) for name in ("talk", "long") for method in methods
+        (name, method) for name in ("talk", "long") for method in ("autoregressive", "model")
     ]
-    assert read == [("peak_bytes", "cpu", 0)] * 6
-    assert [row["peak_bytes"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert rows[3]["num_tokens"] > len(turns[1].split()) > len(turns[0].split())
-    assert rows[0]["drafter"] is None and rows[2]["drafter"] == "ngram:3"
+    assert rows[2]["num_tokens"] == rows[3]["num_tokens"] > len(turns[1].split())
+    assert rows[0]["drafter"] is None and rows[1]["drafter"] == arm["drafter"]
+    assert not any("peak_bytes" in row for row in rows)
     with pytest.raises(CannotWrite, match="is a folder"):
         prompt_memory.main([str(config), str(tmp_path), "--device", "cpu"])
+
+
+def test_a_prompt_is_read_up_to_its_first_new_token(tmp_path, monkeypatch):
+    root, asked = make_world(tmp_path), []
+    arm = {"name": "text", "drafter": "ngram:3", "tree": "chain-3", "verifier": "block"}
+    settings, (arm,) = comparison_of({
+        "target": str(root / "target"), "out": "o", "benchmarks": ["b"], "device": "cpu",
+        "arms": [arm],
+    }, "here", {})
+    (prompt,) = load_benchmark(str(root / "talk.jsonl"), limit=1).prompts
+
+    def generate(decoder, tokens, generation):
+        asked.append((decoder.batch.tree_policy.name, len(tokens), generation.max_new_tokens))
+
+    monkeypatch.setattr(Decoder, "generate", generate)
+    for each in (None, arm):
+        assert read_alone(settings, Benchmark("talk", (prompt,)), each) is None
+    (_, plain, one), (tree, *drafted) = asked
+    assert tree == "chain-3" and drafted == [plain, one] and plain > 1 and one == 1

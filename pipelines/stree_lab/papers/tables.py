@@ -262,13 +262,14 @@ def drafters_7(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
     }
     if {UCB, BANDIT} <= searches:
         kinds["✓ by our bandit"] = lambda tree: tree.startswith(BANDIT)
+    benchmarks = ("mt_bench", "alpaca", "humaneval")  # in the order of the paper's heads
     picked = {
         (mark, benchmark): _fastest(
             row for row in _of_models(folder, benchmark, 0.0) if is_kind(tree_name(row) or "")
         )
-        for benchmark in ("mt_bench", "humaneval") for mark, is_kind in kinds.items()
+        for benchmark in benchmarks for mark, is_kind in kinds.items()
     }
-    return _with_speeds(paper, kinds, ("mt_bench", "humaneval"), picked)
+    return _with_speeds(paper, kinds, benchmarks, picked)
 
 
 def snakes_5(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]:
