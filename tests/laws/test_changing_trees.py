@@ -37,6 +37,13 @@ class Fickle(AdaptiveTrees):
             self.last = (self.last + (2 if len(path) > 1 else 1)) % len(self.trees)
 
 
+class Trusting(BanditTrees):
+    """Bandit that takes what was best so far: in a few steps an exploring one tries its trees."""
+
+    def __init__(self, trees, costs) -> None:
+        super().__init__(trees, costs, exploration=0)
+
+
 class Drafting(TableDrafter):
     """Drafter of trees of one shape whose draws are enumerated."""
 
@@ -111,8 +118,9 @@ COINS = ("multi_step", "traversal")
         [(Fickle, GROWN, "naive", 3, 2)],
         [
             *((Fickle, names, "naive", 3, 2) for names in (FIXED, GROWN)),
-            *((policy, names, verifier, *size) for names in (FIXED, GROWN) for verifier in COINS
-              for policy, size in ((Fickle, (3, 3)), (BanditTrees, (5, 2)))),
+            *((Fickle, names, verifier, 3, 3) for names in (FIXED, GROWN) for verifier in COINS),
+            *((policy, names, verifier, num_tokens, 2) for verifier in COINS
+              for policy, names, num_tokens in ((Trusting, FIXED, 7), (BanditTrees, GROWN, 5))),
         ],
         [(Fickle, GROWN, "traversal", 3, 3), (Fickle, FIXED, "multi_step", 3, 3)],
     ),

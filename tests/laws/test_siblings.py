@@ -266,7 +266,8 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
         Request([5, 6, 7], GenerationConfig(4, temperature=1.0, seed=3), trees[0]),
         Request([9] * 4, GenerationConfig(4), trees[1]),
     ]
-    assert any(by_fused_kernels(monkeypatch, served, target, drafter, verifier=verifier))
+    options = dict(tree=trees[0], verifier=verifier)
+    assert any(by_fused_kernels(monkeypatch, served, target, drafter, **options))
 
 
 @pytest.mark.parametrize(

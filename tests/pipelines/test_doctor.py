@@ -131,7 +131,7 @@ def test_a_target_that_is_none_is_refused(target, tmp_path):
 
 @pytest.mark.long  # test_stree_command.py and the tests above have the same in one process
 def test_as_a_script_with_its_exit_codes(tmp_path):
-    command = [sys.executable, str(Path(doctor.__file__)), "--run_dir", str(tmp_path)]
+    command = [sys.executable, "-m", "stree", "doctor", "--run_dir", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     failing = subprocess.run(
         [*command, "--ned", "slurm"], capture_output=True, text=True, check=False

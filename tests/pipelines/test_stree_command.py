@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 
 
 FIGURES = {  # of a paper or a page each, with a bench's use
-    "stree_lab.calibration", "stree_lab.grown_trees", "stree_lab.prompt_memory",
+    "stree_lab.calibration", "stree_lab.grown_trees", "stree_lab.studies.prompt_memory",
     "stree_lab.benches.trees_pay",
 }
 

@@ -29,10 +29,10 @@ from stree_lab import (
     grown_trees,
     paper_tables,
     project_speed,
-    prompt_memory,
     study,
 )
 from stree_lab.benches import trees_pay
+from stree_lab.studies import prompt_memory
 from stree_pipelines.commands import (
     ask_conversations,
     benchmark_checkpoint,

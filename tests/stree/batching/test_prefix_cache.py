@@ -69,17 +69,20 @@ def test_a_conversation_reads_each_turn_once(
     monkeypatch.setattr(ModelDrafter, "read", counted)
     monkeypatch.setattr(PrefillGraph, "replay_drafter", counted_too)
     got = answers(3)
-    prompt_length = len(SYSTEM) + 1
+    prompt_length, all_prompts = len(SYSTEM) + 1, 0
     reused = []
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.tokens == theirs.tokens
         assert mine.stats.accepted_per_call == theirs.stats.accepted_per_call  # the drafter's, too
         assert mine.stats.num_reused_tokens <= prompt_length and not theirs.stats.num_reused_tokens
         reused.append(mine.stats.num_reused_tokens)
+        all_prompts += prompt_length
         prompt_length += 15
     assert reused[0] == 0 and max(reused) > 15
-    assert min(again) < 15 and len(again) == 4  # the drafter reads no more than the target
-    if not graphs:  # no step ran ahead of the one that ended a turn
+    # With a step ahead of the one that ended a turn, the drafter may have read beyond the turn
+    assert min(again) < 15 and sum(again) <= all_prompts
+    if not graphs:
+        assert len(again) == 4  # the drafter reads no more than the target
         assert all(after >= before + 8 for before, after in itertools.pairwise(reused))
 
 

@@ -1,6 +1,7 @@
 """Measure the memory that target and drafter hold at most while they read a prompt.
 
-    python pipelines/stree_lab/prompt_memory.py configs/compare/documents-75m.yaml OUT/memory.jsonl
+    python pipelines/stree_lab/studies/prompt_memory.py \\
+        configs/compare/documents-75m.yaml OUT/memory.jsonl
 
 The file is one of compare.py. For each benchmark, plain decoding and each arm load their models in
 a process of their own, and read the longest prompt up to its first new token. A row has the most
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
@@ -62,7 +64,7 @@ def read_alone(settings: EvaluationSettings, benchmark: Benchmark, arm: Arm | No
     made = Decoders(settings, [benchmark])
     (prompt,) = benchmark.prompts
     with ops.current(made.device):
-        given = {}
+        given: dict[str, Any] = {}
         if arm is not None:
             name, method = DrafterIdentity.at(arm.drafter).name, arm.method(arm.trees[0])
             model = name.load(settings.target, made.device, made.dtype)

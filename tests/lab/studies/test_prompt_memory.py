@@ -10,8 +10,8 @@ from tiny_evaluation import export, make_world
 
 from stree.common.errors import CannotWrite
 from stree.decoder import Decoder
-from stree_lab import prompt_memory
-from stree_lab.prompt_memory import read_alone
+from stree_lab.studies import prompt_memory
+from stree_lab.studies.prompt_memory import read_alone
 from stree_pipelines.evaluation.arms import comparison_of
 from stree_pipelines.evaluation.benchmarks import Benchmark, load_benchmark
 
