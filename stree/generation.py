@@ -185,9 +185,8 @@ class GenerationConfig:
 
     def warn_of_unread(self) -> None:
         """Warn, once in a process, of settings that greedy decoding does not read."""
-        read = self.without_unread()
-        unread = [name for name in _OF_SAMPLING if getattr(self, name) != getattr(read, name)]
-        if unread:
+        unread = [name for name, off in _OF_SAMPLING.items() if getattr(self, name) != off]
+        if unread and self.temperature == 0:
             warn_once(
                 f"temperature is 0, and greedy decoding does not read {', '.join(unread)}: "
                 "set a temperature, or leave them out"

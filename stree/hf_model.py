@@ -35,7 +35,7 @@ from stree.loading import checkpoint_folder
 from stree.logits.hf_processors import CalledForRow, settings_of
 from stree.models.joint import require_backtracking
 from stree.models.model import HybridModel
-from stree.models.packing import version_of
+from stree.models.packing import versions_of
 from stree.prompts import prompts_of
 from stree.settings import end_of, refuse
 from stree.tree_policy.names import as_tree_policy
@@ -408,7 +408,7 @@ class _Weights:
     def __init__(self, model: Any) -> None:
         # Kept, so that no new tensor gets the identity of a replaced one
         self.tensors = [*model.parameters(), *model.buffers()]
-        self.versions = list(map(version_of, self.tensors))
+        self.versions = versions_of(self.tensors)
         self.place = model.device, model.dtype
 
     def are_those_of(self, model: Any) -> bool:

@@ -60,7 +60,7 @@ def prompts_of(
     if isinstance(inputs, Mapping):
         inputs, attention_mask = _of_tokenizer(inputs, attention_mask)
     is_matrix = getattr(inputs, "ndim", 0) == 2
-    listed = isinstance(inputs, list | tuple) and any(map(_is_several_ids, inputs))
+    listed = isinstance(inputs, list | tuple) and _has_several(inputs)
     rows = list(inputs) if listed or is_matrix else [inputs]
     if attention_mask is not None:
         masks = _masks(attention_mask, len(rows))
@@ -206,10 +206,13 @@ def _is_encoding(value: Any) -> bool:
     return isinstance(value, Mapping) or hasattr(value, "ids")
 
 
+def _has_several(items: Sequence[Any]) -> bool:
+    """Return whether any item of a list is a prompt, not a token; texts are refused later."""
+    only_tokens = set(map(type, items)) == {int}  # a prompt of thousands of them is looked at once
+    return not only_tokens and any(map(_is_several_ids, items))
+
+
 def _is_several_ids(value: Any) -> bool:
-    """Return whether an item of a list is a prompt, not a token; texts are refused later."""
-    if type(value) is int:  # most of all that is asked for
-        return False
     one_of_many = isinstance(value, list | tuple | range | str) or _is_encoding(value)
     return one_of_many or getattr(value, "ndim", 0) > 0
 
@@ -237,7 +240,7 @@ def _ids(given: Any) -> Tensor:
 
 def _masks(given: Any, count: int) -> list[Any]:
     """Return the mask of each prompt."""
-    is_one = isinstance(given, list | tuple) and not any(map(_is_several_ids, given))
+    is_one = isinstance(given, list | tuple) and not _has_several(given)
     masks = [given] if is_one or getattr(given, "ndim", 0) == 1 else given
     if not hasattr(masks, "__len__") or len(masks) != count:
         raise UsageError(

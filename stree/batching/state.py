@@ -6,6 +6,7 @@ one row per sequence, so that one step serves any mixture of settings.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -74,7 +75,8 @@ class BatchState:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
-        settings = bits_of(GenerationConfig())[:, None].repeat(1, batch).to(device)
+        bits = torch.tensor(bits_of(GenerationConfig()))
+        settings = bits[:, None].repeat(1, batch).to(device)
         temperature, top_p, min_p, penalty, presence, frequency = settings[:6].view(torch.float64)
         top_k, seed = settings[6:]
         return cls(
@@ -91,11 +93,11 @@ class BatchState:
 
         prompt, vocabulary (its size) and eos_ids are needed for rules only (`LogitRules.begin`).
         """
-        self.set_to(row, bits_of(generation).to(self.active.device))
+        self.set_to(row, torch.tensor(bits_of(generation), device=self.active.device))
         self.rules.begin(row, self.active, generation, prompt, vocabulary, eos_ids)
 
     def set_to(self, row: int | Tensor, bits: Tensor) -> None:
-        """Write a row's settings, given as `bits_of` returns them, on the device.
+        """Write a row's settings (8,), given as `bits_of` returns them, on the device.
 
         row is an int, or a tensor (1,) on the device.
         """
@@ -216,13 +218,12 @@ class BatchState:
         return naive.distribution(logits, self.temperature)
 
 
-def bits_of(generation: GenerationConfig) -> Tensor:
-    """Return a row's settings (8,) int64 as they are stored in `BatchState.settings`."""
+def bits_of(generation: GenerationConfig) -> list[int]:
+    """Return a row's eight settings as they are stored in `BatchState.settings`."""
     of = generation
     penalties = [of.repetition_penalty, of.presence_penalty, of.frequency_penalty]
     floats = [of.temperature, of.top_p, of.min_p, *penalties]
-    wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)
-    return torch.cat([wide, torch.tensor([of.top_k, of.seed or 0])])
+    return [*struct.unpack("6q", struct.pack("6d", *floats)), of.top_k, of.seed or 0]
 
 
 def _beyond(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class Worker:
             self._launched.append(launched)
 
     def _execute(self, plan: StepPlan, launched: _Launched) -> None:
-        for row in plan.stops:
+        for row in set(plan.stops):  # one that has ended and is freed is named twice
             self.state.active[row] = False
         lengths = [self._save(save) for save in plan.saves]
         if lengths:
@@ -377,13 +377,14 @@ class Worker:
             with torch.inference_mode(False):  # written inside of it and outside
                 self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
-        self._give(row, torch.tensor([len(admit.prompt)]))
+        self._give(row, [len(admit.prompt)])
         key = self._beginning(admit)
         _, asked = key
         task = partial(self._begin, self._logits, asked)
         begun = task() if asked.processed else self.runner.run(key, task)
         assert begun is not None
-        self.state.rules.note(self._given[:1], begun[:1].long())
+        if asked.reads_paths:
+            self.state.rules.note(self._given[:1], begun[:1].long())
         return self.runner.hand_over(begun)
 
     def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
@@ -408,9 +409,9 @@ class Worker:
         """Return the key of the runner's task that begins such a row."""
         return "begin", self.state.asked_by([admit.generation])
 
-    def _give(self, row: int, told: Tensor) -> None:
+    def _give(self, row: int, values: list[int]) -> None:
         """Copy a row's number and its values to the device, without waiting for it."""
-        given = torch.cat([torch.tensor([row]), told])
+        given = torch.tensor([row, *values])
         self._given[: len(given)].copy_(given, non_blocking=True)
 
     def _on_device(self, tokens: tuple[int, ...]) -> Tensor:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+_version = attrgetter("_version")
 # Modules, compared as objects, and the addresses of weights
 Places = tuple[list[nn.Module], list[int]]
+
+
+def versions_of(weights: list[Tensor]) -> list[int]:
+    """Return how often each tensor was written in place (`version_of`)."""
+    try:
+        return list(map(_version, weights))
+    except RuntimeError:
+        return list(map(version_of, weights))
 
 
 def version_of(weight: Tensor) -> int:
@@ -33,22 +43,20 @@ class PackedWeights:
         self._projection_dicts: list[dict[str, Any]] = [
             each._parameters for each in modules if isinstance(each, nn.Linear)
         ]
-        self._packed_at = self._places(self._projection_dicts)
+        self._packed_at = self._places(_given(self._projection_dicts))
 
     def have_moved(self) -> bool:
         """Return whether weights of projections were moved, or modules replaced, since then."""
-        return self._places(self._projection_dicts) != self._packed_at
+        return self._places(_given(self._projection_dicts)) != self._packed_at
 
     def state(self) -> tuple[Places, list[int]]:
         """Return the state (`weights_state`) of the weights that stood there then."""
-        weights = chain.from_iterable(map(dict.values, self._weight_dicts))
-        versions = [version_of(each) for each in weights if each is not None]
-        return self._places(self._weight_dicts), versions
+        weights = _given(self._weight_dicts)
+        return self._places(weights), versions_of(weights)
 
-    def _places(self, weight_dicts: list[dict[str, Any]]) -> Places:
+    def _places(self, weights: list[Tensor]) -> Places:
         modules = list(chain.from_iterable(map(dict.values, self._module_dicts)))
-        weights = chain.from_iterable(map(dict.values, weight_dicts))
-        return modules, [each.data_ptr() for each in weights if each is not None]
+        return modules, list(map(Tensor.data_ptr, weights))
 
 
 def weights_state(model: nn.Module) -> tuple[Places, list[int]]:
@@ -60,4 +68,10 @@ def weights_state(model: nn.Module) -> tuple[Places, list[int]]:
     if isinstance(packed, PackedWeights):
         return packed.state()
     weights = list(model.parameters())
-    return ([], list(map(Tensor.data_ptr, weights))), list(map(version_of, weights))
+    return ([], list(map(Tensor.data_ptr, weights))), versions_of(weights)
+
+
+def _given(weight_dicts: list[dict[str, Any]]) -> list[Tensor]:
+    """Return the weights that are not None."""
+    weights = chain.from_iterable(map(dict.values, weight_dicts))
+    return [each for each in weights if each is not None]
