@@ -32,6 +32,13 @@ class EncodedPrompt(NamedTuple):
     messages_end: int | None = None
 
 
+def one_list_of_ids(inputs: Any) -> list[int]:
+    """Return the token ids of one sequence, in any form that `prompts_of` takes."""
+    if isinstance(inputs, list | tuple) and _are_tokens(inputs):
+        return list(inputs)
+    return one_prompt(inputs).tolist()
+
+
 def one_prompt(inputs: Any) -> Tensor:
     """Return the token ids (T,) of one sequence, in any form that `prompts_of` takes."""
     prompts, _ = prompts_of(inputs)
@@ -208,8 +215,12 @@ def _is_encoding(value: Any) -> bool:
 
 def _has_several(items: Sequence[Any]) -> bool:
     """Return whether any item of a list is a prompt, not a token; texts are refused later."""
-    only_tokens = set(map(type, items)) == {int}  # a prompt of thousands of them is looked at once
-    return not only_tokens and any(map(_is_several_ids, items))
+    return not _are_tokens(items) and any(map(_is_several_ids, items))
+
+
+def _are_tokens(items: Sequence[Any]) -> bool:
+    """Return whether all items of a list are ints, as in most prompts; False if there are none."""
+    return set(map(type, items)) == {int}
 
 
 def _is_several_ids(value: Any) -> bool:

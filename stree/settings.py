@@ -6,7 +6,7 @@ Settings that are not supported are refused by name; none is ignored silently.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
@@ -85,7 +85,7 @@ class Settings:
     generation: GenerationConfig
     max_length: int | None = None
 
-    def after(self, prompt: Tensor) -> GenerationConfig:
+    def after(self, prompt: Sequence[int] | Tensor) -> GenerationConfig:
         """Return the settings for a prompt (T,).
 
         Raises `UsageError` for an empty one, and when max_length leaves no room after it.

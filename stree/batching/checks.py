@@ -16,7 +16,7 @@ from stree.generation import DecodingStats, GenerationConfig, require_whole
 from stree.models.config import HybridConfig
 from stree.models.hidden_states import require_features_of
 from stree.models.model import HybridModel
-from stree.prompts import one_prompt
+from stree.prompts import one_list_of_ids
 from stree.settings import settings_of
 from stree.tree_policy.policy import FixedTree, TreePolicy
 from stree.trees.token_tree import StepTree, as_tree
@@ -59,12 +59,12 @@ def checked_sequence(limits: RequestLimits, request: Request) -> RunningSequence
         raise UsageError(
             f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
         )
-    ids, policy = one_prompt(request.prompt_ids), limits.tree_policy
+    prompt, policy = one_list_of_ids(request.prompt_ids), limits.tree_policy
     if request.tree is not None:
         policy = FixedTree(as_tree(request.tree))
         _require_dynamic_trees_of(limits.tree_policy, policy)
     tree = policy.largest if len(policy.trees) == 1 else None
-    prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
+    generation = settings_of(request.generation).after(prompt).seeded()
     generation.warn_of_unread()
     if generation.num_return_sequences > 1:
         raise UsageError(

@@ -128,7 +128,7 @@ class ChunkedPrefill(Prefiller):
             cache: The target's.
             drafter: Reads the target's features of the chunk, if it takes any.
             row: Row of both caches.
-            tokens: (T,).
+            tokens: (T,), on the device or the host.
             timed: A context around each run of the drafter.
             start: Tokens that the target has read.
             drafter_read: Tokens after `start` that the drafter has read already.
@@ -260,11 +260,12 @@ class PrefillGraph:
     def replay(self, row: int, tokens: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Let a row read tokens (T,), with inputs (T, D) added to their embeddings.
 
+        The tokens may be on the host.
         Returns logits (1, V), which the next replay of this graph overwrites.
         """
         self.row.fill_(row)
         self.count.fill_(len(tokens))
-        self.tokens[0, : len(tokens)] = tokens
+        self.tokens[0, : len(tokens)].copy_(tokens, non_blocking=True)
         if self.inputs is not None and inputs is not None:
             self.inputs[0, : len(tokens)] = inputs
         self.captured.replay()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stree.common.errors import UsageError, error_of_request
-from stree.engine.plan import Admit, CatchUp, Limits, Report, RowReport, Save, StepPlan
+from stree.engine.plan import Admit, CatchUp, Limits, Report, Save, StepPlan
 from stree.engine.prefix_index import PrefixIndex
 from stree.engine.prompt_reads import PromptReads
 from stree.engine.sequence import RunningSequence, StepOutput
@@ -27,14 +27,14 @@ class _Planned:
 
     Attributes:
         plan: The plan.
-        rows: Sequences and trees of the rows that decode.
+        rows: Sequences of the rows that decode, in the order of the plan's trees.
         reads: Sequences of the rows whose prompts are read.
         drafted: Whether the drafter ran.
         is_observed: Whether the tree policy learns the paths.
     """
 
     plan: StepPlan
-    rows: dict[int, tuple[RunningSequence, StepTree]]
+    rows: dict[int, RunningSequence]
     reads: dict[int, RunningSequence]
     drafted: bool
     is_observed: bool = False
@@ -170,7 +170,7 @@ class Scheduler:
     def _is_useful(self, planned: _Planned) -> bool:
         if planned.plan.saves or self._beginning(planned):
             return True
-        return any(self._is_there(row, each) for row, (each, _) in planned.rows.items())
+        return any(self._is_there(row, each) for row, each in planned.rows.items())
 
     def plan_changes(self) -> StepPlan | None:
         """Return a plan of stops, saves and admissions alone; None if there are none."""
@@ -220,11 +220,8 @@ class Scheduler:
             planned = _Planned(plan, {}, self._reading(plan), False)
         if plan is not None:
             self._stops[:0], self.prefixes.drops[:0] = plan.stops, plan.drops
-        rows = dict(planned.reads)
-        for row, (each, tree) in planned.rows.items():
-            each.in_flight -= tree.max_depth + 1
-            rows[row] = each
-        rows |= {
+        self._land(planned)
+        rows = planned.reads | planned.rows | {
             each.row: self.sequences[each.row] for each in planned.plan.admits
             if each.row in self.sequences
         }
@@ -241,14 +238,14 @@ class Scheduler:
         """Return a plan with all changes that wait; without `decoding` nothing is read, either."""
         trees, changes = trees or {}, (tuple(self._stops), tuple(self._saves), tuple(self._admits))
         step = self._step_of(trees) if trees else (0, 1, 0)
-        rows = {row: (self.sequences[row], tree) for row, tree in trees.items()}
+        rows = decoding or {}
         drafted = any(tree.num_nodes > 1 for tree in trees.values())
         if trees:
             for each in self.sequences.values():
                 each.longest_block = 1
-        for each, tree in rows.values():
-            each.longest_block = tree.max_depth + 1
-            each.in_flight += each.longest_block
+        for each, tree in zip(rows.values(), trees.values(), strict=True):
+            each.longest_block = longest_block = tree.max_depth + 1
+            each.in_flight += longest_block
             each.is_behind = each.is_behind or not drafted
         reads = [] if decoding is None or len(decoding) == len(self.sequences) else list(
             self.prompts.next(self.sequences, whole=not decoding)
@@ -321,8 +318,8 @@ class Scheduler:
             if row in report.failed and self._is_there(row, each)
         ]
         blocks = [
-            self._account(row, each, tree, planned, report)
-            for row, (each, tree) in planned.rows.items() if self._is_there(row, each)
+            self._account(row, each, planned, report)
+            for row, each in planned.rows.items() if self._is_there(row, each)
         ]
         begun = [self._begin(row, self.sequences[row], report) for row in self._beginning(planned)]
         self.choice.tell()
@@ -339,9 +336,13 @@ class Scheduler:
 
     def _forget_first(self) -> _Planned:
         planned = self._planned.popleft()
-        for each, tree in planned.rows.values():
-            each.in_flight -= tree.max_depth + 1
+        self._land(planned)
         return planned
+
+    def _land(self, planned: _Planned) -> None:
+        """Note that a plan's step is no longer in flight."""
+        for each, tree in zip(planned.rows.values(), planned.plan.trees.values(), strict=True):
+            each.in_flight -= tree.max_depth + 1
 
     def _is_there(self, row: int, sequence: RunningSequence) -> bool:
         """Return whether a sequence still has its row and is unfinished."""
@@ -361,10 +362,10 @@ class Scheduler:
         return self._keep(row, sequence, [token], [scores])
 
     def _account(
-        self, row: int, sequence: RunningSequence, tree: StepTree, planned: _Planned, report: Report
+        self, row: int, sequence: RunningSequence, planned: _Planned, report: Report
     ) -> StepOutput:
         """Take the block that a step gave a row."""
-        given: RowReport = report.rows[row]
+        given, tree = report.rows[row], planned.plan.trees[row]
         if given.finite != 1:
             return self._fail(row, sequence, "drafter" if given.finite == -1 else "target")
         stats = sequence.stats
@@ -394,7 +395,7 @@ class Scheduler:
             output = self._fail(row, sequence)
             output.error = error_of_request(error)
             return output
-        logprobs = sequence.learn_logprobs(tokens, scores)
+        logprobs = sequence.learn_logprobs(tokens, scores) if scores else []
         if sequence.finish_reason:
             self._stops.append(row)
         if sequence.tree is None:  # it has the policy's

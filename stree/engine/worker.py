@@ -301,10 +301,11 @@ class Worker:
         most = FEATURES_CHUNK if features else read.stop
         for start in range(read.start, read.stop, most):
             stop = min(read.stop, start + most)
-            chunk = self._on_device(prompt[start:stop])
             if along is not None and drafted is not None:
+                chunk = torch.tensor(prompt[start:stop])  # copied into the graph's tokens
                 logits = self._read_both(along, read, start, chunk, drafted)
             else:
+                chunk = self._on_device(prompt[start:stop])
                 tap = HiddenStateTap(features) if features else None
                 asked = () if tap is None else (tap,)
                 logits = self.runner.prefiller.read_row(
@@ -322,7 +323,10 @@ class Worker:
     def _read_both(
         self, drafter: Drafter, read: Read, start: int, chunk: Tensor, drafted: int
     ) -> Tensor:
-        """Let the target read a chunk (T,) after `start` tokens, and the drafter right after it."""
+        """Let the target read a chunk (T,) after `start` tokens, and the drafter right after it.
+
+        The chunk may be on the host.
+        """
         row = read.row
         if drafted < start:  # the prefix's features are not kept
             missed = self._on_device(self._rows[row].admit.prompt[drafted:start])

@@ -248,7 +248,7 @@ class FixedTreeBatch(TreeBatch):
         self.trees, self.children, self.device = trees, children, parents.device
         self.parents, self.depths, self.drawn_by, self.levels = parents, depths, drawn_by, levels
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[tuple[int, ...], ...]:
         return (tuple(self.children.shape), *(tuple(each.places.shape) for each in self.levels))
 
