@@ -22,7 +22,7 @@ class AsyncHostCopy(HostCopy):
     """Values that a GPU copies to the host after all work that was started before."""
 
     def __init__(self, values: Tensor) -> None:
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned = torch.zeros(values.shape, dtype=values.dtype, pin_memory=True)
         super().__init__(pinned.copy_(values, non_blocking=True))
         self.event = torch.cuda.Event()
         self.event.record()

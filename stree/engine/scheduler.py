@@ -168,9 +168,9 @@ class Scheduler:
         return dropped
 
     def _is_useful(self, planned: _Planned) -> bool:
-        if planned.plan.saves or self._beginning(planned):
+        if any(self._is_there(row, each) for row, each in planned.rows.items()):
             return True
-        return any(self._is_there(row, each) for row, each in planned.rows.items())
+        return bool(planned.plan.saves or self._beginning(planned))
 
     def plan_changes(self) -> StepPlan | None:
         """Return a plan of stops, saves and admissions alone; None if there are none."""

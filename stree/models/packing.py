@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -13,7 +14,7 @@ _version = attrgetter("_version")
 Places = tuple[list[nn.Module], list[int]]
 
 
-def versions_of(weights: list[Tensor]) -> list[int]:
+def versions_of(weights: Sequence[Tensor]) -> list[int]:
     """Return how often each tensor was written in place (`version_of`)."""
     try:
         return list(map(_version, weights))
