@@ -79,7 +79,7 @@ def test_a_conversation_reads_each_turn_once(
         all_prompts += prompt_length
         prompt_length += 15
     assert reused[0] == 0 and max(reused) > 15
-    # With a step ahead of the one that ended a turn, the drafter may have read beyond the turn
+    # A step may have run ahead of the one that ended a turn, and the drafter may have read too far
     assert min(again) < 15 and sum(again) <= all_prompts
     if not graphs:
         assert len(again) == 4  # the drafter reads no more than the target
