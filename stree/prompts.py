@@ -224,6 +224,7 @@ def _are_tokens(items: Sequence[Any]) -> bool:
 
 
 def _is_several_ids(value: Any) -> bool:
+    """Return whether an item of a list is a prompt, not a token."""
     one_of_many = isinstance(value, list | tuple | range | str) or _is_encoding(value)
     return one_of_many or getattr(value, "ndim", 0) > 0
 

@@ -97,7 +97,7 @@ class BatchState:
         self.rules.begin(row, self.active, generation, prompt, vocabulary, eos_ids)
 
     def set_to(self, row: int | Tensor, bits: Tensor) -> None:
-        """Write a row's settings (8,), given as `bits_of` returns them, on the device.
+        """Write a row's settings, a tensor (8,) on the device of what `bits_of` returns.
 
         row is an int, or a tensor (1,) on the device.
         """

@@ -302,7 +302,7 @@ class Worker:
         for start in range(read.start, read.stop, most):
             stop = min(read.stop, start + most)
             if along is not None and drafted is not None:
-                chunk = torch.tensor(prompt[start:stop])  # copied into the graph's tokens
+                chunk = torch.tensor(prompt[start:stop])  # on the host: `read_both` copies it
                 logits = self._read_both(along, read, start, chunk, drafted)
             else:
                 chunk = self._on_device(prompt[start:stop])
@@ -387,7 +387,7 @@ class Worker:
         task = partial(self._begin, self._logits, asked)
         begun = task() if asked.processed else self.runner.run(key, task)
         assert begun is not None
-        if asked.reads_paths:
+        if asked.reads_paths:  # without, what was noted of the row is never looked at
             self.state.rules.note(self._given[:1], begun[:1].long())
         return self.runner.hand_over(begun)
 

@@ -54,7 +54,7 @@ def asked_by(generations: Iterable[GenerationConfig], size: tuple[int, int]) -> 
     """Return the kinds of settings that requests have; size is that of the rows' barred words."""
     generations = list(generations)
     sampling = [each for each in generations if each.temperature > 0]
-    ruled = [each for each in generations if each.has_rules]  # seldom any: the host's time counts
+    ruled = [each for each in generations if each.has_rules]  # most requests have no rules
     ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
     tops = [each.logprobs for each in generations if each.logprobs is not None]
     num_top = max(tops, default=None)

@@ -98,12 +98,15 @@ def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
     missing = [MISSING] * (len(lengths) - len(head) + 1)
     lines: list[Cells] = [("Method", *lengths)]
     lines += [(*cells, *missing) for cells in of_paper(lines_of_paper)]
-    used = {  # of each method the row of the drafter that was trained longest
-        (row.method, row.benchmark): row
-        for row in sorted(data.rows, key=lambda row: row.step or 0)
-        if row.temperature == 0 and row.benchmark in found.values()
+    rows = [row for row in data.rows if row.temperature == 0 and row.benchmark in found.values()]
+    last: dict[str, int] = {}  # step of the drafter that was trained longest, by method
+    for each in rows:
+        last[each.method] = max(last.get(each.method, 0), each.step or 0)
+    used = {
+        (each.method, each.benchmark): each for each in rows
+        if (each.step or 0) == last[each.method]
     }
-    methods = dict.fromkeys(method for method, _ in used)
+    methods = list(last)
     for method in methods:
         cells = []
         for length in lengths:
@@ -113,9 +116,9 @@ def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
             cells.append(figure(row.tokens_per_second if row else None) + tau)
         lines.append((f"{LABELS.get(method, method)}, {OURS}", *cells))
     measured = rows_of_file(folder / MEMORY) if (folder / MEMORY).is_file() else ()
-    peaks = {(row["method"], row["benchmark"]): row for row in measured}
+    peaks = {(row["method"], row["benchmark"]): row for row in measured if "peak_bytes" in row}
     for method in methods if peaks else ():
-        rows = [peaks.get((method, found.get(length))) for length in lengths]
-        cells = [figure(row["peak_bytes"] / 2**30 if row else None) for row in rows]
+        at_lengths = [peaks.get((method, found.get(length))) for length in lengths]
+        cells = [figure(each["peak_bytes"] / 2**30 if each else None) for each in at_lengths]
         lines.append((f"Peak memory, GiB, {LABELS.get(method, method)}, {OURS}", *cells))
     return lines, [*used.values(), *peaks.values()]

@@ -5,8 +5,8 @@
 
 The file is one of compare.py. For each benchmark, plain decoding and each arm load their models in
 a process of their own, and read the longest prompt up to its first new token. A row has the most
-bytes that PyTorch held at once there, the workspaces of libraries among them (Mamba Drafters' Table
-3). On a CPU they are not counted.
+bytes that PyTorch held at once while it was read: weights, caches and the workspaces of libraries
+(Mamba Drafters' Table 3). On a CPU they are not counted. A tuned chain is chain-1 here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from stree_pipelines.evaluation.answering.decoders import Decoders
 from stree_pipelines.evaluation.arms import Arm, read_comparison
 from stree_pipelines.evaluation.benchmarks import Benchmark, load_benchmark
 from stree_pipelines.evaluation.context import pick_device
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, DrafterIdentity, EvaluationSettings
+from stree_pipelines.evaluation.plan import (
+    AUTOREGRESSIVE,
+    DrafterIdentity,
+    EvaluationSettings,
+    policy_of,
+)
 
 LESS = "benchmarks with shorter prompts need less"
 
@@ -59,7 +64,7 @@ def peaks(settings: EvaluationSettings, arms: Sequence[Arm]) -> Iterator[Row]:
 def read_alone(settings: EvaluationSettings, benchmark: Benchmark, arm: Arm | None) -> int | None:
     """Load an arm's models, and read the benchmark's only prompt.
 
-    Returns the most bytes that PyTorch has held at once in this process; None on a CPU.
+    Returns the most bytes that PyTorch has held at once while the prompt was read; None on a CPU.
     """
     made = Decoders(settings, [benchmark])
     (prompt,) = benchmark.prompts
@@ -69,16 +74,18 @@ def read_alone(settings: EvaluationSettings, benchmark: Benchmark, arm: Arm | No
             name, method = DrafterIdentity.at(arm.drafter).name, arm.method(arm.trees[0])
             model = name.load(settings.target, made.device, made.dtype)
             given = {
-                "drafter": name.make(model, made.tokenizer, made.target), "tree": method.tree,
+                "drafter": name.make(model, made.tokenizer, made.target),
+                "tree": method.tree and policy_of(method.tree),
                 "verifier": method.verifier, "backtracking": method.backtracking,
             }
         decoder = Decoder(
             made.target, max_length=made.max_length, tokenizer=made.tokenizer, **given
         )
+        is_counted = made.device.type == "cuda"
+        if is_counted:  # what loading has held for a while is gone
+            torch.cuda.reset_peak_memory_stats(made.device)
         decoder.generate(made.prompt_ids(prompt), GenerationConfig(max_new_tokens=1))
-    if made.device.type == "cpu":
-        return None
-    return torch.cuda.max_memory_allocated(made.device)
+    return torch.cuda.max_memory_allocated(made.device) if is_counted else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -43,10 +43,13 @@ def test_each_arm_reads_the_longest_prompt_of_each_benchmark(tmp_path):
 
 def test_a_prompt_is_read_up_to_its_first_new_token(tmp_path, monkeypatch):
     root, asked = make_world(tmp_path), []
-    arm = {"name": "text", "drafter": "ngram:3", "tree": "chain-3", "verifier": "block"}
-    settings, (arm,) = comparison_of({
+    arms = [
+        {"name": "chain", "drafter": "ngram:3", "tree": "chain-3", "verifier": "block"},
+        {"name": "chosen", "drafter": "ngram:3", "tree": "chain-2 or chain-4"},
+    ]
+    settings, arms = comparison_of({
         "target": str(root / "target"), "out": "o", "benchmarks": ["b"], "device": "cpu",
-        "arms": [arm],
+        "arms": arms,
     }, "here", {})
     (prompt,) = load_benchmark(str(root / "talk.jsonl"), limit=1).prompts
 
@@ -54,7 +57,8 @@ def test_a_prompt_is_read_up_to_its_first_new_token(tmp_path, monkeypatch):
         asked.append((decoder.batch.tree_policy.name, len(tokens), generation.max_new_tokens))
 
     monkeypatch.setattr(Decoder, "generate", generate)
-    for each in (None, arm):
+    for each in (None, *arms):
         assert read_alone(settings, Benchmark("talk", (prompt,)), each) is None
-    (_, plain, one), (tree, *drafted) = asked
-    assert tree == "chain-3" and drafted == [plain, one] and plain > 1 and one == 1
+    (_, *plain), *drafted = asked
+    assert drafted == [("chain-3", *plain), ("chain-2 or chain-4", *plain)]
+    assert plain[0] > 1 and plain[1] == 1
