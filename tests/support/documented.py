@@ -22,7 +22,9 @@ JOB_SCRIPTS = {
     "slurm/eval_spec.sh": ("pipelines/eval_spec.py", []),
     "slurm/benchmark_checkpoint.sh": ("pipelines/benchmark_checkpoint.py", []),
 }
-SCRIPT = re.compile(r"(pipelines(/stree_lab(/benches)?|/stree_pipelines/data)?|slurm)/\w+\.(py|sh)")
+SCRIPT = re.compile(
+    r"(pipelines(/stree_lab(/benches|/studies)?|/stree_pipelines/data)?|slurm)/\w+\.(py|sh)"
+)
 CHANGE = re.compile(r"cd (\S+)(?:;| &&) (.*)", re.DOTALL)  # a command in another folder
 ENTRY = "stree"  # the console script, in the place of a script's path
 # A command in prose, between backticks or alone on a line or after a colon
@@ -67,7 +69,7 @@ class Command:
         script = Path(self.script)
         package = {
             "stree_lab": "stree_lab", "benches": "stree_lab.benches",
-            "data": "stree_pipelines.data",
+            "studies": "stree_lab.studies", "data": "stree_pipelines.data",
         }.get(script.parent.name, "stree_pipelines.commands")
         return importlib.import_module(f"{package}.{script.stem}").main
 
