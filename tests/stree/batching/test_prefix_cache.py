@@ -79,7 +79,7 @@ def test_a_conversation_reads_each_turn_once(
         all_prompts += prompt_length
         prompt_length += 15
     assert reused[0] == 0 and max(reused) > 15
-    # Here a step ran ahead of the one that ended each turn: the drafter had read beyond the turn
+    # A step follows the one that ends a turn, and the drafter reads tokens that the turn drops
     too_far = graphs and temperature == 0 and not attn_layers
     assert sum(again) <= all_prompts - (0 if too_far else sum(reused))
     if not graphs:
