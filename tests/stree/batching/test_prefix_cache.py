@@ -79,10 +79,13 @@ def test_a_conversation_reads_each_turn_once(
         all_prompts += prompt_length
         prompt_length += 15
     assert reused[0] == 0 and max(reused) > 15
-    # A step follows the one that ends a turn, and the drafter reads tokens that the turn drops
-    too_far = graphs and temperature == 0 and not attn_layers
-    assert sum(again) <= all_prompts - (0 if too_far else sum(reused))
-    if not graphs:
+    if graphs and temperature == 0 and not attn_layers:
+        # A step follows the one that ends a turn, and the drafter reads tokens that the turn drops
+        assert sum(again) <= all_prompts
+    else:  # the drafter reads no more than the target
+        assert min(again) < 15 and len(again) == 4
+        assert sum(again) <= all_prompts - sum(reused)
+    if not graphs:  # no step ran ahead of the one that ended a turn
         assert all(after >= before + 8 for before, after in itertools.pairwise(reused))
 
 
