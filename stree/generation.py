@@ -10,7 +10,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -170,12 +169,6 @@ class GenerationConfig:
     def bars_words(self) -> bool:
         """True if tokens are left out by what stands before them, or by their place."""
         return bool(self.bad_words_ids) or self.min_new_tokens > 0
-
-    @cached_property
-    def has_rules(self) -> bool:
-        """True if a penalty, a bias, barred words or processors change logits."""
-        named = bool(self.logit_bias or self.logits_processor) or self.bars_words
-        return named or self.repetition_penalty != 1 or self.counts_tokens
 
     @property
     def named_tokens(self) -> dict[str, list[int]]:

@@ -387,8 +387,7 @@ class Worker:
         task = partial(self._begin, self._logits, asked)
         begun = task() if asked.processed else self.runner.run(key, task)
         assert begun is not None
-        if asked.reads_paths:  # without, what was noted of the row is never looked at
-            self.state.rules.note(self._given[:1], begun[:1].long())
+        self.state.rules.note(self._given[:1], begun[:1].long())
         return self.runner.hand_over(begun)
 
     def _begin(self, logits: Tensor, asked: Asked) -> Tensor:

@@ -54,7 +54,6 @@ def asked_by(generations: Iterable[GenerationConfig], size: tuple[int, int]) -> 
     """Return the kinds of settings that requests have; size is that of the rows' barred words."""
     generations = list(generations)
     sampling = [each for each in generations if each.temperature > 0]
-    ruled = [each for each in generations if each.has_rules]  # most requests have no rules
     ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
     tops = [each.logprobs for each in generations if each.logprobs is not None]
     num_top = max(tops, default=None)
@@ -64,10 +63,10 @@ def asked_by(generations: Iterable[GenerationConfig], size: tuple[int, int]) -> 
         sampled=bool(sampling),
         filtered=ranked or any(each.min_p > 0 for each in sampling),
         ranked=ranked,
-        penalised=any(each.repetition_penalty != 1 for each in ruled),
-        counted=any(each.counts_tokens for each in ruled),
-        biased=any(each.logit_bias for each in ruled),
-        barred=size if any(each.bars_words for each in ruled) else None,
-        processed=any(each.logits_processor for each in ruled),
+        penalised=any(each.repetition_penalty != 1 for each in generations),
+        counted=any(each.counts_tokens for each in generations),
+        biased=any(each.logit_bias for each in generations),
+        barred=size if any(each.bars_words for each in generations) else None,
+        processed=any(each.logits_processor for each in generations),
         num_top=num_top,
     )
