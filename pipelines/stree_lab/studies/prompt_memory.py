@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
@@ -35,7 +34,7 @@ from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
     DrafterIdentity,
     EvaluationSettings,
-    policy_of,
+    make_job,
 )
 
 LESS = "benchmarks with shorter prompts need less"
@@ -49,14 +48,15 @@ def peaks(settings: EvaluationSettings, arms: Sequence[Arm]) -> Iterator[Row]:
         for name in settings.benchmarks:
             benchmark = load_benchmark(name, settings.benchmark_dir, settings.limit)
             prompts = Decoders(settings, [benchmark])
-            longest = max(benchmark.prompts, key=lambda prompt: len(prompts.prompt_ids(prompt)))
+            lengths = {prompt: len(prompts.prompt_ids(prompt)) for prompt in benchmark.prompts}
+            longest = max(lengths, key=lengths.__getitem__)
             alone = Benchmark(benchmark.name, (longest,))
             for arm in (None, *arms):
                 peak = anew.submit(read_alone, settings, alone, arm).result()
                 yield {
                     "what": "prompt_memory", "method": arm.name if arm else AUTOREGRESSIVE,
                     "drafter": arm.drafter if arm else None, "benchmark": benchmark.name,
-                    "num_tokens": len(prompts.prompt_ids(longest)),
+                    "num_tokens": lengths[longest],
                     **({} if peak is None else {"peak_bytes": peak}),
                 }
 
@@ -66,25 +66,18 @@ def read_alone(settings: EvaluationSettings, benchmark: Benchmark, arm: Arm | No
 
     Returns the most bytes that PyTorch has held at once while the prompt was read; None on a CPU.
     """
-    made = Decoders(settings, [benchmark])
+    made = Decoders(settings, [benchmark], make_decoder=Decoder)
     (prompt,) = benchmark.prompts
+    tokens = made.prompt_ids(prompt)
+    drafter = None if arm is None else DrafterIdentity.at(arm.drafter)
+    method = settings.method(AUTOREGRESSIVE) if arm is None else arm.method(arm.trees[0])
+    job = make_job(settings, method, drafter, benchmark, 0.0, "", "", made.device.type)
     with ops.current(made.device):
-        given: dict[str, Any] = {}
-        if arm is not None:
-            name, method = DrafterIdentity.at(arm.drafter).name, arm.method(arm.trees[0])
-            model = name.load(settings.target, made.device, made.dtype)
-            given = {
-                "drafter": name.make(model, made.tokenizer, made.target),
-                "tree": method.tree and policy_of(method.tree),
-                "verifier": method.verifier, "backtracking": method.backtracking,
-            }
-        decoder = Decoder(
-            made.target, max_length=made.max_length, tokenizer=made.tokenizer, **given
-        )
+        decoder = made.decoder(job, len(tokens))
         is_counted = made.device.type == "cuda"
         if is_counted:  # what loading has held for a while is gone
             torch.cuda.reset_peak_memory_stats(made.device)
-        decoder.generate(made.prompt_ids(prompt), GenerationConfig(max_new_tokens=1))
+        decoder.generate(tokens, GenerationConfig(max_new_tokens=1))
     return torch.cuda.max_memory_allocated(made.device) if is_counted else None
 
 

@@ -203,7 +203,7 @@ class Decoders:
         shorter one of `_as_long` does the same. A batch reads prompts in pieces while it decodes,
         and is warmed up with the first one only.
         """
-        decoder = self._decoder(job, len(prompt_ids))
+        decoder = self.decoder(job, len(prompt_ids))
         if isinstance(job.tree, ChosenTree):
             self._choose_by_costs(job, job.tree, decoder)
         what = {("temperature", job.temperature)}
@@ -227,23 +227,7 @@ class Decoders:
             self._warm |= once
         return decoder
 
-    def begin(self, job: Job) -> None:
-        """Let the job's tree policy start anew."""
-        if job.decoder_key in self._decoders:
-            _, decoder = self._decoders[job.decoder_key]
-            _batch_of(decoder).forget()
-
-    def release(self, drafter: DrafterIdentity) -> None:
-        """Free a drafter's weights and caches."""
-        self._drop(lambda known: known[0] == drafter)
-        self._drafters.pop(drafter, None)
-
-    def _needed(self, job: Job, num_prompt_tokens: int) -> int:
-        longest = 0 if job.tree is None else job.tree.max_depth + 1
-        needed = num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
-        return max(needed, length_to_time(job.tree)) if isinstance(job.tree, ChosenTree) else needed
-
-    def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
+    def decoder(self, job: Job, num_prompt_tokens: int) -> Any:
         """Return the job's decoder, made anew when a conversation outgrows it.
 
         An answer may come back through the tokenizer as more tokens than were generated.
@@ -263,6 +247,22 @@ class Decoders:
             )
             self._decoders[key] = room, decoder
         return decoder
+
+    def begin(self, job: Job) -> None:
+        """Let the job's tree policy start anew."""
+        if job.decoder_key in self._decoders:
+            _, decoder = self._decoders[job.decoder_key]
+            _batch_of(decoder).forget()
+
+    def release(self, drafter: DrafterIdentity) -> None:
+        """Free a drafter's weights and caches."""
+        self._drop(lambda known: known[0] == drafter)
+        self._drafters.pop(drafter, None)
+
+    def _needed(self, job: Job, num_prompt_tokens: int) -> int:
+        longest = 0 if job.tree is None else job.tree.max_depth + 1
+        needed = num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
+        return max(needed, length_to_time(job.tree)) if isinstance(job.tree, ChosenTree) else needed
 
     def _choose_by_costs(self, job: Job, tree: ChosenTree, decoder: Any) -> None:
         """Give a decoder the step times at the job's temperature, measured on first use."""
