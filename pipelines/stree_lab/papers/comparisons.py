@@ -119,6 +119,6 @@ def drafters_3(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], Rows]
     peaks = {(row["method"], row["benchmark"]): row for row in measured if "peak_bytes" in row}
     for method in methods if peaks else ():
         at_lengths = [peaks.get((method, found.get(length))) for length in lengths]
-        cells = [figure(each["peak_bytes"] / 2**30 if each else None) for each in at_lengths]
-        lines.append((f"Peak memory, GiB, {LABELS.get(method, method)}, {OURS}", *cells))
+        cells = [figure(each["peak_bytes"] / 1e9 if each else None) for each in at_lengths]
+        lines.append((f"Peak memory, GB, {LABELS.get(method, method)}, {OURS}", *cells))
     return lines, [*used.values(), *peaks.values()]
