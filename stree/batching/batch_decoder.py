@@ -480,11 +480,9 @@ class BatchDecoder:
                 "row is taken"
             )
         self.scheduler.choice.drop()  # it rests on other times
-        with for_decoding(self.target):
-            self.tree_policy.costs = measure_step_times(
-                self.worker, self.tree_policy.trees, context, num_steps, counts, generation,
-                self.max_length, self.eos_token_ids,
-            )
+        self.tree_policy.costs = measure_step_times(
+            self, self.tree_policy.trees, context, num_steps, counts, generation
+        )
         return self.tree_policy.costs
 
     def forget(self) -> None:

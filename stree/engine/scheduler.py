@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stree.common.errors import UsageError, error_of_request
@@ -17,7 +18,7 @@ from stree.engine.plan import Admit, CatchUp, Limits, Report, Save, StepPlan
 from stree.engine.prefix_index import PrefixIndex
 from stree.engine.prompt_reads import PromptReads
 from stree.engine.sequence import RunningSequence, StepOutput
-from stree.tree_policy.policy import TreeChoice, TreePolicy
+from stree.tree_policy.policy import FixedTree, TreeChoice, TreePolicy
 from stree.trees.token_tree import StepTree
 
 
@@ -146,6 +147,18 @@ class Scheduler:
             depth = max(each.max_depth for each in trees.values())
             for most in {longest_block, self.choice.block(deepest, depth)}:
                 yield num_rows, trees, most, position
+
+    @contextmanager
+    def only(self, tree: StepTree) -> Iterator[None]:
+        """Give rows whose requests name no tree this one inside the block; nothing is learned."""
+        before = self.tree_policy, self.choice
+        self.tree_policy = self.prompts.tree_policy = FixedTree(tree)
+        self.choice = TreeChoice(self.tree_policy)
+        try:
+            yield
+        finally:
+            self.tree_policy, self.choice = before
+            self.prompts.tree_policy = self.tree_policy
 
     # Plans
 

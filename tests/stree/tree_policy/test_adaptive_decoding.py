@@ -1,5 +1,6 @@
 """Decode with a tree that is chosen step by step: same tokens, no step disturbed by a choice."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -161,18 +162,20 @@ def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
 
 
 def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):
-    decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), max_length=128)
-    clock = {"now": 0.0, "asked": 0}
+    decoder, asked = decoder_of(AdaptiveTrees([CHAIN, WIDE]), max_length=128), itertools.count()
 
-    def now(device):
-        clock["asked"] += 1
-        clock["now"] += 100.0 if clock["asked"] % 6 == 2 else 1.0  # the first timing of each tree
-        return clock["now"]
+    def clock():
+        """Return a second more each time, and 100 more within the second turn of the trees."""
+        before, number = divmod(next(asked) - 1, 2)  # timings before, each asks twice
+        return before * 2.0 + number + 100.0 * max(0, min(before - 3 + number, 3))
 
-    monkeypatch.setattr("stree.batching.step_timing.now", now)
-    monkeypatch.setattr("stree.batching.step_timing._begin_after", lambda *_: 0.0)
+    monkeypatch.setattr("stree.batching.step_timing.perf_counter", clock)
+    monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 2)
     costs = decoder.measure_step_times(num_steps=4)
     assert set(costs.seconds.values()) == {0.25}
+    monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 1)
+    asked = itertools.count()
+    assert set(decoder.measure_step_times(num_steps=4).seconds.values()) == {25.25}
 
 
 def test_the_drafter_reads_each_token_once():
