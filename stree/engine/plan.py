@@ -160,7 +160,7 @@ class CatchUp:
     is_timed: bool
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which is slower
 class StepPlan:
     """Work of one step, in the order of these fields.
 
@@ -221,7 +221,7 @@ class RowReport:
     scores: list[list[float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which is slower
 class Report:
     """Outcome of a step: all that a scheduler learns of the device.
 

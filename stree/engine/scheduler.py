@@ -22,7 +22,7 @@ from stree.tree_policy.policy import FixedTree, TreeChoice, TreePolicy
 from stree.trees.token_tree import StepTree
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which is slower
 class _Planned:
     """A plan without a report.
 
@@ -197,7 +197,7 @@ class Scheduler:
         plan in which it does needs all reports first.
         """
         decoding = {row: each for row, each in self.sequences.items() if each.is_decoding}
-        trees, catch_ups = {}, []
+        trees, catch_ups, drafted = {}, [], False
         if decoding:
             chosen = self._chosen_tree(decoding)
             trees = {row: each.tree or chosen for row, each in decoding.items()}
@@ -209,7 +209,7 @@ class Scheduler:
                 catch_ups = [self._catch_up(row, each) for row, each in behind.items()]
             self.choice.drop()  # this step has it
         self._decoding = decoding
-        return self._new_plan(decoding, trees, catch_ups)
+        return self._new_plan(decoding, trees, catch_ups, drafted)
 
     def _catch_up(self, row: int, sequence: RunningSequence) -> CatchUp:
         start = sequence.num_drafted_from
@@ -247,19 +247,19 @@ class Scheduler:
     def _new_plan(
         self, decoding: dict[int, RunningSequence] | None = None,
         trees: dict[int, StepTree] | None = None, catch_ups: Iterable[CatchUp] = (),
+        drafted: bool = False,
     ) -> StepPlan | None:
         """Return a plan with all changes that wait; without `decoding` nothing is read, either."""
         trees, changes = trees or {}, (tuple(self._stops), tuple(self._saves), tuple(self._admits))
         step = self._step_of(trees) if trees else (0, 1, 0)
         rows = decoding or {}
-        drafted = any(tree.num_nodes > 1 for tree in trees.values())
-        if trees:
+        if trees and len(trees) < len(self.sequences):  # the others' blocks are taken
             for each in self.sequences.values():
                 each.longest_block = 1
         for each, tree in zip(rows.values(), trees.values(), strict=True):
             each.longest_block = longest_block = tree.max_depth + 1
             each.in_flight += longest_block
-            each.is_behind = each.is_behind or not drafted
+            each.is_behind = not drafted  # a row that was has a catch-up in this plan
         reads = [] if decoding is None or len(decoding) == len(self.sequences) else list(
             self.prompts.next(self.sequences, whole=not decoding)
         )
@@ -285,14 +285,14 @@ class Scheduler:
 
         All rows that are taken take part, or their buffers would fall behind.
         """
-        longest_block = max(each.longest_block for each in self.sequences.values())
-        depth = max(tree.max_depth for tree in trees.values())
+        longest_block = max([each.longest_block for each in self.sequences.values()])
+        depth = max([tree.max_depth for tree in trees.values()])
         longest_block = self.choice.block(longest_block, depth)
         # A row that has ended may have dropped tokens of its last block
-        position = max(
+        position = max([
             each.position + each.in_flight + (each.longest_block if each.finish_reason else 0)
             for row, each in self.sequences.items() if row in trees or each.finish_reason
-        )
+        ])
         return self._num_step_rows, longest_block, position
 
     @property
@@ -359,7 +359,7 @@ class Scheduler:
 
     def _is_there(self, row: int, sequence: RunningSequence) -> bool:
         """Return whether a sequence still has its row and is unfinished."""
-        return self.sequences.get(row) is sequence and not sequence.finish_reason
+        return not sequence.finish_reason and self.sequences.get(row) is sequence
 
     def _beginning(self, planned: _Planned) -> list[int]:
         """Return the rows whose first token a plan chooses and whose sequences are still there."""
@@ -378,21 +378,20 @@ class Scheduler:
         self, row: int, sequence: RunningSequence, planned: _Planned, report: Report
     ) -> StepOutput:
         """Take the block that a step gave a row."""
-        given, tree = report.rows[row], planned.plan.trees[row]
+        given, tree, stats = report.rows[row], planned.plan.trees[row], sequence.stats
+        path, depth = given.path, given.depth or tree.max_depth
         if given.finite != 1:
             return self._fail(row, sequence, "drafter" if given.finite == -1 else "target")
-        stats = sequence.stats
         if planned.drafted:  # up to the root, with which the draft began
-            sequence.num_drafted_from = sequence.position + 1
+            sequence.num_drafted_from = len(sequence.prompt) + len(sequence.stop.tokens)
         if planned.is_observed:
-            self.choice.note(tree, given.path)
+            self.choice.note(tree, path)
         if self.choice.is_open:
             stats.tree_per_call.append(tree)
         output = self._keep(row, sequence, given.tokens, given.scores)
         if output.error is not None:
             return output
-        depth = given.depth or tree.max_depth
-        output.num_accepted = stats.count_call(tree, depth, given.path, len(output.tokens))
+        output.num_accepted = stats.count_call(tree, depth, path, len(output.tokens))
         if sequence.finish_reason:
             stats.decode_s = report.ended - sequence.since
         return output
@@ -416,7 +415,7 @@ class Scheduler:
             if sequence.finish_reason:
                 self.choice.tell()
                 self.tree_policy.learn_answer(*sequence.drafter_s)
-        return StepOutput(row, tokens, sequence.finish_reason, logprobs=logprobs)
+        return StepOutput(row, tokens, sequence.finish_reason, None, 0, logprobs)
 
     def _fail(self, row: int, sequence: RunningSequence, who: str = "") -> StepOutput:
         sequence.finish_reason = "error"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,8 +168,7 @@ class Worker:
         launched = self._launched.popleft()
         plan, rows = launched.plan, {}
         if plan.trees:
-            told = self.runner.collect()
-            rows = {row: _row_report(told[row], launched.size) for row in plan.trees}
+            rows = _row_reports(self.runner.collect(), plan.trees, launched.size)
         firsts = {}
         for row, begun in launched.firsts.items():
             token, finite, *scores = begun.tolist()
@@ -465,14 +465,18 @@ class Worker:
             self.step.drafter.prepare_reads(self.runner.prefiller, row, 0, None)
 
 
-def _row_report(told: list[Any], size: int) -> RowReport:
-    """Return what a step's report tells of a row (`Step.verify`); size is M."""
+def _row_reports(told: list[list[Any]], rows: Iterable[int], size: int) -> dict[int, RowReport]:
+    """Return what a step's report tells of rows (`Step.verify`), by row; size is M."""
     tokens_end, nodes_end = 2 + size, 2 + 2 * size
-    if len(told) > nodes_end + 1:  # all numbers are floats, as some row wants log-probabilities
-        scores, width = told[nodes_end + 1 :], (len(told) - nodes_end - 1) // size
-        report = _row_report(list(map(int, told[: nodes_end + 1])), size)
-        report.scores = [scores[at * width :][:width] for at in range(len(report.tokens))]
-        return report
-    count = told[1]
-    tokens, nodes = told[2 : 2 + count], told[tokens_end : tokens_end + count]
-    return RowReport(told[0], tokens, nodes, told[nodes_end])
+    reports = {}
+    for row in rows:
+        numbers, scores = told[row], []
+        if len(numbers) > nodes_end + 1:  # floats, as some row wants log-probabilities
+            width = (len(numbers) - nodes_end - 1) // size
+            ends = range(nodes_end + 1 + width, len(numbers) + 1, width)
+            scores = [numbers[end - width : end] for end in ends[: int(numbers[1])]]
+            numbers = list(map(int, numbers[: nodes_end + 1]))
+        count = numbers[1]
+        tokens, nodes = numbers[2 : 2 + count], numbers[tokens_end : tokens_end + count]
+        reports[row] = RowReport(numbers[0], tokens, nodes, numbers[nodes_end], scores)
+    return reports
