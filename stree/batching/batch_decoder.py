@@ -442,7 +442,7 @@ class BatchDecoder:
 
         Otherwise the first steps capture them.
         """
-        with for_decoding(self.target):
+        with for_decoding(self.target, self.worker.device):
             for row in self.scheduler.sequences:
                 self.prepare_prefill(row)
             for step in self.scheduler.steps_to_prepare():
@@ -455,7 +455,7 @@ class BatchDecoder:
         if each.is_prefilling:
             pieces, drafted = self.scheduler.reads_to_prepare(each)
             may_lag = each.tree is None or each.is_plain
-            with for_decoding(self.target):
+            with for_decoding(self.target, self.worker.device):
                 self.worker.prepare_reads(row, pieces, drafted, may_lag)
 
     @one_at_a_time

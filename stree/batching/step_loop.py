@@ -55,7 +55,7 @@ class StepLoop:
     def step(self) -> list[StepOutput]:
         """Plan, execute and report until rows have outputs; return these, in order."""
         scheduler = self.scheduler
-        with for_decoding(self.target):
+        with for_decoding(self.target, self.worker.device):
             is_told = False
             while not is_told:
                 for _ in range(scheduler.drop_useless()):
@@ -81,7 +81,7 @@ class StepLoop:
 
     def _execute_changes(self) -> None:
         if (plan := self.scheduler.plan_changes()) is not None:
-            with for_decoding(self.target):
+            with for_decoding(self.target, self.worker.device):
                 try:
                     self._execute(plan)
                 except Exception:

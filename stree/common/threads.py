@@ -58,23 +58,33 @@ def _is_small(target: Any) -> bool:
     return _small[target]
 
 
-@contextlib.contextmanager
-def for_decoding(target: Any) -> Iterator[None]:
+def for_decoding(target: Any, device: Any = None) -> contextlib.AbstractContextManager[None]:
     """Compute inside the block as decoding does, whatever PyTorch's modes outside.
 
     The target's GPU is the current one, autocast is off (the weights' dtype decides), and a small
     target on a CPU has one thread: its operations take less time than the threads' communication.
+    device is the target's where the caller knows it: asking a model for it takes a step's time.
     """
     import torch
 
     from stree_kernels import ops
 
-    device = target.device
+    device = device or target.device
+    is_alone = torch.get_num_threads() > 1 and device.type == "cpu" and _is_small(target)
+    is_mixed = torch.is_autocast_enabled(device.type)
+    if is_alone or is_mixed:
+        return _set_modes(device, is_alone)
+    return ops.current(device)  # turning off what is off takes time
+
+
+@contextlib.contextmanager
+def _set_modes(device: Any, is_alone: bool) -> Iterator[None]:
+    import torch
+
+    from stree_kernels import ops
+
     usual = torch.get_num_threads()
-    is_alone = usual > 1 and device.type == "cpu" and _is_small(target)
-    is_mixed = torch.is_autocast_enabled(device.type)  # turning off what is off takes time
-    autocast = torch.autocast(device.type, enabled=False) if is_mixed else contextlib.nullcontext()
-    with ops.current(device), autocast:
+    with ops.current(device), torch.autocast(device.type, enabled=False):
         if is_alone:
             torch.set_num_threads(1)
         try:

@@ -285,15 +285,15 @@ class Scheduler:
 
         All rows that are taken take part, or their buffers would fall behind.
         """
-        longest_block = max([each.longest_block for each in self.sequences.values()])
-        depth = max([tree.max_depth for tree in trees.values()])
-        longest_block = self.choice.block(longest_block, depth)
+        blocks = [each.longest_block for each in self.sequences.values()]  # faster than generators
+        depths = [tree.max_depth for tree in trees.values()]
+        longest_block = self.choice.block(max(blocks), max(depths))
         # A row that has ended may have dropped tokens of its last block
-        position = max([
+        positions = [
             each.position + each.in_flight + (each.longest_block if each.finish_reason else 0)
             for row, each in self.sequences.items() if row in trees or each.finish_reason
-        ])
-        return self._num_step_rows, longest_block, position
+        ]
+        return self._num_step_rows, longest_block, max(positions)
 
     @property
     def _num_step_rows(self) -> int:

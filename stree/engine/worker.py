@@ -96,6 +96,7 @@ class Worker:
         max_nodes: Nodes of the largest tree.
 
     Attributes:
+        device: Device of target, caches and state.
         runner: Runs steps eagerly or by graphs.
         state: Settings and next tokens of the rows on the device.
         clock: Told of the phases of each step, if one is given.
@@ -104,8 +105,8 @@ class Worker:
     """
 
     def __init__(self, step: Step, num_rows: int, max_nodes: int) -> None:
-        self.step, self.runner = step, runner_of(step)
-        self.state = BatchState.new(num_rows, max_nodes, step.target.device)
+        self.step, self.runner, self.device = step, runner_of(step), step.target.device
+        self.state = BatchState.new(num_rows, max_nodes, self.device)
         self.clock: PhaseClock | None = None
         self.prefill_time = Stopwatch()
         self.errors: dict[int, Exception] = {}
@@ -151,7 +152,7 @@ class Worker:
             if read.row in self.errors:
                 continue
             try:
-                with self.prefill_time.running(self.state.position.device):
+                with self.prefill_time.running(self.device):
                     logits = self.read(read)
                     if read.save is not None:
                         self._save(read.save, logits)
@@ -351,7 +352,7 @@ class Worker:
         self._timed_rows.add(of.row)
         row = self._rows[of.row]
         watch = row.reading if isinstance(of, Read) else row.catching_up
-        return watch.running(self.state.position.device)
+        return watch.running(self.device)
 
     def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
@@ -419,7 +420,7 @@ class Worker:
 
     def _on_device(self, tokens: tuple[int, ...]) -> Tensor:
         """Return the tokens (T,) on the device, without waiting for it."""
-        return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
+        return torch.tensor(tokens).to(self.device, non_blocking=True)
 
     # Graphs
 
