@@ -387,12 +387,17 @@ class BatchDecoder:
     def num_reusable(self, prompt: list[int]) -> int:
         """Return how many tokens of a prompt are in a kept prefix, and need not be read again.
 
-        Waits for the device to save the prefixes that were kept last.
+        Waits as `await_prefixes` does.
         """
         self._follow_weights()
+        self.await_prefixes()
+        return self.scheduler.num_reusable(prompt)
+
+    @one_at_a_time
+    def await_prefixes(self) -> None:
+        """Wait for the device to save the prefixes that were kept last."""
         while self.scheduler.prefixes.unsettled:
             self.loop.take_report()
-        return self.scheduler.num_reusable(prompt)
 
     @one_at_a_time
     def limit_prefixes(self, num_bytes: int) -> int:

@@ -25,11 +25,15 @@ CaptureType = Callable[..., Any]  # of a device, a function and the one `beside`
 Timed = Callable[[], AbstractContextManager[None]]
 
 
+def chunk_size(most: int) -> int:
+    """Return the padded size of the first chunk of `most` tokens."""
+    return max(SHORTEST_CHUNK, 1 << (min(most, LONGEST_CHUNK) - 1).bit_length())
+
+
 def chunk_sizes(most: int) -> list[int]:
     """Return the padded sizes of chunks of 1 to `most` tokens, smallest first."""
-    least = SHORTEST_CHUNK.bit_length() - 1
-    greatest = max(least, (min(most, LONGEST_CHUNK) - 1).bit_length())
-    return [1 << power for power in range(least, greatest + 1)]
+    powers = range(SHORTEST_CHUNK.bit_length() - 1, chunk_size(most).bit_length())
+    return [1 << power for power in powers]
 
 
 class Prefiller:
@@ -168,7 +172,7 @@ class ChunkedPrefill(Prefiller):
         """
         graphs: list[PrefillGraph] = []
         for begin in range(start, start + count, LONGEST_CHUNK):
-            size = chunk_sizes(start + count - begin)[-1]
+            size = chunk_size(start + count - begin)
             bound = _bound_of(cache, begin + size)
             drafter_bound = None if drafter is None else _bound_of(drafter.cache, begin + size)
             key = id(model), id(cache), size, bound, layers, reads_inputs, drafter_bound

@@ -56,7 +56,7 @@ class TimedRows:
         admitted = time.perf_counter()
         self.shares[row] = Share(prefill_s=admitted - started)
         # Waits for the step in flight, for the last turn's prefix; that time is the other rows'
-        self.decoder.num_reusable(list(request.prompt_ids))
+        self.decoder.await_prefixes()
         self._waited_s += time.perf_counter() - admitted
         self.decoder.prepare_prefill(row)  # counts for no request, like all captures of graphs
         self._reading.add(row)

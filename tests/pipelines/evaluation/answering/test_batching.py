@@ -75,9 +75,9 @@ def test_what_is_done_between_steps_counts_too(monkeypatch):
         return take_report(loop)
 
     class Timed(BatchDecoder):
-        def num_reusable(self, prompt):
+        def await_prefixes(self):
             clock.now += 3 * bool(self.scheduler.sequences[0].stop.tokens)
-            return super().num_reusable(prompt)
+            super().await_prefixes()
 
         def release(self, row, keep=False):
             clock.now += 5
