@@ -64,10 +64,10 @@ class Acceptance:
         self.num_new = 0
         for rates in self._dynamic_rates.values():
             rates.revise()
-        fixed = dict(zip(self._fixed, self.rates.expected_tokens(self._fixed), strict=True))
+        fixed = iter(self.rates.expected_tokens(self._fixed))
         return {
             tree: self._dynamic_rates[tree.alike].expected_tokens(tree)
-            if tree.grows else fixed[tree.shape]
+            if tree.grows else next(fixed)
             for tree in self.trees
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from stree.tree_policy.acceptance import Acceptance
 from stree.tree_policy.explorer import Explorer
@@ -202,6 +203,7 @@ class AdaptiveTrees(TreePolicy):
             state.is_settled = False
 
 
+@cache  # each step asks twice
 def _every(num_rows: int) -> int:
     """Return N where each N-th step of that many rows is observed."""
     return min(max(1, num_rows // OBSERVED_ROWS), MAX_PASSED)

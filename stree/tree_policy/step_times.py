@@ -313,7 +313,7 @@ class Speeds:
     def with_tokens(self, num_rows: int, tree: StepTree, tokens: float) -> float:
         """Return tokens per second and row of steps that yield `tokens` tokens."""
         seconds = self.step_s(num_rows, tree)
-        if tree != PLAIN:
+        if tree.num_nodes > 1:
             answer_tokens = max(self._answer_tokens.value, 1.0)
             seconds += num_rows * self.prefill_s * tokens / answer_tokens
         return tokens / seconds
