@@ -232,10 +232,9 @@ def _temperature(sample: Any, given: Any, base: GenerationConfig) -> Any:
 
 def _refuse_others(asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` for settings that are neither ours nor without effect."""
-    known = {*_OURS, *_WITHOUT_EFFECT}
     refuse({
         name: value for name, value in asked.items()
-        if name not in known and not _is_neutral(name, value)
+        if name not in (*_OURS, *_WITHOUT_EFFECT) and not _is_neutral(name, value)
     })
 
 

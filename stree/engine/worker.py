@@ -415,8 +415,8 @@ class Worker:
 
     def _give(self, row: int, values: list[int]) -> None:
         """Copy a row's number and its values to the device, without waiting for it."""
-        given = torch.tensor([row, *values])
-        self._given[: len(given)].copy_(given, non_blocking=True)
+        given = [row, *values, *[0] * (NUM_SETTINGS - len(values))]
+        self._given.copy_(torch.tensor(given), non_blocking=True)
 
     def _on_device(self, tokens: tuple[int, ...]) -> Tensor:
         """Return the tokens (T,) on the device, without waiting for it."""

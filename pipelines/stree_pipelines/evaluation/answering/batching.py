@@ -81,9 +81,10 @@ class TimedRows:
             self.shares[row].prefill_s += read_s / len(reading)
         if decoded:
             self._waited_s = 0.0
-        for row in decoded:
-            self.shares[row].decode_s += (step_s - read_s) / len(decoded)
-            self.shares[row].num_calls += 1 / len(decoded)
+            decode_s, part = (step_s - read_s) / len(decoded), 1 / len(decoded)
+            for share in map(self.shares.__getitem__, decoded):
+                share.decode_s += decode_s
+                share.num_calls += part
         return reports
 
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
