@@ -202,10 +202,10 @@ class Scheduler:
             chosen = self._chosen_tree(decoding)
             trees = {row: each.tree or chosen for row, each in decoding.items()}
             drafted = any(tree.num_nodes > 1 for tree in trees.values())
-            if drafted and any(each.is_behind for each in decoding.values()):
+            behind = {row: each for row, each in decoding.items() if each.is_behind}
+            if drafted and behind:
                 if self._planned:
                     return None
-                behind = {row: each for row, each in decoding.items() if each.is_behind}
                 catch_ups = [self._catch_up(row, each) for row, each in behind.items()]
             self.choice.drop()  # this step has it
         self._decoding = decoding
