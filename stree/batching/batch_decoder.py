@@ -486,7 +486,8 @@ class BatchDecoder:
             )
         self.scheduler.choice.drop()  # it rests on other times
         self.tree_policy.costs = measure_step_times(
-            self, self.tree_policy.trees, context, num_steps, counts, generation
+            self, self.scheduler, self.worker, self.tree_policy.trees, context, num_steps, counts,
+            generation, self.max_length,
         )
         return self.tree_policy.costs
 

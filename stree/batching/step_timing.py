@@ -7,23 +7,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from stree.common.threads import for_decoding
 
 import torch
 
 from stree.batching.sequences import Request
+from stree.batching.serve import Rows
 from stree.common.clock import now
 from stree.common.errors import UsageError
 from stree.common.words import counted, device_name, held_dtype
+from stree.engine.scheduler import Scheduler
 from stree.engine.worker import Worker
 from stree.generation import GenerationConfig
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import StepTree
-
-if TYPE_CHECKING:
-    from stree.batching.batch_decoder import BatchDecoder
 
 LOG = logging.getLogger(__name__)
 NUM_TIMINGS = 5
@@ -68,8 +66,9 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 
 def measure_step_times(
-    decoder: BatchDecoder, trees: Sequence[StepTree], context: int | None, num_steps: int,
-    counts: Sequence[int] | None, generation: GenerationConfig,
+    rows: Rows, scheduler: Scheduler, worker: Worker, trees: Sequence[StepTree],
+    context: int | None, num_steps: int, counts: Sequence[int] | None,
+    generation: GenerationConfig, max_length: int,
 ) -> StepTimes:
     """Time steps of a decoder with each tree and number of rows, the host's work on them included.
 
@@ -78,21 +77,22 @@ def measure_step_times(
     that a short disturbance of the machine does not favour one tree.
 
     Args:
-        decoder: All its rows must be free.
+        rows: The decoder; all its rows must be free.
+        scheduler, worker: The decoder's.
         trees: Trees to time.
         context: Tokens of each row's prompt; None is `context_of` the decoder's max_length, or
             less where little room is left.
         num_steps: Steps to time in a turn, after NUM_UNTIMED others.
         counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
         generation: Settings of the rows: sampling takes longer, and top-k or top-p much longer.
+        max_length: Tokens of the decoder's longest sequence.
 
     Raises:
         UsageError: When max_length leaves no room for a step.
     """
     began = perf_counter()
-    target, deepest = decoder.target, max(trees, key=lambda tree: tree.max_depth)
-    max_length, positions = decoder.max_length, target.config.num_positions
-    if positions is not None:
+    target, deepest = worker.step.target, max(trees, key=lambda tree: tree.max_depth)
+    if (positions := target.config.num_positions) is not None:
         max_length = min(max_length, positions + deepest.max_depth + 1)
     if context is None:
         room = max_length - length_to_time(deepest) + MAX_DEFAULT_CONTEXT
@@ -103,10 +103,10 @@ def measure_step_times(
             f"max_length {max_length} leaves no room to time steps of {deepest} after {context} "
             "tokens: raise it, or lower the context"
         )
-    counts = row_counts(decoder.num_rows) if counts is None else counts
+    counts = row_counts(scheduler.limits.num_rows) if counts is None else counts
     costs = StepTimes(
         device=device_name(target.device), dtype=held_dtype(target),
-        temperature=generation.temperature, catch_up=_catch_up_s(decoder.worker, context),
+        temperature=generation.temperature, catch_up=_catch_up_s(worker, context),
     )
     for count in counts:
         LOG.info(
@@ -116,12 +116,15 @@ def measure_step_times(
         seconds: dict[StepTree, list[float]] = {tree: [] for tree in trees}
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
             timed = min(num_steps, room) if turn else 0
-            most = 1 + (NUM_UNTIMED + timed) * (tree.max_depth + 1)
-            with decoder.scheduler.only(tree):
-                step_s = _step_s(decoder, count, context, replace(
-                    generation, max_new_tokens=most, min_new_tokens=0, ignore_eos=True,
-                    stop_strings=(), num_return_sequences=1,
-                ), timed)
+            asked = replace(
+                generation, max_new_tokens=1 + (NUM_UNTIMED + timed) * (tree.max_depth + 1),
+                min_new_tokens=0, ignore_eos=True, stop_strings=(), num_return_sequences=1,
+            )
+            prompts = [
+                tokens_of_row(row, context, target.config.vocab_size) for row in range(count)
+            ]
+            with scheduler.only(tree):
+                step_s = _step_s(rows, prompts, asked, timed)
             if timed:
                 seconds[tree].append(step_s)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
@@ -130,27 +133,26 @@ def measure_step_times(
 
 
 def _step_s(
-    decoder: BatchDecoder, count: int, context: int, generation: GenerationConfig, num_steps: int
+    rows: Rows, prompts: Sequence[list[int]], generation: GenerationConfig, num_steps: int
 ) -> float:
-    """Return the seconds of a step of `count` rows; of none, steps are prepared for such rows."""
-    vocab_size = decoder.target.config.vocab_size
-    rows: list[int] = []
+    """Return the seconds of a step of rows with these prompts; of none, steps are prepared."""
+    taken: list[int] = []
     try:
-        for row in range(count):
-            settings = replace(generation, seed=row).without_unread()
-            rows.append(decoder.admit(Request(tokens_of_row(row, context, vocab_size), settings)))
-        reading = set(rows)
+        for seed, prompt in enumerate(prompts):
+            settings = replace(generation, seed=seed).without_unread()
+            taken.append(rows.admit(Request(prompt, settings)))
+        reading = set(taken)
         while reading:
-            reading.difference_update(output.row for output in decoder.step())
+            reading.difference_update(output.row for output in rows.step())
         for _ in range(NUM_UNTIMED):
-            decoder.step()
+            rows.step()
         started = perf_counter()
         for _ in range(num_steps):
-            decoder.step()
+            rows.step()
         return (perf_counter() - started) / max(1, num_steps)
     finally:
-        for row in rows:
-            decoder.release(row)
+        for row in taken:
+            rows.release(row)
 
 
 def _catch_up_s(worker: Worker, num_tokens: int) -> float:

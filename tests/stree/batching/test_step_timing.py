@@ -38,6 +38,8 @@ def test_rows_of_a_timed_step_choose_different_experts(monkeypatch):
     for temperature in (0.0, 1.0):
         chosen.clear()
         generation = GenerationConfig(temperature=temperature)
-        measure_step_times(decoder, [PLAIN], 16, 2, [8], generation)
+        measure_step_times(
+            decoder, decoder.scheduler, decoder.worker, [PLAIN], 16, 2, [8], generation, 64
+        )
         steps = [each for each in chosen if len(each) == 8]
         assert len(steps) > 4 and all(len(set(each)) >= 4 for each in steps)
