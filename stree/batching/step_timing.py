@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -114,45 +114,55 @@ def measure_step_times(
             ", ".join(tree.name for tree in trees),
         )
         seconds: dict[StepTree, list[float]] = {tree: [] for tree in trees}
-        for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
-            timed = min(num_steps, room) if turn else 0
-            asked = replace(
-                generation, max_new_tokens=1 + (NUM_UNTIMED + timed) * (tree.max_depth + 1),
-                min_new_tokens=0, ignore_eos=True, stop_strings=(), num_return_sequences=1,
-            )
-            prompts = [
-                tokens_of_row(row, context, target.config.vocab_size) for row in range(count)
-            ]
-            with scheduler.only(tree):
-                step_s = _step_s(rows, prompts, asked, timed)
-            if timed:
-                seconds[tree].append(step_s)
+        taken, left = list[int](), 0
+        try:
+            for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
+                timed = min(num_steps, room) if turn else 0
+                needed = (NUM_UNTIMED + timed) * (tree.max_depth + 1)
+                with scheduler.only(tree):
+                    if needed > left:
+                        _release(rows, taken)
+                        left = max_length - context - deepest.max_depth - 2
+                        asked = replace(
+                            generation, max_new_tokens=1 + left, min_new_tokens=0, ignore_eos=True,
+                            stop_strings=(), num_return_sequences=1,
+                        )
+                        for row in range(count):
+                            prompt = tokens_of_row(row, context, target.config.vocab_size)
+                            settings = replace(asked, seed=row).without_unread()
+                            taken.append(rows.admit(Request(prompt, settings)))
+                        _read_prompts(rows, taken)
+                    left -= needed
+                    step_s = _step_s(rows, timed)
+                if timed:
+                    seconds[tree].append(step_s)
+        finally:
+            with scheduler.only(deepest):  # the policy learns nothing of these answers
+                _release(rows, taken)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     costs.took_s = perf_counter() - began
     return costs
 
 
-def _step_s(
-    rows: Rows, prompts: Sequence[list[int]], generation: GenerationConfig, num_steps: int
-) -> float:
-    """Return the seconds of a step of rows with these prompts; of none, steps are prepared."""
-    taken: list[int] = []
-    try:
-        for seed, prompt in enumerate(prompts):
-            settings = replace(generation, seed=seed).without_unread()
-            taken.append(rows.admit(Request(prompt, settings)))
-        reading = set(taken)
-        while reading:
-            reading.difference_update(output.row for output in rows.step())
-        for _ in range(NUM_UNTIMED):
-            rows.step()
-        started = perf_counter()
-        for _ in range(num_steps):
-            rows.step()
-        return (perf_counter() - started) / max(1, num_steps)
-    finally:
-        for row in taken:
-            rows.release(row)
+def _read_prompts(rows: Rows, taken: Iterable[int]) -> None:
+    reading = set(taken)
+    while reading:
+        reading.difference_update(output.row for output in rows.step())
+
+
+def _release(rows: Rows, taken: list[int]) -> None:
+    while taken:
+        rows.release(taken.pop())
+
+
+def _step_s(rows: Rows, num_steps: int) -> float:
+    """Return the seconds of one of `num_steps` steps after NUM_UNTIMED others; 0.0 of none."""
+    for _ in range(NUM_UNTIMED):
+        rows.step()
+    started = perf_counter()
+    for _ in range(num_steps):
+        rows.step()
+    return (perf_counter() - started) / max(1, num_steps)
 
 
 def _catch_up_s(worker: Worker, num_tokens: int) -> float:

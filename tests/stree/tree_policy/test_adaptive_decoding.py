@@ -302,10 +302,14 @@ def test_costs_are_measured_while_no_row_is_taken():
     decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), 3, max_length=128)
     with pytest.raises(UsageError, match="call measure_step_times first"):
         decoder.generate([Request([1], GenerationConfig(4))])
+    num_answers = decoder.tree_policy.state.num_answers
     costs = decoder.measure_step_times(num_steps=3)
     assert {rows for rows, _ in costs.seconds} == {1, 2, 3}
     assert {tree for _, tree in costs.seconds} == {PLAIN, CHAIN, WIDE}
     assert all(seconds > 0 for seconds in costs.seconds.values()) and costs.catch_up > 0
+    assert decoder.tree_policy.state.num_answers == num_answers and decoder.num_free_rows == 3
+    assert decoder.scheduler.tree_policy is decoder.scheduler.prompts.tree_policy
+    assert decoder.scheduler.tree_policy is decoder.tree_policy
     request = Request([1, 2], GenerationConfig(20))
     out = decoder.generate([request])[0]
     assert out.tokens == Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(20)).tokens
@@ -314,6 +318,21 @@ def test_costs_are_measured_while_no_row_is_taken():
         decoder.measure_step_times()
     with pytest.raises(UsageError, match="give at least one"):
         AdaptiveTrees([])
+
+
+@pytest.mark.parametrize("max_length", [48, 512])
+def test_timed_steps_are_of_one_tree_and_all_rows(max_length, monkeypatch):
+    """With little room the rows begin again before some timings."""
+    decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), 3, max_length=max_length)
+    plans, execute = [], decoder.worker.execute
+    monkeypatch.setattr(
+        decoder.worker, "execute", lambda plan: plans.append(plan) or execute(plan)
+    )
+    decoder.measure_step_times(num_steps=4, counts=[2])
+    steps = [plan.trees for plan in plans if plan.trees]
+    assert all(list(each) == [0, 1] and len(set(each.values())) == 1 for each in steps)
+    assert {each[0] for each in steps} == {PLAIN, CHAIN, WIDE}
+    assert (sum(len(plan.admits) for plan in plans) > 2) == (max_length < 512)
 
 
 class NowAndThen(AdaptiveTrees):
