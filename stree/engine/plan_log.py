@@ -198,7 +198,8 @@ def replay_by_scheduler(
         tree_policy: A new one, as the log's was at its first line, with the same costs.
         tokenizer: Finds stop strings; None if no request has any.
 
-    The plans are equal, or the scheduler depends on something that is not in the log.
+    The plans are equal, or the scheduler depends on something that is not in the log: `BadData` is
+    raised after the first two that differ, since what follows in the log rests on its own plan.
     """
     (begin, *rest), shared = events, dict[int, SharedPrompt]()
     assert begin.call == "begin" and begin.limits is not None and begin.tree is not None
@@ -231,6 +232,11 @@ def replay_by_scheduler(
                 if plan is not None:
                     plans = {plan.number: plan}
                 yield plan, event.plan
+                if plan != event.plan:
+                    raise BadData(
+                        "the scheduler makes another plan than the log has: replay the log with "
+                        "the version and the step times that it was written with"
+                    )
             case _:
                 getattr(scheduler, event.call)()
 

@@ -347,6 +347,7 @@ def dyspec_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], 
     """Build the table: milliseconds of each part of a step, and their shares of it."""
     rows = [row for row in arm_rows(folder) if row.tree is not None and row.time_ms]
     parts = {"draft": "drafting", "verify": "target", "accept": "verification", "host": "host"}
+    names = {ours: name for name, ours in DYSPEC_SETS.items()}
     lines: list[Cells] = [("Dataset", "Temp", "Arm", "a step, ms", *parts.values())]
     for row in rows:
         step = sum(row.time_ms.values())
@@ -354,7 +355,7 @@ def dyspec_figure_4(folder: Path, paper: Sequence[Cells]) -> tuple[list[Cells], 
             f"{figure(ms)} ({100 * ms / step:.0f} %)"
             for ms in (row.time_ms.get(part, 0.0) for part in parts)
         )
-        place = BENCHMARKS.get(row.benchmark, row.benchmark), f"{row.temperature:g}"
+        place = names.get(row.benchmark, row.benchmark), f"{row.temperature:g}"
         lines.append((*place, row.method, figure(step), *cells))
     return lines, rows
 

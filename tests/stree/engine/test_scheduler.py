@@ -98,6 +98,8 @@ def test_the_same_requests_and_reports_give_the_same_plans(
     fresh = AdaptiveTrees([TREES[1]], costs=costs) if adaptive else FixedTree(TREES[2])
     pairs = list(replay_by_scheduler(events, fresh))
     assert [plan for plan, _ in pairs] == [logged for _, logged in pairs]
+    with pytest.raises(BadData, match="another plan than the log has"):
+        list(replay_by_scheduler([each for each in events if each.call != "admit"], fresh))
     again = [plan for plan, _ in pairs if plan is not None]
     assert adaptive or any(plan.catch_ups for plan in again)
     assert len({tree for plan in again for tree in plan.trees.values()}) > 1
