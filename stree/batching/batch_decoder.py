@@ -470,8 +470,6 @@ class BatchDecoder:
     ) -> StepTimes:
         """Time steps with each tree of the policy; its choice rests on these times from now on.
 
-        They are steps of requests, so a time has the host's work on a step, too.
-
         Args:
             context: Committed tokens before the first step; None is 32, or a quarter of max_length
                 if that is less.

@@ -47,7 +47,7 @@ def length_to_time(tree: StepTree) -> int:
 def room_to_time(tree: StepTree, max_length: int, context: int) -> int:
     """Return how many steps can be timed after `context` tokens and NUM_UNTIMED other steps.
 
-    A request has its first token and the nodes of the last tree beside the tokens of these steps.
+    Room is left for the request's first token, and for the nodes of one more tree.
     """
     return (max_length - context - 1) // (tree.max_depth + 1) - NUM_UNTIMED - 1
 
@@ -166,7 +166,7 @@ def _step_s(rows: Rows, num_steps: int) -> float:
 
 
 def _catch_up_s(worker: Worker, num_tokens: int) -> float:
-    """Return the least seconds in which the drafter reads so many tokens of a row that is free."""
+    """Return the seconds that the drafter takes to read so many tokens, by its fastest read."""
     if (drafter := worker.step.drafter) is None:
         return 0.0
     target, seconds = worker.step.target, []
