@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Settings without effect here: a config file's words about itself, and ids that only padded
 # batches and empty prompts need.
 _WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
+_KNOWN = frozenset((*_OURS, *_WITHOUT_EFFECT))
 
 
 THEIRS = "transformers' own model.generate does it, without drafts"
@@ -234,7 +235,7 @@ def _refuse_others(asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` for settings that are neither ours nor without effect."""
     refuse({
         name: value for name, value in asked.items()
-        if name not in (*_OURS, *_WITHOUT_EFFECT) and not _is_neutral(name, value)
+        if name not in _KNOWN and not _is_neutral(name, value)
     })
 
 

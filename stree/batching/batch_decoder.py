@@ -471,8 +471,7 @@ class BatchDecoder:
         """Time steps with each tree of the policy; its choice rests on these times from now on.
 
         Args:
-            context: Committed tokens before the first step; None is 32, or a quarter of max_length
-                if that is less.
+            context: Tokens of each row's prompt; None is 32, or less where max_length is short.
             num_steps: Steps of each timing.
             counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
             generation: Settings of the requests to expect (sampling takes longer).

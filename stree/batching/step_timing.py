@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -15,7 +15,7 @@ import torch
 from stree.batching.sequences import Request
 from stree.batching.serve import Rows
 from stree.common.clock import now
-from stree.common.errors import UsageError
+from stree.common.errors import InvariantBroken, UsageError
 from stree.common.words import counted, device_name, held_dtype
 from stree.engine.scheduler import Scheduler
 from stree.engine.worker import Worker
@@ -34,14 +34,15 @@ def row_counts(most: int) -> list[int]:
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
-def context_of(max_length: int) -> int:
-    """Return the default number of committed tokens before a timed step."""
-    return min(MAX_DEFAULT_CONTEXT, max_length // 4)
-
-
 def length_to_time(tree: StepTree) -> int:
-    """Return the least max_length with which a step of the tree can be timed."""
+    """Return the least max_length for steps of the tree after MAX_DEFAULT_CONTEXT tokens."""
     return MAX_DEFAULT_CONTEXT + 1 + (NUM_UNTIMED + 2) * (tree.max_depth + 1)
+
+
+def context_of(tree: StepTree, max_length: int) -> int:
+    """Return the default number of prompt tokens before timed steps of trees up to this one."""
+    left = max_length - length_to_time(tree) + MAX_DEFAULT_CONTEXT
+    return max(1, min(MAX_DEFAULT_CONTEXT, max_length // 4, left))
 
 
 def room_to_time(tree: StepTree, max_length: int, context: int) -> int:
@@ -66,42 +67,41 @@ def tokens_of_row(row: int, num_tokens: int, vocab_size: int) -> list[int]:
 
 
 def measure_step_times(
-    rows: Rows, scheduler: Scheduler, worker: Worker, trees: Sequence[StepTree],
+    decoder: Rows, scheduler: Scheduler, worker: Worker, trees: Sequence[StepTree],
     context: int | None, num_steps: int, counts: Sequence[int] | None,
     generation: GenerationConfig, max_length: int,
 ) -> StepTimes:
-    """Time steps of a decoder with each tree and number of rows, the host's work on them included.
+    """Time steps of requests with each tree and number of rows, the host's work on them included.
 
-    The host's work is what a step of a small model takes on a fast device. The trees have
-    NUM_TIMINGS turns, after one that captures their graphs. A time is the least of its turns, so
-    that a short disturbance of the machine does not favour one tree.
+    With a small model on a fast device the host's work takes longer than the device's. The trees
+    have NUM_TIMINGS turns, after one that captures their graphs. A time is the least of its turns,
+    so that a short disturbance of the machine does not favour one tree.
 
     Args:
-        rows: The decoder; all its rows must be free.
+        decoder: All its rows must be free.
         scheduler, worker: The decoder's.
         trees: Trees to time.
-        context: Tokens of each row's prompt; None is `context_of` the decoder's max_length, or
-            less where little room is left.
+        context: Tokens of each row's prompt; None is `context_of` the deepest tree. Steps of the
+            trees follow each other in the same rows until these are full.
         num_steps: Steps to time in a turn, after NUM_UNTIMED others.
         counts: Numbers of rows to time; None is 1, 2, 4, … up to all rows.
-        generation: Settings of the rows: sampling takes longer, and top-k or top-p much longer.
+        generation: Settings of the rows, but for what ends an answer: sampling takes longer, and
+            top-k or top-p much longer.
         max_length: Tokens of the decoder's longest sequence.
 
     Raises:
-        UsageError: When max_length leaves no room for a step.
+        UsageError: When max_length or the target's positions leave no room for a step.
+        StreeError: The error of a step, or of reading a prompt.
     """
     began = perf_counter()
     target, deepest = worker.step.target, max(trees, key=lambda tree: tree.max_depth)
     if (positions := target.config.num_positions) is not None:
         max_length = min(max_length, positions + deepest.max_depth + 1)
-    if context is None:
-        room = max_length - length_to_time(deepest) + MAX_DEFAULT_CONTEXT
-        context = max(1, min(context_of(max_length), room))
-    room = room_to_time(deepest, max_length, context)
-    if room < 1:
+    context = context_of(deepest, max_length) if context is None else context
+    if (most := room_to_time(deepest, max_length, context)) < 1:
         raise UsageError(
-            f"max_length {max_length} leaves no room to time steps of {deepest} after {context} "
-            "tokens: raise it, or lower the context"
+            f"{max_length} tokens (max_length, or the target's positions) leave no room to time "
+            f"steps of {deepest} after {context} tokens: raise max_length, or lower the context"
         )
     counts = row_counts(scheduler.limits.num_rows) if counts is None else counts
     costs = StepTimes(
@@ -117,11 +117,12 @@ def measure_step_times(
         taken, left = list[int](), 0
         try:
             for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
-                timed = min(num_steps, room) if turn else 0
+                timed = min(num_steps, most) if turn else 0
                 needed = (NUM_UNTIMED + timed) * (tree.max_depth + 1)
                 with scheduler.only(tree):
-                    if needed > left:
-                        _release(rows, taken)
+                    # Beside the tree's own steps one that is in flight may be of a deeper tree
+                    if needed + deepest.max_depth > left:
+                        _release(decoder, taken)
                         left = max_length - context - deepest.max_depth - 2
                         asked = replace(
                             generation, max_new_tokens=1 + left, min_new_tokens=0, ignore_eos=True,
@@ -130,39 +131,47 @@ def measure_step_times(
                         for row in range(count):
                             prompt = tokens_of_row(row, context, target.config.vocab_size)
                             settings = replace(asked, seed=row).without_unread()
-                            taken.append(rows.admit(Request(prompt, settings)))
-                        _read_prompts(rows, taken)
+                            taken.append(decoder.admit(Request(prompt, settings)))
+                        reading = set(taken)
+                        while reading:
+                            reading -= _step(decoder)
                     left -= needed
-                    step_s = _step_s(rows, timed)
-                if timed:
-                    seconds[tree].append(step_s)
+                    seconds[tree].append(_step_s(decoder, set(taken), timed))
         finally:
             with scheduler.only(deepest):  # the policy learns nothing of these answers
-                _release(rows, taken)
-        costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
+                _release(decoder, taken)
+        costs.seconds |= {(count, tree): min(each[1:]) for tree, each in seconds.items()}
     costs.took_s = perf_counter() - began
     return costs
 
 
-def _read_prompts(rows: Rows, taken: Iterable[int]) -> None:
-    reading = set(taken)
-    while reading:
-        reading.difference_update(output.row for output in rows.step())
+def _step(decoder: Rows) -> set[int]:
+    """Step, and return the rows with outputs; raise the error of a row, or that none is left."""
+    outputs = decoder.step()
+    for each in outputs:
+        if each.error is not None:
+            raise each.error
+    if not outputs:
+        raise InvariantBroken("rows have ended while their steps were timed")
+    return {each.row for each in outputs}
 
 
-def _release(rows: Rows, taken: list[int]) -> None:
-    while taken:
-        rows.release(taken.pop())
-
-
-def _step_s(rows: Rows, num_steps: int) -> float:
+def _step_s(decoder: Rows, rows: set[int], num_steps: int) -> float:
     """Return the seconds of one of `num_steps` steps after NUM_UNTIMED others; 0.0 of none."""
     for _ in range(NUM_UNTIMED):
-        rows.step()
-    started = perf_counter()
+        _step(decoder)
+    started, told = perf_counter(), rows
     for _ in range(num_steps):
-        rows.step()
-    return (perf_counter() - started) / max(1, num_steps)
+        told = _step(decoder)
+    seconds = (perf_counter() - started) / max(1, num_steps)
+    if told != rows:
+        raise InvariantBroken(f"of {sorted(rows)} only rows {sorted(told)} were timed to the end")
+    return seconds
+
+
+def _release(decoder: Rows, taken: list[int]) -> None:
+    while taken:
+        decoder.release(taken.pop())
 
 
 def _catch_up_s(worker: Worker, num_tokens: int) -> float:

@@ -71,10 +71,9 @@ def for_decoding(target: Any, device: Any = None) -> contextlib.AbstractContextM
 
     device = device or target.device
     is_alone = torch.get_num_threads() > 1 and device.type == "cpu" and _is_small(target)
-    is_mixed = torch.is_autocast_enabled(device.type)
-    if is_alone or is_mixed:
+    if is_alone or torch.is_autocast_enabled(device.type):
         return _set_modes(device, is_alone)
-    return ops.current(device)  # turning off what is off takes time
+    return ops.current(device)
 
 
 @contextlib.contextmanager
@@ -84,7 +83,9 @@ def _set_modes(device: Any, is_alone: bool) -> Iterator[None]:
     from stree_kernels import ops
 
     usual = torch.get_num_threads()
-    with ops.current(device), torch.autocast(device.type, enabled=False):
+    is_mixed = torch.is_autocast_enabled(device.type)  # turning off what is off takes time
+    autocast = torch.autocast(device.type, enabled=False) if is_mixed else contextlib.nullcontext()
+    with ops.current(device), autocast:
         if is_alone:
             torch.set_num_threads(1)
         try:

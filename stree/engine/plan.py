@@ -160,7 +160,7 @@ class CatchUp:
     is_timed: bool
 
 
-@dataclass  # not frozen, which is slower
+@dataclass  # a frozen one is slower to make
 class StepPlan:
     """Work of one step, in the order of these fields.
 
@@ -201,7 +201,7 @@ class StepPlan:
         return bool(self.trees or self.saves or self.begins)
 
 
-@dataclass(slots=True)  # not frozen, which is slower: a step makes one for each row
+@dataclass(slots=True)  # a frozen one is slower to make, and a step makes one for each row
 class RowReport:
     """Outcome of a step for a row that decoded.
 
@@ -221,7 +221,7 @@ class RowReport:
     scores: list[list[float]] = field(default_factory=list)
 
 
-@dataclass  # not frozen, which is slower
+@dataclass  # a frozen one is slower to make
 class Report:
     """Outcome of a step: all that a scheduler learns of the device.
 

@@ -199,7 +199,7 @@ def replay_by_scheduler(
         tokenizer: Finds stop strings; None if no request has any.
 
     The plans are equal, or the scheduler depends on something that is not in the log: `BadData` is
-    raised after the first two that differ, since what follows in the log rests on its own plan.
+    raised after the first plan that is not the log's, on which the rest of the log depends.
     """
     (begin, *rest), shared = events, dict[int, SharedPrompt]()
     assert begin.call == "begin" and begin.limits is not None and begin.tree is not None

@@ -22,7 +22,7 @@ from stree.tree_policy.policy import FixedTree, TreeChoice, TreePolicy
 from stree.trees.token_tree import StepTree
 
 
-@dataclass(slots=True)  # not frozen, which is slower
+@dataclass(slots=True)  # a frozen one is slower to make
 class _Planned:
     """A plan without a report.
 
@@ -153,7 +153,7 @@ class Scheduler:
         """Give rows whose requests name no tree this one inside the block; nothing is learned."""
         before = self.tree_policy, self.choice
         self.tree_policy = self.prompts.tree_policy = FixedTree(tree)
-        self.choice = TreeChoice(self.tree_policy)
+        self.choice = TreeChoice(self.tree_policy, before[0].trees)
         try:
             yield
         finally:

@@ -185,14 +185,19 @@ class FixedTree(TreePolicy):
 class TreeChoice:
     """The tree of the next step, kept until a step has it, or other rows decode.
 
-    Attributes:
+    Args:
         policy: Chooses the trees.
+        trees: All trees that steps may have, also by another policy; None for the policy's.
+
+    Attributes:
         is_open: True if steps may have different trees.
         num_tokens: New tokens of which the policy is still to be told.
     """
 
-    def __init__(self, policy: TreePolicy) -> None:
-        self.policy, self.is_open = policy, len(policy.trees) > 1
+    def __init__(self, policy: TreePolicy, trees: Sequence[StepTree] | None = None) -> None:
+        trees = trees or policy.trees
+        self.policy, self.is_open = policy, len(trees) > 1
+        self._longest_block = max(tree.max_depth for tree in trees) + 1
         self._next: tuple[int, StepTree] | None = None  # rows, and the tree chosen for them
         # What the policy is still to be told, of many rows at once: the host's time counts
         self._tree: StepTree = policy.trees[0]
@@ -224,7 +229,7 @@ class TreeChoice:
         of two block lengths, so that few captured graphs serve all steps.
         """
         if self.is_open and longest_block > depth + 1:
-            return max(longest_block, self.policy.deepest.max_depth + 1)
+            return max(longest_block, self._longest_block)
         return longest_block
 
     def note(self, tree: StepTree, path: Sequence[int]) -> None:

@@ -111,7 +111,8 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder.generate(ids, max_new_tokens=1, do_sample=False)
     without_choice = decoder._batch.max_length
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
-    assert room_to_time(decoder.tree_policy.deepest, without_choice, context_of(without_choice)) < 1
+    deepest = decoder.tree_policy.deepest
+    assert room_to_time(deepest, without_choice, context_of(deepest, without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
     assert not decoder.tree_policy.misfit(decoder.target, temperature=0.0, num_rows=1)
 

@@ -215,7 +215,9 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     )
     room = min(options["max_length"], config.num_positions or options["max_length"])
     kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)
-    if tree_policy.needs_step_times and room_to_time(deepest, room, context_of(room)) < 1:
+    if tree_policy.needs_step_times and room_to_time(
+        deepest, room, context_of(deepest, room)
+    ) < 1:
         raise UsageError(
             f"--tree {tree_policy} is chosen by measured costs, and {room} tokens "
             f"are too few to time steps of {deepest} in: raise --max_length, "

@@ -328,11 +328,48 @@ def test_timed_steps_are_of_one_tree_and_all_rows(max_length, monkeypatch):
     monkeypatch.setattr(
         decoder.worker, "execute", lambda plan: plans.append(plan) or execute(plan)
     )
+    before = decoder.tree_policy.state
+    learned = repr((before.speeds.__dict__, before.acceptance.rates.__dict__))
     decoder.measure_step_times(num_steps=4, counts=[2])
     steps = [plan.trees for plan in plans if plan.trees]
     assert all(list(each) == [0, 1] and len(set(each.values())) == 1 for each in steps)
     assert {each[0] for each in steps} == {PLAIN, CHAIN, WIDE}
     assert (sum(len(plan.admits) for plan in plans) > 2) == (max_length < 512)
+    assert repr((before.speeds.__dict__, before.acceptance.rates.__dict__)) == learned
+
+
+@pytest.mark.parametrize("max_length", [122, 145, 275])
+@pytest.mark.parametrize("depths", [(2, 8), (8, 2)])
+def test_no_row_ends_while_its_steps_are_timed(depths, max_length, captured_on_cpu, monkeypatch):
+    """Not even if all drafts are accepted, and a step in flight is of a deeper tree."""
+    monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 5)
+    target, trees = tiny_model(1), list(map(TokenTree.chain, depths))
+    decoder = BatchDecoder(target, target, AdaptiveTrees(trees), num_rows=1, max_length=max_length)
+    outputs, step = [], decoder.step
+    monkeypatch.setattr(decoder, "step", lambda: outputs.append(step()) or outputs[-1])
+    decoder.measure_step_times()
+    assert all(outputs) and not any(each.finish_reason for (each,) in outputs)
+    # The graphs are those of later steps: with a change of trees the longest block
+    graphs = decoder.worker.runner.step_graphs
+    assert all(block in (len(shape), 9) for _, shape, block, *_ in graphs)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_error_of_a_timed_step_is_raised(is_late, monkeypatch):
+    decoder = decoder_of(AdaptiveTrees([CHAIN, WIDE]), 2, max_length=128)
+    runner, launched = decoder.worker.runner, itertools.count()
+    launch = runner.launch
+
+    def failing(*given):
+        if next(launched) == 9 * is_late:
+            raise MemoryError("no room for a graph")
+        return launch(*given)
+
+    monkeypatch.setattr(runner, "launch", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        decoder.measure_step_times()
+    assert decoder.num_free_rows == 2 and not decoder.tree_policy.costs.seconds
+    assert decoder.measure_step_times().seconds
 
 
 class NowAndThen(AdaptiveTrees):
