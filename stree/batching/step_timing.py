@@ -120,7 +120,7 @@ def measure_step_times(
                 timed = min(num_steps, most) if turn else 0
                 needed = (NUM_UNTIMED + timed) * (tree.max_depth + 1)
                 with scheduler.only(tree):
-                    # Beside the tree's own steps one that is in flight may be of a deeper tree
+                    # The first step reported is in flight already, perhaps with a deeper tree
                     if needed + deepest.max_depth > left:
                         _release(decoder, taken)
                         left = max_length - context - deepest.max_depth - 2
@@ -175,7 +175,7 @@ def _release(decoder: Rows, taken: list[int]) -> None:
 
 
 def _catch_up_s(worker: Worker, num_tokens: int) -> float:
-    """Return the seconds that the drafter takes to read so many tokens, by its fastest read."""
+    """Return the seconds of the fastest of several reads of `num_tokens` tokens by the drafter."""
     if (drafter := worker.step.drafter) is None:
         return 0.0
     target, seconds = worker.step.target, []

@@ -349,7 +349,7 @@ def test_no_row_ends_while_its_steps_are_timed(depths, max_length, captured_on_c
     monkeypatch.setattr(decoder, "step", lambda: outputs.append(step()) or outputs[-1])
     decoder.measure_step_times()
     assert all(outputs) and not any(each.finish_reason for (each,) in outputs)
-    # The graphs are those of later steps: with a change of trees the longest block
+    # Serving has the same graphs: a step after another tree is captured for the longest block
     graphs = decoder.worker.runner.step_graphs
     assert all(block in (len(shape), 9) for _, shape, block, *_ in graphs)
 
