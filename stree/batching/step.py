@@ -104,8 +104,7 @@ class Step:
         for name, model, cache in self.models():
             if not isinstance(cache, HybridCache):
                 continue  # a drafter of one's own may keep tokens elsewhere, or nowhere
-            weight = model.model.embed_tokens.weight  # has the model's dtype and device
-            if (weight.dtype, weight.device) != (cache.dtype, cache.device):
+            if (model.dtype, model.device) != (cache.dtype, cache.device):
                 raise UsageError(
                     f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
                     f"for {cache.dtype} on {cache.device}: make a new decoder"

@@ -114,7 +114,7 @@ def measure_step_times(
             ", ".join(tree.name for tree in trees),
         )
         seconds: dict[StepTree, list[float]] = {tree: [] for tree in trees}
-        taken, left = list[int](), 0
+        left = 0
         try:
             for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
                 timed = min(num_steps, most) if turn else 0
@@ -122,27 +122,39 @@ def measure_step_times(
                 with scheduler.only(tree):
                     # The first step reported is in flight already, perhaps with a deeper tree
                     if needed + deepest.max_depth > left:
-                        _release(decoder, taken)
+                        _release_all(decoder, scheduler)
                         left = max_length - context - deepest.max_depth - 2
-                        asked = replace(
-                            generation, max_new_tokens=1 + left, min_new_tokens=0, ignore_eos=True,
-                            stop_strings=(), num_return_sequences=1,
-                        )
-                        for row in range(count):
-                            prompt = tokens_of_row(row, context, target.config.vocab_size)
-                            settings = replace(asked, seed=row).without_unread()
-                            taken.append(decoder.admit(Request(prompt, settings)))
-                        reading = set(taken)
-                        while reading:
-                            reading -= _step(decoder)
+                        prompts = [
+                            tokens_of_row(row, context, target.config.vocab_size)
+                            for row in range(count)
+                        ]
+                        _begin(decoder, prompts, replace(generation, max_new_tokens=1 + left))
                     left -= needed
-                    seconds[tree].append(_step_s(decoder, set(taken), timed))
+                    seconds[tree].append(_step_s(decoder, count, timed))
         finally:
             with scheduler.only(deepest):  # the policy learns nothing of these answers
-                _release(decoder, taken)
+                _release_all(decoder, scheduler)
         costs.seconds |= {(count, tree): min(each[1:]) for tree, each in seconds.items()}
     costs.took_s = perf_counter() - began
     return costs
+
+
+def _begin(decoder: Rows, prompts: Sequence[list[int]], generation: GenerationConfig) -> None:
+    """Admit rows that only their number of tokens ends, and step until all prompts are read."""
+    endless = replace(
+        generation, min_new_tokens=0, ignore_eos=True, stop_strings=(), num_return_sequences=1
+    )
+    reading = {
+        decoder.admit(Request(prompt, replace(endless, seed=seed).without_unread()))
+        for seed, prompt in enumerate(prompts)
+    }
+    while reading:
+        reading -= _step(decoder)
+
+
+def _release_all(decoder: Rows, scheduler: Scheduler) -> None:
+    for row in list(scheduler.sequences):
+        decoder.release(row)
 
 
 def _step(decoder: Rows) -> set[int]:
@@ -156,22 +168,17 @@ def _step(decoder: Rows) -> set[int]:
     return {each.row for each in outputs}
 
 
-def _step_s(decoder: Rows, rows: set[int], num_steps: int) -> float:
+def _step_s(decoder: Rows, count: int, num_steps: int) -> float:
     """Return the seconds of one of `num_steps` steps after NUM_UNTIMED others; 0.0 of none."""
     for _ in range(NUM_UNTIMED):
-        _step(decoder)
-    started, told = perf_counter(), rows
+        told = _step(decoder)
+    started = perf_counter()
     for _ in range(num_steps):
         told = _step(decoder)
     seconds = (perf_counter() - started) / max(1, num_steps)
-    if told != rows:
-        raise InvariantBroken(f"of {sorted(rows)} only rows {sorted(told)} were timed to the end")
+    if len(told) != count:
+        raise InvariantBroken(f"only rows {sorted(told)} of {count} were timed to the end")
     return seconds
-
-
-def _release(decoder: Rows, taken: list[int]) -> None:
-    while taken:
-        decoder.release(taken.pop())
 
 
 def _catch_up_s(worker: Worker, num_tokens: int) -> float:

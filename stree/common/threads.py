@@ -63,7 +63,7 @@ def for_decoding(target: Any, device: Any = None) -> contextlib.AbstractContextM
 
     The target's GPU is the current one, autocast is off (the weights' dtype decides), and a small
     target on a CPU has one thread: its operations take less time than the threads' communication.
-    device is the target's where the caller knows it: asking a model for it takes a step's time.
+    device is the target's, where the caller knows it: to ask the model in each step takes time.
     """
     import torch
 
