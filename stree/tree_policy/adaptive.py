@@ -130,6 +130,8 @@ class AdaptiveTrees(TreePolicy):
             state.current = probed or PLAIN
             return state.current
         state.missed_s = 0.0
+        if explorer.probing:  # all its steps have this tree
+            return state.current
         if explorer.is_plain_probe(state.current, num_rows, speeds, state.num_steps):
             return PLAIN
         tried = explorer.tree_to_try(state.current, num_rows, speeds, state.num_steps)

@@ -63,7 +63,7 @@ class Explorer:
         """Note that plain decoding begins: after long drafting perhaps for one hard text alone."""
         if self._drafted_steps >= LONG_DRAFTING:
             self._probe_share = FIRST_PROBE_SHARE
-        self._drafted_steps = 0
+        self._drafted_steps = self._plain_left = 0
 
     def tree_to_try(
         self, current: StepTree, num_rows: int, speeds: Speeds, num_steps: int

@@ -15,7 +15,7 @@ from stree.common.errors import UsageError
 from stree.tree_policy.acceptance import AcceptanceRates, DynamicAcceptanceRates
 from stree.tree_policy.adaptive import PLAIN, REVISED_AFTER, AdaptiveTrees
 from stree.tree_policy.bandit import BanditTrees
-from stree.tree_policy.explorer import PROBE_SHARE, TRY_SHARE, telling
+from stree.tree_policy.explorer import PROBE_SHARE, PROBE_STEPS, TRY_SHARE, telling
 from stree.tree_policy.step_times import StepTimes
 from stree.trees.token_tree import BeamTree, as_tree, balanced
 
@@ -164,6 +164,29 @@ def test_the_choice_is_considered_once_in_eight_steps(monkeypatch):
     monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
     simulated(policy, 1, 4000, [0.6, 0.2, 0.1], takes=policy.costs)
     assert 4000 / REVISED_AFTER <= len(considered) < 1.5 * 4000 / REVISED_AFTER
+
+
+def test_plain_decoding_is_considered_no_more_often_than_drafting(monkeypatch):
+    """It may turn out to be best while it is probed, before all steps of that probe are done."""
+    takes = costs(1.0, 1.1, 9.0)
+    policy = AdaptiveTrees([CHAIN], takes)
+    used, _ = simulated(policy, 1, 9, [0.5, 0.0, 0.0], takes=takes)
+    assert used[:8] == 8 * [CHAIN] and used[-1] == PLAIN  # the first step of a probe
+    policy.learn_tokens(2)
+    policy.learn_answer(prefill_s=100.0)
+    consider, considered = policy._consider, []
+    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
+    used, _ = simulated(policy, 1, 800, [0.5, 0.0, 0.0])
+    assert used == 800 * [PLAIN]
+    assert len(considered) < 1.1 * len(used) / REVISED_AFTER
+
+
+def test_all_steps_of_a_probe_have_drafts():
+    """A plain step among them would leave the drafter behind, and tell nothing of the tree."""
+    policy = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 1.6))
+    used, _ = simulated(policy, 1, 20_000, [0.2, 0.0, 0.0], takes=costs(1.0, 1.5, 1.6))
+    runs = [len(list(run)) for tree, run in itertools.groupby(used[100:]) if tree != PLAIN]
+    assert len(runs) > 3 and set(runs) == {PROBE_STEPS}
 
 
 def test_steps_that_stall_change_nothing():
