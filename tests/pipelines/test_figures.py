@@ -12,10 +12,11 @@ comment must be these figures, in this order and as rounded there, each with its
 without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt, `speedup%METHOD` its gain in
 percent; a METHOD with `*` is several seeds. `NAME@each` is the geometric mean over benchmarks of
 each one's figure; `prefill_ms` is the median. `tokens_per_second/METHOD` needs no plain decoding,
-and `speedup_without_waiting` takes plain decoding's waiting away. A field of a benchmark may be
-divided or multiplied (`us_tree/1000`); measured several times, it is the median; a `.json` file is
-one row. A speed of answers that the machine held up, or of plain decoding that waited, has a †
-(`1.46†`, `1.46×†`), which the page explains below.
+nor does `tokens_per_second_e2e/METHOD`, which counts prompts; `speedup_without_waiting` takes plain
+decoding's waiting away. A field of a benchmark may be divided or multiplied (`us_tree/1000`);
+measured several times, it is the median; a `.json` file is one row. A speed of answers that the
+machine held up, or of plain decoding that waited, has a † (`1.46†`, `1.46×†`), which the page
+explains below.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ TIMES = {
         * (1 - (waiting_share(metrics.time_ms(plain)) or 0.0))
     ),
 }
-WITHOUT_PLAIN = ("tokens_per_second", "speedup_without_waiting", "step_ms", "draft_ms")
+WITHOUT_PLAIN = (
+    "tokens_per_second", "tokens_per_second_e2e", "speedup_without_waiting", "step_ms", "draft_ms",
+)
 
 
 def lines_of(page):
@@ -143,6 +146,9 @@ def from_rows(folder, chosen, name):
         return geometric_mean(each), None
     seeds = seeds_of(folder, **chosen)
     name, _, other = name.partition("/")
+    if other and name == "tokens_per_second_e2e":
+        (mine,), (theirs,) = seeds, seeds_of(folder, **{**chosen, "method": other})
+        return metrics.tokens_per_second_e2e(mine) / metrics.tokens_per_second_e2e(theirs), None
     if other:
         theirs = Answers.of(seeds_of(folder, **{**chosen, "method": other}))
         gain = Answers.of(seeds).over(theirs, getattr(figures, name), np.divide)

@@ -94,7 +94,7 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
     }
     text = printed(capsys, "stree-table-3")
     said = "by `runs/chat-75m-features`; 80 or 164 or 1319 prompts of each, up to 1024 new tokens."
-    assert f"commit 267090a. Drafted {said}" in text and "Theirs: RTX 3090. What differs" in text
+    assert f"commit 6751bcc. Drafted {said}" in text and "Theirs: RTX 3090. What differs" in text
     assert line_of(text, "T = 1, STree, paper")[:2] == ["54.08 (1.36×)", "2.03"]
     tree, chain = (rows[method, "gsm8k", 1.0] for method in ("stree", "vanilla_sd"))
     speed = f"{tree.tokens_per_second:.1f} ({tree.speedup:.2f}×)"
