@@ -110,7 +110,8 @@ class AdaptiveTrees(TreePolicy):
         tree = self._consider(num_rows)
         state.num_steps = 0
         is_changing = tree != state.current or state.missed_s > 0
-        state.is_settled = not (is_changing or state.explorer.is_busy)
+        is_tried = state.explorer.is_busy or tree in state.explorer.untried
+        state.is_settled = not (is_changing or is_tried)
         return tree
 
     def _consider(self, num_rows: int) -> StepTree:

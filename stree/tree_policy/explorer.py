@@ -56,8 +56,8 @@ class Explorer:
 
     @property
     def is_busy(self) -> bool:
-        """True while the next steps are observed or belong to a probe."""
-        return bool(self.untried or self.probing or self._plain_left)
+        """True while the next steps belong to a probe."""
+        return bool(self.probing or self._plain_left)
 
     def end_drafting(self) -> None:
         """Note that plain decoding begins: after long drafting perhaps for one hard text alone."""
@@ -101,6 +101,8 @@ class Explorer:
             return None
         self._probe_share = max(self._probe_share / 2, PROBE_SHARE)
         self._plain_s, self.probing = 0.0, PROBE_STEPS
+        if speeds.is_timed(num_rows, plain):  # by the steps until now
+            self._rows_of_probes.add(num_rows)
         self._probed.rotate(-1)
         return tree
 

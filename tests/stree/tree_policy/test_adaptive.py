@@ -185,8 +185,41 @@ def test_all_steps_of_a_probe_have_drafts():
     """A plain step among them would leave the drafter behind, and tell nothing of the tree."""
     policy = AdaptiveTrees([CHAIN], costs(1.0, 1.5, 1.6))
     used, _ = simulated(policy, 1, 20_000, [0.2, 0.0, 0.0], takes=costs(1.0, 1.5, 1.6))
-    runs = [len(list(run)) for tree, run in itertools.groupby(used[100:]) if tree != PLAIN]
-    assert len(runs) > 3 and set(runs) == {PROBE_STEPS}
+    runs = [len(list(run)) for tree, run in itertools.groupby(used) if tree != PLAIN]
+    assert len(runs) > 4 and set(runs[1:]) == {PROBE_STEPS}
+
+
+@pytest.mark.parametrize(
+    ("table", "rates", "prefill_s"),
+    [
+        (costs(1.0, 1.1, 9.0), [0.6, 0.0, 0.0], 0.0),
+        (costs(1.0, 1.6, 9.0), [0.1, 0.0, 0.0], 0.0),
+        (costs(1.0, 1.1, 1.6), [0.6, 0.0, 0.0], 100.0),
+    ],
+    ids=["while another is drafted", "while decoding is plain", "as reading prompts costs much"],
+)
+def test_a_tree_that_cannot_pay_is_not_considered_before_each_step(
+    monkeypatch, table, rates, prefill_s
+):
+    """A probe may show it once or twice, which is less than each tree has at first."""
+    policy = AdaptiveTrees([CHAIN, WIDE], table)
+    policy.learn_tokens(2)
+    policy.learn_answer(prefill_s=prefill_s)
+    consider, considered = policy._consider, []
+    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
+    used, _ = simulated(policy, 1, 4000, rates)
+    assert WIDE in policy.state.explorer.untried
+    assert len(considered) < 1.2 * len(used) / REVISED_AFTER
+
+
+def test_plain_decoding_is_not_probed_again_after_it_was_timed_for_long():
+    """Otherwise the drafter would have to catch up twice when drafting begins."""
+    takes = costs(1.0, 1.3, 9.0)
+    policy = AdaptiveTrees([CHAIN], takes)
+    simulated(policy, 1, 600, [0.0, 0.0, 0.0], takes=takes)
+    used, _ = simulated(policy, 1, 800, [0.9, 0.0, 0.0], takes=takes)
+    begun = used.index(CHAIN)
+    assert used[begun : begun + 200] == 200 * [CHAIN]
 
 
 def test_steps_that_stall_change_nothing():
