@@ -31,6 +31,10 @@ BEAM_SEARCH = "beam-3-4"  # M = 3, N = 4
 ALL_BEAMS = "beam-3-4-31"  # the same beams with all their children, of rows older than `beam-3-4`
 OURS = "ours"
 WAITED_NOTE = "Speed-ups of this table are over plain decoding without its waiting."
+BATCHES_NOTE = (
+    "Speed-ups with one sequence are over plain decoding without its waiting; with more sequences "
+    "the waiting is not known, and plain decoding's times include it."
+)
 DYSPEC_SETS = {  # the paper's names of data sets
     "GSM8k": "gsm8k", "MT-Bench": "mt_bench", "C4": "c4", "OWT": "openwebtext",
     "CNN": "cnn_dailymail",
@@ -76,7 +80,8 @@ def with_notes(made: Made, folder: Path) -> Made:
     reasons = (each[0].upper() + each[1:] for each in doubts(samples))  # cells have no marks
     note = " ".join([*endings({"": every}), *reasons])
     if any(map(_waiting, measured.values())):
-        note += f" {WAITED_NOTE}"
+        in_batches = any(row.batch_size > 1 for row in made.results)
+        note += f" {BATCHES_NOTE if in_batches else WAITED_NOTE}"
     return replace(made, table=replace(made.table, note=note))
 
 

@@ -17,7 +17,7 @@ from stree_lab import paper_tables
 from stree_lab.bench_report import read_rows
 from stree_lab.papers import order_bench as orders
 from stree_lab.papers.registry import ENTRIES
-from stree_lab.papers.tables import without_waiting
+from stree_lab.papers.tables import BATCHES_NOTE, WAITED_NOTE, without_waiting
 from stree_pipelines.commands import compare
 from stree_pipelines.evaluation.result_store import ResultStore
 
@@ -95,6 +95,7 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
     text = printed(capsys, "stree-table-3")
     said = "by `runs/chat-75m-features`; 80 or 164 or 1319 prompts of each, up to 1024 new tokens."
     assert f"commit 6751bcc. Drafted {said}" in text and "Theirs: RTX 3090. What differs" in text
+    assert WAITED_NOTE in text and BATCHES_NOTE in printed(capsys, "snakes-figure-4-text")
     assert line_of(text, "T = 1, STree, paper")[:2] == ["54.08 (1.36×)", "2.03"]
     tree, chain = (rows[method, "gsm8k", 1.0] for method in ("stree", "vanilla_sd"))
     speed = f"{tree.tokens_per_second:.1f} ({tree.speedup:.2f}×)"
