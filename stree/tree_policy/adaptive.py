@@ -17,12 +17,12 @@ from stree.tree_policy.policy import TreePolicy
 from stree.tree_policy.step_times import Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
-HYSTERESIS = 0.01  # least relative gain for which the tree is changed
-REVISED_AFTER = 8  # observed steps between revisions, whose time shows with small models
-OBSERVED_ROWS = 4  # of a step whose rows are twice as many only each second one is observed
-MAX_PASSED = 4  # of any number of rows each fourth step is observed, at least
+HYSTERESIS = 0.01  # least relative gain for which the tree is changed, except to plain decoding
+REVISED_AFTER = 8  # observed steps between revisions: their time matters with small models
+OBSERVED_ROWS = 4  # of steps with k times as many rows only each k-th one is observed
+MAX_PASSED = 4  # the largest such k
 FIRST_ANSWERS = 16  # after each of which the choice is considered
-READS_TIMED = 8  # after the first answers, prompts are timed until the end of each 8th answer
+READS_TIMED = 8  # later, prompts are timed from the end of each 8th answer to that of the next
 
 
 @dataclass
@@ -38,7 +38,7 @@ class AdaptiveState:
         num_steps: Steps since the choice was considered last.
         num_passed: Steps since one was observed.
         num_answers: Answers that have ended.
-        is_settled: False if the next step's choice must be considered: it is one of a try or a
+        is_settled: False if the next step needs a new choice: the last one was a try or a part of a
             probe, drafting is about to begin, or one of the first answers has ended.
     """
 
@@ -59,8 +59,9 @@ class AdaptiveTrees(TreePolicy):
     Times that were measured apart are the first guess; what steps take while it decodes replaces
     them, tree by tree. Plain decoding is timed by short probes, too, while trees are drafted.
     Drafting takes the time of its steps and, once for each request, the drafter's prefill of the
-    prompt, which decides with many rows and short answers. While plain decoding is best, drafters
-    read no prompts (`drafts`). All rows whose requests name no tree have the chosen one.
+    prompt: with many rows and short answers this can decide the choice. While plain decoding is
+    best, drafters read no prompts (`drafts`). All rows whose requests name no tree have the chosen
+    one.
 
     Arguments and errors are `TreePolicy`'s.
 
@@ -99,7 +100,7 @@ class AdaptiveTrees(TreePolicy):
     def choose(self, num_rows: int) -> StepTree:
         """Return the tree of the next step of `num_rows` rows.
 
-        It stays for REVISED_AFTER observed steps, but for tries and probes: the host's time counts.
+        The tree is kept for REVISED_AFTER observed steps, unless a try or a probe is under way.
         """
         state = self.state
         state.num_steps += 1

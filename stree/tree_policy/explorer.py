@@ -9,7 +9,7 @@ from stree.tree_policy.step_times import MIN_STEPS_SEEN, Speeds
 from stree.trees.token_tree import PLAIN, StepTree
 
 PROBE_SHARE = 0.01  # share of plain decoding's time that may be lost to probes of trees
-FIRST_PROBE_SHARE = 0.08  # the same for the first probe after long drafting; each one halves it
+FIRST_PROBE_SHARE = 0.08  # for the first probe after long drafting; each probe halves the share
 LONG_DRAFTING = 32  # steps
 TRY_SHARE = 0.005  # share of the time that may be lost to tries of other trees
 MIN_LOSS = 0.3  # share of a step that a try of another tree counts as losing, at least
@@ -22,9 +22,10 @@ TRIED_FIRST = 8  # first observations of each tree whose acceptance no other tre
 class Explorer:
     """Tries of trees whose acceptance no other tree shows (`telling`), and of plain decoding.
 
-    Each tree has the first steps, until TRIED_FIRST of a row are seen. While drafts are made, each
-    gets a step now and then (`tree_to_try`), and plain decoding is timed (`is_plain_probe`). While
-    decoding is plain, trees take turns with probes of PROBE_STEPS steps (`tree_to_probe`).
+    At first each tree that might pay is used until TRIED_FIRST accepted paths of it were observed,
+    one a row and step. While drafts are made, each gets a step now and then (`tree_to_try`), and
+    plain decoding is timed (`is_plain_probe`). While decoding is plain, trees take turns with
+    probes of PROBE_STEPS steps (`tree_to_probe`).
 
     Args:
         trees: All trees with drafts.
@@ -45,7 +46,8 @@ class Explorer:
         self._drafted_s = 0.0  # seconds of drafting since the last probe of plain decoding
         self._drafted_steps = 0  # since decoding was plain
         self._plain_left = 0  # steps that such a probe may still have
-        self._rows_of_probes: set[int] = set()  # numbers of rows with which one has begun
+        # Numbers of rows with which plain decoding was timed, or such a probe has begun
+        self._rows_of_probes: set[int] = set()
 
     def count(self, tree: StepTree, number: int) -> None:
         """Count a number of observations of a tree."""
@@ -60,7 +62,10 @@ class Explorer:
         return bool(self.probing or self._plain_left)
 
     def end_drafting(self) -> None:
-        """Note that plain decoding begins: after long drafting perhaps for one hard text alone."""
+        """Note that plain decoding begins.
+
+        After long drafting one hard text may be the reason, so the next probes come sooner.
+        """
         if self._drafted_steps >= LONG_DRAFTING:
             self._probe_share = FIRST_PROBE_SHARE
         self._drafted_steps = self._plain_left = 0
@@ -111,7 +116,9 @@ class Explorer:
     ) -> bool:
         """Return whether the next step shall be plain, to time plain decoding as it is now.
 
-        The first probe of each number of rows begins once steps of the current tree were timed.
+        No probe begins before steps of the current tree were timed. That is enough where plain
+        decoding was never timed with this number of rows; else drafting must have lasted long
+        enough to pay for the probe.
         """
         self._drafted_steps += num_steps
         if self._plain_left:
@@ -137,8 +144,9 @@ class Explorer:
 def telling(trees: Sequence[StepTree]) -> list[StepTree]:
     """Return the trees whose acceptance no other tree shows.
 
-    Another tree shows it if it has all of their children by depth and rank, or, among dynamic trees
-    of one width, if it is as deep and as large.
+    Tree B shows the acceptance of tree A if B has all of A's children by depth and rank, or, for
+    dynamic trees of one width, if B is at least as deep and as large. Of two trees that show each
+    other the first is kept.
     """
     return [
         tree for number, tree in enumerate(trees)
