@@ -47,7 +47,7 @@ class Explorer:
         self._drafted_steps = 0  # since decoding was plain
         self._plain_left = 0  # steps that such a probe may still have
         # Numbers of rows with which plain decoding was timed, or such a probe has begun
-        self._rows_of_probes: set[int] = set()
+        self._plain_timed: set[int] = set()
 
     def count(self, tree: StepTree, number: int) -> None:
         """Count a number of observations of a tree."""
@@ -107,7 +107,7 @@ class Explorer:
         self._probe_share = max(self._probe_share / 2, PROBE_SHARE)
         self._plain_s, self.probing = 0.0, PROBE_STEPS
         if speeds.is_timed(num_rows, plain):  # by the steps until now
-            self._rows_of_probes.add(num_rows)
+            self._plain_timed.add(num_rows)
         self._probed.rotate(-1)
         return tree
 
@@ -129,13 +129,13 @@ class Explorer:
         if not speeds.is_timed(num_rows, current):
             return False
         self._drafted_s += num_steps * speeds.step_s(num_rows, current)
-        if num_rows in self._rows_of_probes:
+        if num_rows in self._plain_timed:
             speed = speeds.of(num_rows)
             slower = max(1 - speed[PLAIN] / speed[current], MIN_LOSS)
             lost = MIN_STEPS_SEEN * slower * speeds.step_s(num_rows, PLAIN)
             if self._drafted_s <= (lost + num_rows * speeds.catch_up_s) / PLAIN_SHARE:
                 return False
-        self._rows_of_probes.add(num_rows)
+        self._plain_timed.add(num_rows)
         self._drafted_s, self._plain_left = 0.0, MAX_PLAIN_STEPS
         speeds.forget_steps(num_rows, PLAIN)
         return True

@@ -12,11 +12,11 @@ comment must be these figures, in this order and as rounded there, each with its
 without. `speedup/METHOD` is a ratio of speed-ups, paired by prompt, `speedup%METHOD` its gain in
 percent; a METHOD with `*` is several seeds. `NAME@each` is the geometric mean over benchmarks of
 each one's figure; `prefill_ms` is the median. `tokens_per_second/METHOD` needs no plain decoding,
-nor does `tokens_per_second_e2e/METHOD`, which counts prompts; `speedup_without_waiting` takes plain
-decoding's waiting away. A field of a benchmark may be divided or multiplied (`us_tree/1000`);
-measured several times, it is the median; a `.json` file is one row. A speed of answers that the
-machine held up, or of plain decoding that waited, has a † (`1.46†`, `1.46×†`), which the page
-explains below.
+nor does `tokens_per_second_e2e/METHOD`, which counts prompts and, like all figures of TIMES, has no
+interval; `speedup_without_waiting` takes plain decoding's waiting away. A field of a benchmark may
+be divided or multiplied (`us_tree/1000`); measured several times, it is the median; a `.json` file
+is one row. A speed of answers that the machine held up, or of plain decoding that waited, has a †
+(`1.46†`, `1.46×†`), which the page explains below.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ TIMES = {
         sum(each.decode_s for each in samples) / sum(each.num_calls for each in samples)
     ),
     "prefill_ms": lambda samples, plain: 1000 * median(each.prefill_s for each in samples),
+    "tokens_per_second_e2e": lambda samples, plain: metrics.tokens_per_second_e2e(samples),
     "speedup_e2e": lambda samples, plain: (
         metrics.tokens_per_second_e2e(samples) / metrics.tokens_per_second_e2e(plain)
     ),
@@ -146,9 +147,12 @@ def from_rows(folder, chosen, name):
         return geometric_mean(each), None
     seeds = seeds_of(folder, **chosen)
     name, _, other = name.partition("/")
-    if other and name == "tokens_per_second_e2e":
-        (mine,), (theirs,) = seeds, seeds_of(folder, **{**chosen, "method": other})
-        return metrics.tokens_per_second_e2e(mine) / metrics.tokens_per_second_e2e(theirs), None
+    if other and name in TIMES:
+        mine, theirs = (
+            from_rows(folder, {**chosen, "method": method}, name)[0]
+            for method in (chosen["method"], other)
+        )
+        return mine / theirs, None
     if other:
         theirs = Answers.of(seeds_of(folder, **{**chosen, "method": other}))
         gain = Answers.of(seeds).over(theirs, getattr(figures, name), np.divide)

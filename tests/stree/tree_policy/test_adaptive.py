@@ -157,11 +157,17 @@ def test_what_steps_take_while_it_decodes_replaces_what_was_measured(host_s, rat
     assert policy.speeds.step_s(1, CHAIN) == 9.0
 
 
+def considered_by(policy, monkeypatch) -> list[int]:
+    """Return a list that gets the number of rows whenever the policy considers its choice."""
+    considered, consider = [], policy._consider
+    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(rows) or consider(rows))
+    return considered
+
+
 def test_the_choice_is_considered_once_in_eight_steps(monkeypatch):
     """The host's time for it is a share of a small model's step."""
     policy = AdaptiveTrees([CHAIN, WIDE], costs(1.0, 1.1, 1.6))
-    consider, considered = policy._consider, []
-    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
+    considered = considered_by(policy, monkeypatch)
     simulated(policy, 1, 4000, [0.6, 0.2, 0.1], takes=policy.costs)
     assert 4000 / REVISED_AFTER <= len(considered) < 1.5 * 4000 / REVISED_AFTER
 
@@ -174,8 +180,7 @@ def test_plain_decoding_is_considered_no_more_often_than_drafting(monkeypatch):
     assert used[:8] == 8 * [CHAIN] and used[-1] == PLAIN  # the first step of a probe
     policy.learn_tokens(2)
     policy.learn_answer(prefill_s=100.0)
-    consider, considered = policy._consider, []
-    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
+    considered = considered_by(policy, monkeypatch)
     used, _ = simulated(policy, 1, 800, [0.5, 0.0, 0.0])
     assert used == 800 * [PLAIN]
     assert len(considered) < 1.1 * len(used) / REVISED_AFTER
@@ -205,8 +210,7 @@ def test_a_tree_that_cannot_pay_is_not_considered_before_each_step(
     policy = AdaptiveTrees([CHAIN, WIDE], table)
     policy.learn_tokens(2)
     policy.learn_answer(prefill_s=prefill_s)
-    consider, considered = policy._consider, []
-    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(0) or consider(rows))
+    considered = considered_by(policy, monkeypatch)
     used, _ = simulated(policy, 1, 4000, rates)
     assert WIDE in policy.state.explorer.untried
     assert len(considered) < 1.2 * len(used) / REVISED_AFTER
@@ -374,9 +378,7 @@ def test_nothing_that_was_chosen_before_is_left_once_it_is_forgotten(warm_up):
 def test_only_the_first_answers_hasten_the_next_choice(monkeypatch):
     """In a batch an answer ends every few steps, and choosing takes the host's time."""
     policy = AdaptiveTrees([CHAIN], costs(1.0, 1.4, 9.0))
-    considered = []
-    consider = policy._consider
-    monkeypatch.setattr(policy, "_consider", lambda rows: considered.append(1) or consider(rows))
+    considered = considered_by(policy, monkeypatch)
     for end in (16, 160):
         considered.clear()
         for _ in range(end):
